@@ -1,0 +1,98 @@
+"""A request inside an engine, and the batch of them that one step computes.
+
+Used by scheduler, block manager and runners; knows no tensors, no text, no clock.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engines.base import EngineRequest, ImageInput
+from shared.protocol import FinishReason, SamplingParams
+
+
+class SequenceStatus(Enum):
+    """WAITING holds no blocks; RUNNING may; FINISHED never again."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of one request and how many of them are computed.
+
+    There is no prefill flag: `num_computed_tokens` catches up with `num_tokens`, in one step or many, after
+    a prefix hit, a preemption or a takeover alike.
+    """
+
+    request_id: str
+    token_ids: list[int]  #: prompt, then output; the only token list
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    images: tuple[ImageInput, ...] = ()
+    cache_salt: str = ""
+    max_output_tokens: int = 1
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
+    num_cached_tokens: int = 0  #: prompt tokens that the prefix cache gave at first scheduling
+    num_restored_tokens: int = 0  #: output tokens that an earlier attempt had emitted
+    block_ids: list[int] = field(default_factory=list)  #: the block table
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def from_request(cls, request: EngineRequest, max_output_tokens: int) -> "Sequence":
+        """The sequence of a request, with the output of earlier attempts appended to its prompt."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            images=request.images,
+            cache_salt=request.cache_salt,
+            max_output_tokens=max_output_tokens,
+            num_restored_tokens=len(request.output_token_ids),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens still to compute before the next one can be drawn."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: it computes `num_new_tokens` from `sequence.num_computed_tokens` on.
+
+    Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step draws a token.
+    """
+
+    sequence: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this share reaches the sequence's end, so that the next token can be drawn."""
+        return self.num_new_tokens == self.sequence.num_pending_tokens
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step computes: prefill chunks and decode tokens mixed freely."""
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens in the whole batch."""
+        return sum(item.num_new_tokens for item in self.items)

@@ -1,0 +1,1 @@
+"""The real arithmetic: a LLaVA (CLIP vision tower, projector, LLaMA decoder) run with PyTorch."""

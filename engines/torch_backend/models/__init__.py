@@ -1,0 +1,1 @@
+"""Model code: configuration, vision tower, projector, decoder and the LLaVA that joins them."""

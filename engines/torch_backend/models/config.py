@@ -1,0 +1,86 @@
+"""A LLaVA checkpoint's shape, read from its `config.json` (Hugging Face's LlavaForConditionalGeneration).
+
+Used by the model code, the loader and the checkpoint maker. Knows no tensors.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """A CLIP vision tower. Units: pixels for `image_size` and `patch_size`, channels for sizes."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one picture, without the class token."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Rotary frequencies' scaling: `linear` (factor) or `llama3` (all four)."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """A LLaMA-family decoder, driven by data: grouped-query heads, biases, tied embeddings, rope scaling."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class VLMConfig:
+    """Vision tower, projector and decoder, and how they are joined."""
+
+    vision: VisionConfig
+    text: TextConfig
+    image_token_id: int
+    vision_feature_layers: tuple[int, ...]  #: as in the checkpoint: -2 is the last but one
+    vision_feature_select_strategy: Literal["default", "full"]  #: default drops the class token
+    projector_hidden_act: str = "gelu"
+    projector_bias: bool = True
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Picture slots of one picture in the prompt."""
+        return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
+
+
+class UnsupportedCheckpoint(Exception):
+    """The checkpoint is not one that this backend can run; the message says why and what would do."""
+
+
+def vlm_config_from_hf(config: dict[str, Any]) -> VLMConfig:
+    """Read a `config.json`. Raises: UnsupportedCheckpoint."""
+    raise NotImplementedError

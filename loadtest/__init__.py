@@ -1,0 +1,1 @@
+"""Load from outside: a client that imports nothing of ours."""

@@ -1,0 +1,216 @@
+"""The wire between gateway and worker: requests out, events back.
+
+Called by both ends; it must not know HTTP, Redis or any model. JSON by msgspec: strict, versioned, readable
+in redis-cli. Laws that every producer keeps and every consumer may rely on, per request:
+
+1. events are `Started? Delta* (Finished | Failed)`; exactly one terminal event reaches the client;
+2. `Delta.index` counts output tokens from 0 without gap; concatenated `Delta.text` is the answer;
+3. all events of one attempt carry its number; a higher attempt supersedes a lower one.
+"""
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended, in OpenAI's words, and `abort` for a client that left."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class ErrorCode(StrEnum):
+    """Every reason for which a request may fail after it was accepted."""
+
+    INVALID_IMAGE = "invalid_image"
+    IMAGE_UNAVAILABLE = "image_unavailable"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INVALID_REQUEST = "invalid_request"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    TOO_MANY_ATTEMPTS = "too_many_attempts"
+    ENGINE_FAILURE = "engine_failure"
+    WORKER_LOST = "worker_lost"
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of nothing but a shared configuration: frozen, strict."""
+
+
+class SamplingParams(Message, omit_defaults=True):
+    """How to draw tokens. Neutral values are the defaults, so that greedy text needs only `temperature=0`.
+
+    Units: probabilities and temperatures are pure numbers, `max_tokens` counts output tokens.
+    """
+
+    max_tokens: int | None = None  #: None: as many as the context holds
+    temperature: float = 1.0  #: 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  #: 0: all
+    min_p: float = 0.0
+    seed: int = 0  #: always set by the gateway; the noise is a pure function of (seed, output position)
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    num_logprobs: int | None = None  #: None: none; k: the chosen token's and the k best
+    ignore_eos: bool = False
+
+
+class TextPart(Message, tag_field="type", tag="text"):
+    """Ordinary text; special tokens spelled inside it stay text."""
+
+    text: str
+
+
+class ImagePart(Message, tag_field="type", tag="image"):
+    """One picture: an index into `GenerateRequest.images`."""
+
+    image: int
+
+
+class ChatMessage(Message):
+    """One turn of the conversation; roles are `system`, `user` and `assistant`."""
+
+    role: Literal["system", "user", "assistant"]
+    parts: tuple[TextPart | ImagePart, ...]
+
+
+class ImageRef(Message):
+    """A picture by the SHA-256 (hex) of its encoded bytes, which lie in the image store."""
+
+    sha256: str
+    media_type: str
+    width: int
+    height: int
+    num_bytes: int
+
+
+class GenerateRequest(Message, omit_defaults=True):
+    """One answer to make. `n` choices are `n` requests that share their pictures."""
+
+    request_id: str
+    reply_to: str  #: the gateway's id, which names its mailbox
+    model: str
+    messages: tuple[ChatMessage, ...]
+    sampling: SamplingParams
+    images: tuple[ImageRef, ...] = ()
+    cache_salt: str = ""  #: separates the caches of tenants
+    trace_parent: str | None = None
+    version: int = PROTOCOL_VERSION
+
+
+class Usage(Message, omit_defaults=True):
+    """Token counts of one request; the prompt's include its picture and cached tokens."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    num_image_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class StageTimings(Message, omit_defaults=True):
+    """Seconds spent in each stage, by the worker's monotonic clock (queue: plus Redis's own clock)."""
+
+    queue_s: float = 0.0  #: in Redis until claimed, and in the engine until first scheduled
+    preprocess_s: float = 0.0  #: fetch, decode, resize, template, tokenize, hand over
+    vision_s: float = 0.0  #: vision tower and projector
+    prefill_s: float = 0.0  #: first scheduled until first token, without vision
+    decode_s: float = 0.0  #: first token until last
+
+
+class TokenLogprob(Message, omit_defaults=True):
+    """One token's natural-log probability. `token_bytes` are its raw bytes, perhaps not whole UTF-8."""
+
+    token: str
+    logprob: float
+    token_bytes: tuple[int, ...] = ()
+
+
+class OutputLogprob(Message, omit_defaults=True):
+    """The chosen token and its best rivals, most probable first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Started(Message, tag_field="type", tag="started", omit_defaults=True):
+    """The engine accepted the prompt, so that the status line may be sent."""
+
+    request_id: str
+    attempt: int
+    usage: Usage
+
+
+class Delta(Message, tag_field="type", tag="delta", omit_defaults=True):
+    """The next output tokens and the text that they complete (perhaps none yet)."""
+
+    request_id: str
+    attempt: int
+    index: int  #: how many output tokens came before these
+    token_ids: tuple[int, ...]
+    text: str = ""
+    logprobs: tuple[OutputLogprob, ...] = ()
+
+
+class Finished(Message, tag_field="type", tag="finished", omit_defaults=True):
+    """The answer is complete. Terminal."""
+
+    request_id: str
+    attempt: int
+    finish_reason: FinishReason
+    usage: Usage
+    timings: StageTimings = StageTimings()
+
+
+class Failed(Message, tag_field="type", tag="failed", omit_defaults=True):
+    """The request ends without a complete answer. Terminal. `message` is fit for the client's eyes."""
+
+    request_id: str
+    attempt: int
+    code: ErrorCode
+    message: str
+    param: str | None = None
+
+
+GenerateEvent = Started | Delta | Finished | Failed
+
+
+class ModelCard(Message, omit_defaults=True):
+    """What a worker says of the model that it serves; the gateway's `/v1/models` is made of these."""
+
+    name: str
+    created_at: int  #: epoch seconds at which the worker loaded it, for the wire's `created`
+    max_model_len: int
+    vocab_size: int
+    supports_images: bool = True
+    tokens_per_image: int = 0
+
+
+_request_decoder = msgspec.json.Decoder(GenerateRequest)
+_events_decoder = msgspec.json.Decoder(tuple[GenerateEvent, ...])
+_card_decoder = msgspec.json.Decoder(ModelCard)
+_encoder = msgspec.json.Encoder()
+
+encode = _encoder.encode
+
+
+def decode_request(data: bytes) -> GenerateRequest:
+    """Read a request. Raises: msgspec.ValidationError on any departure from the schema."""
+    return _request_decoder.decode(data)
+
+
+def decode_events(data: bytes) -> tuple[GenerateEvent, ...]:
+    """Read one mailbox entry. Raises: msgspec.ValidationError on any departure from the schema."""
+    return _events_decoder.decode(data)
+
+
+def decode_card(data: bytes) -> ModelCard:
+    """Read a model card. Raises: msgspec.ValidationError on any departure from the schema."""
+    return _card_decoder.decode(data)
