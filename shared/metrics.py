@@ -1,0 +1,208 @@
+"""Every metric: its name, its labels, its buckets and what it means, once.
+
+Used by the gateway (requests) and the worker (engine); docs and dashboards are tested against `METRICS`.
+Health probes and warm-ups feed none of them. Labels are bounded: model names come from workers' cards,
+outcomes and reasons from code, never from clients.
+
+The latencies, with vLLM's formulas:
+
+- TTFT: request received until the first non-empty text.
+- E2E: request received until the terminal event has been handed to the socket.
+- TPOT: (E2E - TTFT) / (output tokens - 1) of one answer; undefined for one token.
+- ITL: time between consecutive tokens; when an event carries k tokens its gap counts k times a k-th.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+#: The stages of a request in their order. They add up to its end-to-end time.
+STAGES = (
+    "ingest",
+    "image_decode",
+    "queue",
+    "preprocess",
+    "vision",
+    "prefill",
+    "decode",
+    "relay",
+)
+
+#: From a millisecond to five minutes, about 1-2.5-5 a decade.
+LATENCY_BUCKETS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+#: Between tokens: finer, from a tenth of a millisecond.
+TOKEN_BUCKETS = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
+)  # fmt: skip
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric's definition. Counters' names end in `_total` as Prometheus shows them."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+GATEWAY_METRICS = (
+    Metric("vlm_requests_total", "counter",
+           "Requests by how they ended: ok, cancelled, rejected, or an error's code.",
+           ("model", "outcome")),
+    Metric("vlm_request_stage_seconds", "histogram",
+           "Time that finished requests spent in each stage.", ("stage", "model"), LATENCY_BUCKETS),
+    Metric("vlm_request_duration_seconds", "histogram",
+           "E2E: received until the last byte of the answer.", ("model",), LATENCY_BUCKETS),
+    Metric("vlm_time_to_first_token_seconds", "histogram",
+           "TTFT: received until the first text.", ("model",), LATENCY_BUCKETS),
+    Metric("vlm_time_per_output_token_seconds", "histogram",
+           "TPOT: mean time per output token after the first, one value a request.", ("model",),
+           TOKEN_BUCKETS),
+    Metric("vlm_inter_token_latency_seconds", "histogram",
+           "ITL: time between consecutive tokens.", ("model",), TOKEN_BUCKETS),
+    Metric("vlm_prompt_tokens_total", "counter",
+           "Prompt tokens, those of pictures and of caches included.", ("model",)),
+    Metric("vlm_image_tokens_total", "counter", "Prompt tokens that are picture slots.", ("model",)),
+    Metric("vlm_cached_tokens_total", "counter",
+           "Prompt tokens that the prefix cache gave.", ("model",)),
+    Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
+    Metric("vlm_queue_depth", "gauge", "Requests in a model's queue, running ones included.", ("model",)),
+    Metric("vlm_open_requests", "gauge", "Requests that this gateway keeps open."),
+    Metric("vlm_admission_rejections_total", "counter",
+           "Requests refused before they were queued.", ("reason",)),
+    Metric("vlm_images_total", "counter", "Pictures in requests: accepted or refused.", ("outcome",)),
+    Metric("vlm_dropped_events_total", "counter",
+           "Events from workers that no open request wanted (it had ended or was superseded)."),
+)  # fmt: skip
+
+WORKER_METRICS = (
+    Metric("vlm_num_requests_running", "gauge", "Sequences in the running batch."),
+    Metric("vlm_num_requests_waiting", "gauge", "Sequences that wait inside the engine."),
+    Metric("vlm_kv_cache_usage_ratio", "gauge", "Share of the KV blocks in use, 0 to 1."),
+    Metric("vlm_prefix_cache_query_tokens_total", "counter", "Prompt tokens looked up in the prefix cache."),
+    Metric("vlm_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found there."),
+    Metric("vlm_encoder_cache_queries_total", "counter", "Pictures looked up in the feature cache."),
+    Metric("vlm_encoder_cache_hits_total", "counter", "Pictures found there."),
+    Metric("vlm_encoder_cache_bytes", "gauge", "Bytes of picture features kept."),
+    Metric("vlm_preemptions_total", "counter", "Sequences whose blocks were taken back."),
+    Metric("vlm_engine_steps_total", "counter", "Forward passes."),
+    Metric("vlm_memory_bytes", "gauge", "Memory by use.", ("use",)),
+    Metric("vlm_startup_seconds", "gauge", "Time of each phase of the worker's start.", ("phase",)),
+    Metric("vlm_claims_total", "counter", "Requests claimed: new, reclaimed or reconciled.", ("kind",)),
+    Metric("vlm_fenced_total", "counter", "Events refused because another worker owns the request."),
+)  # fmt: skip
+
+METRICS = GATEWAY_METRICS + WORKER_METRICS
+
+_CLASSES = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+
+
+def create_metric(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    """Register one metric as prometheus_client's object."""
+    extra = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+    return _CLASSES[metric.kind](
+        metric.name, metric.help, metric.labels, registry=registry, **extra
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What the gateway knows of a request when it ended. Units: seconds, tokens."""
+
+    model: str
+    stages: dict[str, float]
+    e2e_s: float
+    ttft_s: float | None
+    num_prompt_tokens: int
+    num_image_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+class GatewayMetrics:
+    """The gateway's metrics in one registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics = {m.name: create_metric(m, self.registry) for m in GATEWAY_METRICS}
+        self._finished: dict[str, _ModelMetrics] = {}
+        self._images = self._metrics["vlm_images_total"]
+        self._open_requests = self._metrics["vlm_open_requests"]
+
+    def record_outcome(self, model: str, outcome: str) -> None:
+        """Count a request's end. `outcome`: ok, cancelled, rejected or an error code."""
+        self._metrics["vlm_requests_total"].labels(model, outcome).inc()
+
+    def record_finished(self, record: RequestRecord) -> None:
+        """Observe the latencies and tokens of an answer that is complete."""
+        metrics = self._finished.get(record.model)
+        if metrics is None:
+            metrics = self._finished[record.model] = _ModelMetrics(self._metrics, record.model)
+        metrics.record(record)
+
+    def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
+        """Observe the gap before an event with `num_tokens` tokens, shared by them."""
+        metrics = self._finished.get(model)
+        if metrics is None:
+            metrics = self._finished[model] = _ModelMetrics(self._metrics, model)
+        share_s = gap_s / num_tokens
+        for _ in range(num_tokens):
+            metrics.inter_token.observe(share_s)
+
+    def record_rejection(self, reason: str) -> None:
+        """Count a request refused before it was queued."""
+        self._metrics["vlm_admission_rejections_total"].labels(reason).inc()
+
+    def record_image(self, outcome: str) -> None:
+        """Count a picture of a request: `accepted` or `refused`."""
+        self._images.labels(outcome).inc()
+
+    def record_dropped_events(self, count: int) -> None:
+        """Count events that no open request wanted."""
+        self._metrics["vlm_dropped_events_total"].inc(count)
+
+    def set_queue_depth(self, model: str, depth: int) -> None:
+        """Set the length of a model's queue."""
+        self._metrics["vlm_queue_depth"].labels(model).set(depth)
+
+    def set_open_requests(self, count: int) -> None:
+        """Set how many requests this gateway keeps open."""
+        self._open_requests.set(count)
+
+
+class _ModelMetrics:
+    """One model's label children, looked up once: `labels()` costs more than `observe()`."""
+
+    def __init__(self, metrics: dict[str, Counter | Gauge | Histogram], model: str) -> None:
+        self.stages = {s: metrics["vlm_request_stage_seconds"].labels(s, model) for s in STAGES}
+        self.duration = metrics["vlm_request_duration_seconds"].labels(model)
+        self.first_token = metrics["vlm_time_to_first_token_seconds"].labels(model)
+        self.per_token = metrics["vlm_time_per_output_token_seconds"].labels(model)
+        self.inter_token = metrics["vlm_inter_token_latency_seconds"].labels(model)
+        self.prompt = metrics["vlm_prompt_tokens_total"].labels(model)
+        self.image = metrics["vlm_image_tokens_total"].labels(model)
+        self.cached = metrics["vlm_cached_tokens_total"].labels(model)
+        self.generation = metrics["vlm_generation_tokens_total"].labels(model)
+
+    def record(self, record: RequestRecord) -> None:
+        for stage, seconds in record.stages.items():
+            self.stages[stage].observe(seconds)
+        self.duration.observe(record.e2e_s)
+        if record.ttft_s is not None:
+            self.first_token.observe(record.ttft_s)
+            if record.num_output_tokens > 1:
+                self.per_token.observe(
+                    (record.e2e_s - record.ttft_s) / (record.num_output_tokens - 1)
+                )
+        self.prompt.inc(record.num_prompt_tokens)
+        self.image.inc(record.num_image_tokens)
+        self.cached.inc(record.num_cached_tokens)
+        self.generation.inc(record.num_output_tokens)
