@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 PREFIX = "VLM_"
+CONFIG_VARIABLE = "VLM_CONFIG"
 MIB = 1024 * 1024
 
 
@@ -40,6 +41,14 @@ class GatewaySettings(Group):
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         (), description="Accepted API keys, comma separated. None: open, on a loopback address only."
     )
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def split_keys(cls, value: Any) -> Any:
+        """Accept a comma-separated string, as environments hold it."""
+        if isinstance(value, str):
+            return tuple(key.strip() for key in value.split(",") if key.strip())
+        return value
+
     allow_open: bool = Field(
         False, description="Serve without API keys on addresses other than loopback."
     )
@@ -155,6 +164,7 @@ class Settings(BaseSettings):
         env_file=".env",
         extra="forbid",
         frozen=True,
+        nested_model_default_partial_update=True,
     )
 
     redis_url: str = Field("", description="Short for `redis.url`.")
@@ -164,3 +174,56 @@ class Settings(BaseSettings):
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()
     logs: LogSettings = LogSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, then environment, then `.env`, then the file named by `VLM_CONFIG`."""
+        sources = (init_settings, env_settings, dotenv_settings)
+        path = os.environ.get(CONFIG_VARIABLE)
+        return (*sources, YamlConfigSettingsSource(settings_cls, path)) if path else sources
+
+
+def load_settings(**overrides: dict[str, Any]) -> Settings:
+    """Read all sources. `overrides` are sub-trees by name, as in `gateway={"port": 0}`.
+
+    Raises: SettingsError, naming every bad or unknown field.
+    """
+    path = os.environ.get(CONFIG_VARIABLE)
+    if path and not Path(path).is_file():
+        raise SettingsError(f"{CONFIG_VARIABLE}: there is no file {path!r}")
+    unknown = _unknown_variables()
+    if unknown:
+        raise SettingsError(f"unknown settings in the environment: {', '.join(unknown)}")
+    try:
+        settings = Settings(**overrides)  # pyright: ignore[reportArgumentType]
+    except ValidationError as error:
+        raise SettingsError(_describe(error)) from None
+    if settings.redis_url and not settings.redis.url:
+        redis = settings.redis.model_copy(update={"url": settings.redis_url})
+        return settings.model_copy(update={"redis": redis})
+    return settings
+
+
+def _unknown_variables() -> list[str]:
+    known = {CONFIG_VARIABLE, *(PREFIX + name.upper() for name in Settings.model_fields)}
+    return sorted(
+        name
+        for name in os.environ
+        if name.upper().startswith(PREFIX) and name.upper().split("__")[0] not in known
+    )
+
+
+def _describe(error: ValidationError) -> str:
+    """One line a fault, without the value: it may be a secret."""
+    lines = [
+        f"{PREFIX}{'__'.join(str(part) for part in fault['loc']).upper()}: {fault['msg']}"
+        for fault in error.errors(include_input=False, include_url=False)
+    ]
+    return "invalid settings\n  " + "\n  ".join(lines)
