@@ -227,3 +227,21 @@ def _describe(error: ValidationError) -> str:
         for fault in error.errors(include_input=False, include_url=False)
     ]
     return "invalid settings\n  " + "\n  ".join(lines)
+
+
+def to_environment(settings: BaseModel, prefix: str = PREFIX) -> dict[str, str]:
+    """The variables that make a child process load the same settings; defaults are left out."""
+    variables: dict[str, str] = {}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            variables |= to_environment(value, f"{prefix}{name.upper()}__")
+        elif value != field.default:
+            variables[prefix + name.upper()] = _to_text(value)
+    return variables
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(_to_text(item) for item in value)
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.settings import SettingsError, load_settings
+from shared.settings import SettingsError, load_settings, to_environment
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +74,12 @@ def test_settings_cannot_be_changed_after_they_are_made():
     settings = load_settings()
     with pytest.raises(ValueError, match="frozen"):
         settings.gateway.port = 1
+
+
+def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one,sk-two")
+    parent = load_settings(gateway={"port": 0}, engine={"kind": "mock", "mock": {"decode_s": 0}})
+    monkeypatch.delenv("VLM_GATEWAY__API_KEYS")
+    for name, value in to_environment(parent).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == parent

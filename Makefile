@@ -1,0 +1,54 @@
+# The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format typecheck bench loadtest up down clean
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable . --group dev
+	touch $(STAMP)
+
+install: $(STAMP)  ## set up .venv with everything
+
+serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with the built-in model
+	$(BIN)/vlm serve $(ARGS)
+
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## check format, lint, types and import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
+	$(BIN)/vlm bench gateway $(ARGS)
+
+loadtest: $(STAMP)  ## one minute of Locust against a fleet on the mock engine
+	$(BIN)/python -m loadtest.run $(ARGS)
+
+up:  ## start the compose stack on the mock engine
+	docker compose up --build --detach --wait
+
+down:  ## stop it
+	docker compose down
+
+clean:  ## remove what was installed and cached
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

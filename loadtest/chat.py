@@ -1,0 +1,172 @@
+"""A chat client for the terminal: streams the answer, then shows where the time went.
+
+Called by `vlm chat`. A stranger to the server: it speaks the public API only.
+"""
+
+import base64
+import json
+import mimetypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+
+class ChatError(Exception):
+    """The question could not be answered; the message says why and what to do next."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation with one model. `timings` are those of the last answer, in seconds."""
+
+    client: httpx.Client
+    model: str
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, question: str, images: list[Path]) -> Iterator[str]:
+        """Ask with pictures; yields the answer's text as it comes. Raises: ChatError."""
+        self.messages.append({"role": "user", "content": to_content(question, images)})
+        pieces: list[str] = []
+        for piece in self._stream():
+            pieces.append(piece)
+            yield piece
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _stream(self) -> Iterator[str]:
+        body = {
+            "model": self.model,
+            "messages": self.messages,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "timings": True,
+        }
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        done = False
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            check_status(response)
+            for event in read_events(response):
+                if event == "[DONE]":
+                    done = True
+                    continue
+                yield from self._read_chunk(json.loads(event))
+        if not done:
+            raise ChatError("the connection ended before the answer did")
+
+    def _read_chunk(self, chunk: dict[str, Any]) -> Iterator[str]:
+        if "error" in chunk:
+            raise ChatError(chunk["error"]["message"])
+        self.timings = chunk.get("timings") or self.timings
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            if choice["delta"].get("content"):
+                yield choice["delta"]["content"]
+
+
+def to_content(question: str, images: list[Path]) -> list[dict[str, Any]]:
+    """The parts of a user's message: pictures as data URLs, then the text. Raises: ChatError."""
+    parts: list[dict[str, Any]] = []
+    for path in images:
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            raise ChatError(f"cannot read {path}: {error.strerror}") from None
+        media_type = mimetypes.guess_type(path.name)[0] or "image/png"
+        parts.append(
+            {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
+        )
+    return [*parts, {"type": "text", "text": question}]
+
+
+def check_status(response: httpx.Response) -> None:
+    """Raises: ChatError with the server's own words, if it refused."""
+    if response.is_success:
+        return
+    response.read()
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200]
+    raise ChatError(f"{response.status_code}: {message}")
+
+
+def read_events(response: httpx.Response) -> Iterator[str]:
+    """The data of each server-sent event; comments are skipped."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
+def first_model(client: httpx.Client) -> str:
+    """The first model that the server offers. Raises: ChatError."""
+    response = client.get("/v1/models")
+    check_status(response)
+    models = response.json()["data"]
+    if not models:
+        raise ChatError("the server has no model yet; is a worker running?")
+    return models[0]["id"]
+
+
+def format_timings(timings: dict[str, float], usage: dict[str, Any]) -> str:
+    """One line: each stage in milliseconds, the total, and the decoding speed."""
+    stages = [
+        f"{name.removesuffix('_s')} {seconds * 1000:.1f}"
+        for name, seconds in timings.items()
+        if name not in ("e2e_s", "ttft_s")
+    ]
+    total = timings.get("e2e_s", 0.0) * 1000
+    tokens = usage.get("completion_tokens", 0)
+    decode_s = timings.get("decode_s", 0.0)
+    speed = f", {(tokens - 1) / decode_s:.0f} tokens/s" if tokens > 1 and decode_s > 0 else ""
+    return f"{' + '.join(stages)} = {total:.1f} ms, {tokens} tokens{speed}"
+
+
+def run_chat(
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    images: list[Path],
+    question: str | None,
+    max_tokens: int | None,
+    temperature: float,
+) -> None:
+    """Answer one question, or as many as are typed when none is given. Raises: ChatError."""
+    console = Console(highlight=False)
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = httpx.Timeout(300.0, connect=5.0)
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
+        try:
+            chosen = model or first_model(client)
+            conversation = Conversation(client, chosen, max_tokens, temperature)
+            for text in [question] if question else _typed_questions(console):
+                for piece in conversation.ask(text, images):
+                    console.print(piece, end="", markup=False)
+                console.print()
+                line = format_timings(conversation.timings, conversation.usage)
+                console.print(line, style="dim", markup=False)
+                images = []  # shown once; the conversation remembers them
+        except httpx.ConnectError:
+            raise ChatError(f"nothing answers at {url}; start a server with `vlm serve`") from None
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection to {url} failed: {error}") from None
+
+
+def _typed_questions(console: Console) -> Iterator[str]:
+    console.print("Ask; an empty line ends.", style="dim")
+    while True:
+        try:
+            line = console.input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line:
+            return
+        yield line
