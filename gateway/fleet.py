@@ -99,7 +99,9 @@ class Fleet:
             assert child.process is not None
             code = await child.process.wait()
             if not child.restart:
-                raise FleetError(f"{child.name} ended with exit code {code}; its last lines say why")
+                raise FleetError(
+                    f"{child.name} ended with exit code {code}; its last lines say why"
+                )
             if code == os.EX_CONFIG:
                 raise FleetError(f"{child.name} cannot start; its last lines say why")
             pause_s = child.next_pause_s()

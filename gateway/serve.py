@@ -32,7 +32,9 @@ def run_fleet(settings: Settings, num_workers: int, data_dir: Path | None) -> in
         settings = settings.model_copy(update={"logs": quiet, "gateway": _with_port(settings)})
         with ExitStack() as stack:
             if not settings.redis.url:
-                settings = _with_url(settings, stack.enter_context(_start_redis(settings, data_dir)))
+                settings = _with_url(
+                    settings, stack.enter_context(_start_redis(settings, data_dir))
+                )
             asyncio.run(_run(settings, num_workers))
     except (FleetError, EmbeddedRedisError) as error:
         console.print(f"[red]{error}[/red]")
@@ -117,14 +119,16 @@ def show_screen(settings: Settings, num_workers: int) -> None:
         )
     )
     console.print("Ask about a picture from another terminal:\n")
-    console.print(sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True)
+    console.print(
+        sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True
+    )
     console.print(f'\nor: vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."')
     console.print("\nCtrl-C stops everything.", style="dim")
 
 
 def sample_curl(url: str, model: str, needs_key: bool) -> str:
     """A shell command that asks about the sample picture."""
-    key = " -H \"authorization: Bearer $API_KEY\"" if needs_key else ""
+    key = ' -H "authorization: Bearer $API_KEY"' if needs_key else ""
     picture = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
     return (
         f"curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d @- <<EOF\n"

@@ -19,7 +19,9 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 def setup_logging(settings: LogSettings, process: str) -> None:
     """Send all log records to stderr in the configured form. `process` names this one in each line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
+    handler.setFormatter(
+        JsonFormatter(process) if settings.format == "json" else TextFormatter(process)
+    )
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
@@ -41,6 +43,7 @@ class JsonFormatter(logging.Formatter):
         self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as one line of JSON."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -63,6 +66,7 @@ class TextFormatter(logging.Formatter):
         self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as one line of text, and its traceback."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
         # A message that holds a line break cannot forge a line of its own.

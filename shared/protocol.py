@@ -53,7 +53,9 @@ class SamplingParams(Message, omit_defaults=True):
     top_p: float = 1.0
     top_k: int = 0  #: 0: all
     min_p: float = 0.0
-    seed: int = 0  #: always set by the gateway; the noise is a pure function of (seed, output position)
+    seed: int = (
+        0  #: always set by the gateway; the noise is a pure function of (seed, output position)
+    )
     stop: tuple[str, ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

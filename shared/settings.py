@@ -39,8 +39,10 @@ class GatewaySettings(Group):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
-        (), description="Accepted API keys, comma separated. None: open, on a loopback address only."
+        (),
+        description="Accepted API keys, comma separated. None: open, on a loopback address only.",
     )
+
     @field_validator("api_keys", mode="before")
     @classmethod
     def split_keys(cls, value: Any) -> Any:
@@ -53,19 +55,30 @@ class GatewaySettings(Group):
         False, description="Serve without API keys on addresses other than loopback."
     )
     request_timeout_s: float = Field(
-        300.0, gt=0, le=86400, description="Deadline of a request, from its acceptance to its last token."
+        300.0,
+        gt=0,
+        le=86400,
+        description="Deadline of a request, from its acceptance to its last token.",
     )
     headers_after_s: float = Field(
-        15.0, gt=0, description="Wait for the first event that long before a stream's headers go out."
+        15.0,
+        gt=0,
+        description="Wait for the first event that long before a stream's headers go out.",
     )
-    keep_alive_s: float = Field(10.0, gt=0, description="Pause between SSE comments of a waiting stream.")
-    send_timeout_s: float = Field(30.0, gt=0, description="Cancel a stream whose client does not read.")
+    keep_alive_s: float = Field(
+        10.0, gt=0, description="Pause between SSE comments of a waiting stream."
+    )
+    send_timeout_s: float = Field(
+        30.0, gt=0, description="Cancel a stream whose client does not read."
+    )
     silence_timeout_s: float = Field(
         30.0, gt=0, description="Look into Redis after a request has been silent that long."
     )
     drain_s: float = Field(30.0, ge=0, description="Finish open requests that long after SIGTERM.")
     allow_remote_images: bool = Field(False, description="Fetch pictures from http(s) URLs.")
-    image_fetch_timeout_s: float = Field(10.0, gt=0, description="Whole time for fetching one picture.")
+    image_fetch_timeout_s: float = Field(
+        10.0, gt=0, description="Whole time for fetching one picture."
+    )
 
 
 class LimitSettings(Group):
@@ -92,27 +105,39 @@ class LimitSettings(Group):
 class WorkerSettings(Group):
     """The worker process around an engine."""
 
-    id: str = Field("", description="Name of the worker; empty: host, process id and a random part.")
+    id: str = Field(
+        "", description="Name of the worker; empty: host, process id and a random part."
+    )
     health_host: str = Field("127.0.0.1", description="Address of the health and metrics server.")
     health_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
-    lease_s: float = Field(10.0, gt=0.5, description="A request unattended that long goes to another worker.")
+    lease_s: float = Field(
+        10.0, gt=0.5, description="A request unattended that long goes to another worker."
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="Pause between lease renewals.")
     max_attempts: int = Field(3, ge=1, le=10, description="Workers that may try one request.")
-    drain_s: float = Field(30.0, ge=0, description="Finish running requests that long after SIGTERM.")
+    drain_s: float = Field(
+        30.0, ge=0, description="Finish running requests that long after SIGTERM."
+    )
     watchdog_s: float = Field(60.0, gt=0, description="End the process when a step takes longer.")
-    preprocess_threads: int = Field(2, ge=1, le=64, description="Threads that decode and resize pictures.")
+    preprocess_threads: int = Field(
+        2, ge=1, le=64, description="Threads that decode and resize pictures."
+    )
 
 
 class MockSettings(Group):
     """What the mock engine pretends."""
 
     vision_s: float = Field(0.02, ge=0, description="Simulated time to encode one picture.")
-    prefill_s_per_token: float = Field(0.00002, ge=0, description="Simulated time per prompt token.")
+    prefill_s_per_token: float = Field(
+        0.00002, ge=0, description="Simulated time per prompt token."
+    )
     decode_s: float = Field(0.005, ge=0, description="Simulated time of one step.")
     jitter_ratio: float = Field(0.0, ge=0, le=1, description="Random share of the simulated times.")
     seed: int = Field(0, description="Seed of that randomness.")
     tokens_per_image: int = Field(64, ge=1, description="Picture slots of one picture.")
-    num_output_tokens: int = Field(24, ge=1, description="Length of an answer when nothing else ends it.")
+    num_output_tokens: int = Field(
+        24, ge=1, description="Length of an answer when nothing else ends it."
+    )
 
 
 class EngineSettings(Group):
@@ -120,21 +145,33 @@ class EngineSettings(Group):
 
     kind: Literal["torch", "mock"] = Field("torch", description="Which engine runs the model.")
     model: str = Field(
-        "shapes", description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`)."
+        "shapes",
+        description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
     )
     served_name: str = Field("", description="Name on the wire; empty: the model's own.")
     device: str = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32."
+        "auto",
+        description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
     )
-    quantization: Literal["none", "int8", "int4"] = Field("none", description="Weights of the decoder.")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="Weights of the decoder."
+    )
     max_num_seqs: int = Field(32, ge=1, le=4096, description="Sequences that share a step.")
-    max_num_batched_tokens: int = Field(1024, ge=16, description="New tokens that one step computes.")
-    max_model_len: int | None = Field(None, ge=16, description="Context length; none: the model's own.")
+    max_num_batched_tokens: int = Field(
+        1024, ge=16, description="New tokens that one step computes."
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, description="Context length; none: the model's own."
+    )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
-    kv_cache_bytes: int | None = Field(None, ge=1, description="Size of the KV cache; none: from free memory.")
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="Size of the KV cache; none: from free memory."
+    )
     enable_prefix_cache: bool = Field(True, description="Share KV blocks of equal prefixes.")
-    encoder_cache_bytes: int = Field(256 * MIB, ge=0, description="Size of the picture feature cache.")
+    encoder_cache_bytes: int = Field(
+        256 * MIB, ge=0, description="Size of the picture feature cache."
+    )
     num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: torch's choice.")
     mock: MockSettings = MockSettings()
 
@@ -142,8 +179,12 @@ class EngineSettings(Group):
 class RedisSettings(Group):
     """How to reach Redis."""
 
-    url: str = Field("", description="redis://, rediss:// or unix:// URL; empty: `vlm serve` starts its own.")
-    key_prefix: str = Field("vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key.")
+    url: str = Field(
+        "", description="redis://, rediss:// or unix:// URL; empty: `vlm serve` starts its own."
+    )
+    key_prefix: str = Field(
+        "vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."
+    )
     command_timeout_s: float = Field(2.0, gt=0, description="Wait for the reply of a command.")
     connect_timeout_s: float = Field(2.0, gt=0, description="Wait for a connection.")
 
@@ -151,7 +192,9 @@ class RedisSettings(Group):
 class LogSettings(Group):
     """What the processes say."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level shown.")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level shown."
+    )
     format: Literal["text", "json"] = Field("text", description="Lines for people or for machines.")
 
 

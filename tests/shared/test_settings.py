@@ -27,7 +27,9 @@ def test_arguments_override_the_environment_field_by_field(monkeypatch):
 
 def test_environment_overrides_the_configuration_file(monkeypatch, tmp_path):
     file = tmp_path / "fleet.yaml"
-    file.write_text("gateway: {port: 1, host: '::1'}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n")
+    file.write_text(
+        "gateway: {port: 1, host: '::1'}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n"
+    )
     monkeypatch.setenv("VLM_CONFIG", str(file))
     monkeypatch.setenv("VLM_GATEWAY__PORT", "2")
     settings = load_settings()
