@@ -1,0 +1,56 @@
+"""Rotary position embedding: frequencies with their scalings, and the rotation itself.
+
+Used by the decoder. Source: Su et al. 2021 (RoFormer), in the half-split form of LLaMA's published weights;
+`linear` scaling: Chen et al. 2023 (position interpolation); `llama3`: the Llama 3.1 release.
+
+Shape letters: N tokens, H heads, D head width.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.models.config import RopeScaling, TextConfig
+
+
+def inverse_frequencies(config: TextConfig) -> Tensor:
+    """Radians per position of each pair of channels. Shapes: (D / 2,), float32."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling is None:
+        return frequencies
+    if config.rope_scaling.kind == "linear":
+        return frequencies / config.rope_scaling.factor
+    return _llama3_frequencies(frequencies, config.rope_scaling)
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    wavelengths = 2 * math.pi / frequencies
+    old_length = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_share = ((old_length / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
+
+
+class RotaryTable:
+    """Cosines and sines of every position, computed once; not a module, since no checkpoint holds it."""
+
+    def __init__(
+        self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
+        sin = angles.sin()
+        self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)
+        # the minus of "rotate half" lies in the table, so that rotating is a roll, a product and a sum
+        self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).to(device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines. Shapes: positions (N,); returns two (N, 1, D)."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels by its position's angle. Shapes: x (N, H, D); cos, sin (N, 1, D)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,163 @@
+"""The picture encoder: open_clip's vision transformer with Hugging Face CLIP weights mapped onto it.
+
+Used by `llava`. It knows pictures as normalised pixels and gives hidden states; it must not know prompts,
+caches or batches of requests. Only the layers up to the last one that is read are built.
+
+Shape letters: B pictures, P patches, T = P + 1 tokens (the class token first), C channels.
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from open_clip.transformer import LayerNorm, VisionTransformer
+from torch import Tensor, nn
+
+from engines.torch_backend.models.activation import ACTIVATIONS
+from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
+
+
+class Activation(nn.Module):
+    """One activation function as the module class that open_clip asks for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function = ACTIVATIONS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: any, kept."""
+        return self.function(x)
+
+
+def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
+    """Transformer blocks up to the last one whose output is read.
+
+    Layer i >= 0 is the output of block i, counted from 1 (0 would be the embeddings); -1 is the last block's.
+    Raises: UnsupportedCheckpoint.
+    """
+    return max(_block_number(config, layer) for layer in feature_layers)
+
+
+def _block_number(config: VisionConfig, layer: int) -> int:
+    number = layer if layer >= 0 else config.num_layers + 1 + layer
+    if not 1 <= number <= config.num_layers:
+        raise UnsupportedCheckpoint(
+            f"vision_feature_layer {layer} is not a layer of a vision tower of {config.num_layers}"
+        )
+    return number
+
+
+class VisionTower(nn.Module):
+    """CLIP's vision transformer, read at some of its layers."""
+
+    def __init__(
+        self, config: VisionConfig, feature_layers: tuple[int, ...], with_class_token: bool
+    ) -> None:
+        super().__init__()
+        self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
+        self.with_class_token = with_class_token
+        self.clip = VisionTransformer(
+            image_size=config.image_size,
+            patch_size=config.patch_size,
+            width=config.hidden_size,
+            layers=max(self.block_numbers),
+            heads=config.num_heads,
+            # open_clip floors width * ratio; the half keeps a ratio that is no binary fraction from losing one
+            mlp_ratio=(config.intermediate_size + 0.5) / config.hidden_size,
+            act_layer=partial(Activation, config.hidden_act),
+            norm_layer=partial(LayerNorm, eps=config.layer_norm_eps),
+            block_type="custom",  # its blocks call scaled_dot_product_attention
+        )
+        # what follows the last layer serves CLIP's own picture-text score
+        self.clip.ln_post = nn.Identity()
+        self.clip.proj = None
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Hidden states of the asked layers, side by side in the channels, in the order asked.
+
+        Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
+        """
+        read = self.clip.forward_intermediates(
+            pixels,
+            indices=[number - 1 for number in self.block_numbers],
+            intermediates_only=True,
+            output_fmt="NLC",
+            output_extra_tokens=True,
+        )
+        return torch.cat([self._layer(read, number) for number in self.block_numbers], dim=-1)
+
+    def _layer(self, read: dict[str, Any], number: int) -> Tensor:
+        """One layer of open_clip's answer, which is sorted, without repetition, class token apart."""
+        place = sorted(set(self.block_numbers)).index(number)
+        patches = read["image_intermediates"][place]
+        if not self.with_class_token:
+            return patches
+        return torch.cat([read["image_intermediates_prefix"][place], patches], dim=1)
+
+
+#: Hugging Face CLIP names (after an optional `vision_model.`) and open_clip's
+_NAMES = {
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.patch_embedding.weight": "conv1.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "pre_layrnorm.weight": "ln_pre.weight",  # the missing letter is theirs
+    "pre_layrnorm.bias": "ln_pre.bias",
+}
+_BLOCK_NAMES = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "self_attn.out_proj": "attn.out_proj",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+}
+_BLOCK = re.compile(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+_UNREAD = ("post_layernorm.", "embeddings.position_ids")
+
+
+def open_clip_name(name: str) -> str | None:
+    """open_clip's name of a Hugging Face CLIP vision parameter, without prefixes.
+
+    Query, key and value projections have one name together, `attn.in_proj_*`. None: of no use here.
+    Raises: UnsupportedCheckpoint on a name that CLIP does not have.
+    """
+    if name in _NAMES:
+        return _NAMES[name]
+    if name.startswith(_UNREAD):
+        return None
+    match = _BLOCK.match(name)
+    if match is None:
+        raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
+    block, module, kind = match.groups()
+    if module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        return f"transformer.resblocks.{block}.attn.in_proj_{kind}"
+    if module not in _BLOCK_NAMES:
+        raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
+    return f"transformer.resblocks.{block}.{_BLOCK_NAMES[module]}.{kind}"
+
+
+def map_vision_weights(weights: dict[str, Tensor], num_blocks: int) -> dict[str, Tensor]:
+    """Hugging Face CLIP vision weights by open_clip's names, the first `num_blocks` blocks only.
+
+    Raises: UnsupportedCheckpoint on unknown or missing projections.
+    """
+    mapped: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        target = open_clip_name(name)
+        block = _BLOCK.match(name)
+        if target is None or (block and int(block.group(1)) >= num_blocks):
+            continue
+        if ".in_proj_" not in target:
+            mapped[target] = tensor
+        elif target not in mapped:
+            mapped[target] = _joined_projections(weights, name)
+    return mapped
+
+
+def _joined_projections(weights: dict[str, Tensor], name: str) -> Tensor:
+    """Query, key and value rows stacked, given the name of any of the three. Shapes: (3C, C) or (3C,)."""
+    names = [re.sub(r"\.[qkv]_proj\.", f".{letter}_proj.", name) for letter in "qkv"]
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise UnsupportedCheckpoint(f"the vision tower lacks {', '.join(missing)}")
+    return torch.cat([weights[name] for name in names])

@@ -1,0 +1,74 @@
+"""LLaVA joins its parts as transformers does, and reads every naming of its checkpoints."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from engines.torch_backend.models.llava import PictureSlots, map_state_dict
+from tests.factories_torch import load_ours, make_model_pair, make_vlm_config
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize("layers", [(-1,), (-2,), (-2, -1)])
+@torch.inference_mode()
+def test_picture_features_equal_those_of_transformers(strategy, layers):
+    config = make_vlm_config(vision_feature_select_strategy=strategy, vision_feature_layers=layers)
+    pair = make_model_pair(config)
+    pixels = torch.randn(2, 3, 24, 24)
+    expected = torch.stack(list(pair.theirs.get_image_features(pixels).pooler_output))
+    features = pair.ours.encode_images(pixels)
+    assert features.shape[1] == config.tokens_per_image
+    assert_close(features, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_features_fill_their_slots_and_nothing_else():
+    pair = make_model_pair(make_vlm_config())
+    token_ids = torch.arange(10)
+    plain = pair.ours.embed(token_ids, [])
+    filled = pair.ours.embed(token_ids, [PictureSlots(3, torch.ones(4, 32))])
+    assert_close(filled[3:7], torch.ones(4, 32))
+    assert_close(filled[:3], plain[:3])
+    assert_close(filled[7:], plain[7:])
+
+
+def rename_to_published(name: str) -> str:
+    """The names of the published llava-hf files."""
+    name = name.replace("model.language_model.", "language_model.model.")
+    name = name.replace("model.vision_tower.", "vision_tower.vision_model.")
+    name = name.replace("model.multi_modal_projector.", "multi_modal_projector.")
+    return name.replace("lm_head.", "language_model.lm_head.")
+
+
+def rename_to_transformers_4(name: str) -> str:
+    """The names that transformers 4.52 and later had in memory."""
+    return name.replace("model.vision_tower.", "model.vision_tower.vision_model.")
+
+
+def rename_to_transformers_5(name: str) -> str:
+    """The names that transformers 5 writes: the published ones, but for the vision tower."""
+    return rename_to_published(name).replace("vision_model.", "")
+
+
+@pytest.mark.parametrize(
+    "rename", [rename_to_published, rename_to_transformers_4, rename_to_transformers_5]
+)
+def test_every_naming_of_a_checkpoint_is_read_alike(rename):
+    pair = make_model_pair(make_vlm_config())
+    renamed = {rename(name): tensor for name, tensor in pair.theirs.state_dict().items()}
+    expected = dict(pair.ours.state_dict())
+    found = load_ours(pair.config, renamed).state_dict()
+    assert_close(dict(found), expected)
+
+
+def test_weights_that_are_derived_from_others_are_left_out():
+    config = make_vlm_config(text={"tie_word_embeddings": True})
+    mapped = map_state_dict(
+        {
+            "language_model.lm_head.weight": torch.zeros(1),
+            "language_model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(1),
+            "vision_tower.vision_model.embeddings.position_ids": torch.zeros(1),
+        },
+        config,
+    )
+    assert mapped == {}

@@ -1,0 +1,135 @@
+"""Random tiny LLaVA models, as transformers' own and as ours with the same weights."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
+from engines.torch_backend.models.llava import Llava, map_state_dict
+
+IMAGE_TOKEN_ID = 90
+LLAMA3_SCALING = RopeScaling("llama3", 4.0, 1.0, 4.0, 64)
+
+
+def make_vision_config(**changes: Any) -> VisionConfig:
+    config = VisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        image_size=24,
+        patch_size=8,
+    )
+    return replace(config, **changes)
+
+
+def make_text_config(**changes: Any) -> TextConfig:
+    config = TextConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=56,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    return replace(config, **changes)
+
+
+def make_vlm_config(
+    *, vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None, **changes: Any
+) -> VLMConfig:
+    config = VLMConfig(
+        vision=make_vision_config(**(vision or {})),
+        text=make_text_config(**(text or {})),
+        image_token_id=IMAGE_TOKEN_ID,
+        vision_feature_layers=(-2,),
+        vision_feature_select_strategy="default",
+    )
+    return replace(config, **changes)
+
+
+def _rope_parameters(config: TextConfig) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = config.rope_scaling
+    if scaling is not None:
+        parameters |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind == "llama3":
+        parameters |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    return parameters
+
+
+def make_transformers_config(config: VLMConfig) -> LlavaConfig:
+    vision, text = config.vision, config.text
+    layers = config.vision_feature_layers
+    return LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=vision.hidden_size,
+            intermediate_size=vision.intermediate_size,
+            num_hidden_layers=vision.num_layers,
+            num_attention_heads=vision.num_heads,
+            image_size=vision.image_size,
+            patch_size=vision.patch_size,
+            hidden_act=vision.hidden_act,
+            layer_norm_eps=vision.layer_norm_eps,
+        ),
+        text_config=LlamaConfig(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=text.intermediate_size,
+            num_hidden_layers=text.num_layers,
+            num_attention_heads=text.num_heads,
+            num_key_value_heads=text.num_kv_heads,
+            head_dim=text.head_dim,
+            max_position_embeddings=text.max_position_embeddings,
+            rms_norm_eps=text.rms_norm_eps,
+            rope_parameters=_rope_parameters(text),
+            attention_bias=text.attention_bias,
+            mlp_bias=text.mlp_bias,
+            tie_word_embeddings=text.tie_word_embeddings,
+            hidden_act=text.hidden_act,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+        tie_word_embeddings=text.tie_word_embeddings,
+        image_token_index=config.image_token_id,
+        image_seq_length=config.tokens_per_image,
+        projector_hidden_act=config.projector_hidden_act,
+        multimodal_projector_bias=config.projector_bias,
+        vision_feature_layer=layers[0] if len(layers) == 1 else list(layers),
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+    )
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """The same weights in transformers' model and in ours."""
+
+    config: VLMConfig
+    theirs: LlavaForConditionalGeneration
+    ours: Llava
+
+
+def make_model_pair(config: VLMConfig, seed: int = 0, std: float = 0.3) -> ModelPair:
+    """Random float32 weights, wide enough that greedy answers do not repeat one token for ever."""
+    torch.manual_seed(seed)
+    theirs = LlavaForConditionalGeneration(make_transformers_config(config)).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            is_gain = "norm" in name and name.endswith("weight")
+            parameter.normal_(mean=float(is_gain), std=std)
+    return ModelPair(config, theirs, load_ours(config, dict(theirs.state_dict())))
+
+
+def load_ours(config: VLMConfig, weights: dict[str, torch.Tensor]) -> Llava:
+    with torch.device("meta"):
+        model = Llava(config)
+    model.load_state_dict(map_state_dict(weights, config), assign=True)
+    return model.eval()
