@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -34,10 +34,16 @@ app.add_typer(bench, name="bench")
 
 
 def setting(group: type[BaseModel], name: str, *flags: str) -> Any:
-    """An option that overrides one setting; its help and default are the setting's own."""
+    """An option that overrides one setting; its help, choices and default are the setting's own."""
     field = group.model_fields[name]
     default = "the model's own" if field.default in (None, "") else str(field.default)
-    return typer.Option(*flags, help=field.description, show_default=default)
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return typer.Option(
+        *flags,
+        help=(field.description or "").replace("[", "\\["),
+        metavar="|".join(choices) or None,
+        show_default=default,
+    )
 
 
 Host = Annotated[str | None, setting(GatewaySettings, "host", "--host")]
@@ -214,6 +220,14 @@ def make_checkpoint(
 ) -> None:
     """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
     start("engines.torch_backend.make_checkpoint:make_checkpoint", shape, directory, seed)
+
+
+@app.command("settings")
+def show_settings(
+    markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
+) -> None:
+    """List every setting: its variable, its default and what it means."""
+    start("shared.settings_table:show", markdown)
 
 
 @bench.command("gateway")

@@ -1,0 +1,30 @@
+"""Pictures for tests: small, deterministic, each seed its own."""
+
+import base64
+import io
+import random
+
+from PIL import Image, ImageDraw
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB") -> Image.Image:
+    """A flat background with one disc; its colours and place come from the seed."""
+    draw_from = random.Random(seed)
+    image = Image.new("RGB", size, tuple(draw_from.randrange(256) for _ in range(3)))
+    left, top = (draw_from.randrange(side // 2) for side in size)
+    colour = tuple(draw_from.randrange(256) for _ in range(3))
+    ImageDraw.Draw(image).ellipse((left, top, left + size[0] // 3, top + size[1] // 3), colour)
+    return image.convert(mode)
+
+
+def encoded(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG") -> bytes:
+    """Its bytes in a file format."""
+    buffer = io.BytesIO()
+    picture(seed, size).save(buffer, format)
+    return buffer.getvalue()
+
+
+def data_url(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG") -> str:
+    """It as a data URL."""
+    text = base64.b64encode(encoded(seed, size, format)).decode()
+    return f"data:image/{format.lower()};base64,{text}"

@@ -1,0 +1,21 @@
+"""Fixtures: a fleet shared by a module, and one that a test may break."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.fleet_process import Served, start_fleet
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Served]:
+    fleet = start_fleet(tmp_path_factory.mktemp("serve"))
+    yield fleet
+    fleet.end()
+
+
+@pytest.fixture
+def fresh(tmp_path) -> Iterator[Served]:
+    fleet = start_fleet(tmp_path)
+    yield fleet
+    fleet.end()

@@ -1,0 +1,65 @@
+"""A fleet as real processes, started by `vlm serve` and found by what its screen says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+SAMPLE = ROOT / "engines" / "shapes" / "samples" / "shapes.png"
+
+
+class Served:
+    """A running `vlm serve` and what its screen says."""
+
+    def __init__(self, process: subprocess.Popen[str], screen: str) -> None:
+        self.process = process
+        self.screen = screen
+        self.url = re.findall(r"http://127\.0\.0\.1:\d+", screen)[0]
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, command: str) -> psutil.Process:
+        [found] = [p for p in self.family() if command in p.cmdline()]
+        return found
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=60)
+
+    def end(self) -> None:
+        family = self.family() if self.process.poll() is None else []
+        self.process.kill()
+        self.process.wait()
+        for process in family:
+            if process.is_running():
+                process.kill()
+
+
+def start_fleet(data_dir: Path, *arguments: str, engine: str = "mock", **variables: str) -> Served:
+    """Start `vlm serve` on a free port; returns when its screen is complete."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlm", "serve", "--engine", engine, "--port", "0",
+         "--data-dir", str(data_dir), *arguments],
+        cwd=ROOT, env={**os.environ, **variables}, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "Ctrl-C" in line:
+            return Served(process, "".join(lines))
+    raise AssertionError("vlm serve ended early:\n" + "".join(lines))
+
+
+def run_vlm(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run one `vlm` command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "vlm", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, **options,
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""The numbers of a running fleet: every metric is there under its name, and the stages add up."""
+
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.metrics import GATEWAY_METRICS, STAGES, WORKER_METRICS, Metric
+from tests.factories_pictures import data_url
+from tests.integration.fleet_process import Served, start_fleet
+
+VISION_S, PREFILL_S, DECODE_S, NUM_TOKENS = 0.08, 0.0004, 0.01, 12
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A fleet whose engine takes known times."""
+    fleet = start_fleet(
+        tmp_path_factory.mktemp("slow"),
+        VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
+        VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN=str(PREFILL_S),
+        VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
+        VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="64",
+        VLM_WORKER__HEALTH_PORT="0",
+    )
+    yield fleet
+    fleet.end()
+
+
+def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
+    """A question about a picture of its own; the answer and what a client measures."""
+    body = {
+        "model": "mock",
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": data_url(seed=seed)}},
+                    {"type": "text", "text": "What is it?"},
+                ],
+            }
+        ],
+        **extra,
+    }
+    with fleet.client() as client:
+        client.get("/healthz")  # the connection is open, so that only the request is measured
+        began = time.perf_counter()
+        response = client.post("/v1/chat/completions", json=body)
+        return response, time.perf_counter() - began
+
+
+def test_stages_add_up_to_the_time_that_the_client_measures(slow):
+    for seed in range(3):
+        response, measured_s = ask(slow, seed, timings=True)
+        timings = response.json()["timings"]
+        assert set(timings) >= {f"{stage}_s" for stage in STAGES}
+        total_s = sum(timings[f"{stage}_s"] for stage in STAGES)
+        assert total_s == pytest.approx(timings["e2e_s"], rel=0.02)
+        # what the gateway cannot see: the socket and the client's own work, a few milliseconds
+        assert total_s == pytest.approx(measured_s, rel=0.02, abs=0.008)
+
+
+def test_each_stage_holds_the_time_that_was_spent_in_it(slow):
+    timings = ask(slow, 100, timings=True)[0].json()["timings"]
+    assert VISION_S <= timings["vision_s"] < VISION_S + 0.05
+    assert timings["decode_s"] == pytest.approx((NUM_TOKENS - 1) * DECODE_S, rel=0.5)
+    assert timings["prefill_s"] >= 64 * PREFILL_S
+    assert timings["queue_s"] < 0.1
+
+
+def test_server_timing_header_tells_the_same_as_the_body(slow):
+    response, _ = ask(slow, 200, timings=True)
+    entries = dict(
+        part.strip().split(";dur=") for part in response.headers["server-timing"].split(",")
+    )
+    timings = response.json()["timings"]
+    for stage in STAGES:
+        assert float(entries[stage]) == pytest.approx(timings[f"{stage}_s"] * 1000, abs=0.2)
+
+
+def test_timings_stay_out_of_the_body_unless_asked_for(slow):
+    assert "timings" not in ask(slow, 300)[0].json()
+
+
+def families(text: str) -> dict[str, object]:
+    """Metric families by the name under which they are declared."""
+    return {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def check_declared(metrics: tuple[Metric, ...], text: str) -> None:
+    shown = families(text)
+    for metric in metrics:
+        assert metric.name in shown, metric.name
+        assert shown[metric.name].type == metric.kind
+        assert shown[metric.name].documentation == metric.help
+    ours = {name for name in shown if name.startswith("vlm_")}
+    assert ours == {metric.name for metric in metrics}
+
+
+def test_the_gateway_shows_exactly_its_declared_metrics(slow):
+    ask(slow, 400)
+    with slow.client() as client:
+        check_declared(GATEWAY_METRICS, client.get("/metrics").text)
+
+
+def test_the_worker_shows_exactly_its_declared_metrics(slow):
+    ask(slow, 500)
+    worker = slow.child("worker")
+    [port] = {c.laddr.port for c in worker.net_connections() if c.status == "LISTEN"}
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    check_declared(WORKER_METRICS, text)
+
+
+def test_a_request_is_counted_once_with_its_tokens(slow):
+    def read() -> dict[str, float]:
+        with slow.client() as client:
+            text = client.get("/metrics").text
+        return {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.labels.get("model") == "mock" and sample.labels.get("outcome", "ok") == "ok"
+        }
+
+    ask(slow, 600)
+    before = read()
+    response, _ = ask(slow, 601)
+    after = read()
+    usage = response.json()["usage"]
+    assert after["vlm_requests_total"] - before["vlm_requests_total"] == 1
+    grown = after["vlm_generation_tokens_total"] - before["vlm_generation_tokens_total"]
+    assert grown == usage["completion_tokens"] == NUM_TOKENS
+    grown = after["vlm_image_tokens_total"] - before["vlm_image_tokens_total"]
+    assert grown == usage["prompt_tokens_details"]["image_tokens"] == 64
+
+
+def test_probes_feed_no_metric(slow):
+    with slow.client() as client:
+        before = client.get("/metrics").text
+        for _ in range(3):
+            client.get("/healthz")
+            client.get("/readyz")
+            client.get("/v1/models")
+        assert client.get("/metrics").text == before

@@ -1,0 +1,48 @@
+"""The README is true: its settings table, its commands, its files and its Python run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.settings_table import to_markdown
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_settings_table_is_the_one_that_the_code_makes():
+    assert to_markdown() in README, "run: vlm settings --markdown"
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)", README))))
+def test_every_make_target_that_is_named_exists(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`vlm ([a-z-]+(?: gateway)?)", README))))
+def test_every_vlm_command_that_is_named_exists(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "vlm", *command.split(), "--help"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_every_file_that_is_linked_exists(link):
+    assert (ROOT / link).exists()
+
+
+def test_every_module_on_the_map_exists():
+    table = README.split("## Map of the code")[1].split("\n\n")[1]
+    for row in table.splitlines()[2:]:
+        package, text = re.findall(r"`([^`]+)`", row)[0], row.split("|")[2]
+        if not package.endswith("/"):
+            continue
+        for name in re.findall(r"`([a-z_]+/?)`", text):
+            path = ROOT / package / name
+            assert path.is_dir() or path.with_suffix(".py").exists(), f"{package}{name}"
