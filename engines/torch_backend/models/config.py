@@ -1,10 +1,10 @@
-"""A LLaVA checkpoint's shape, read from its `config.json` (Hugging Face's LlavaForConditionalGeneration).
+"""The shape of a LLaVA, as plain data.
 
-Used by the model code, the loader and the checkpoint maker. Knows no tensors.
+Used by the model code, the loader and the checkpoint maker. Knows no tensors and no file formats.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,3 @@ class VLMConfig:
 
 class UnsupportedCheckpoint(Exception):
     """The checkpoint is not one that this backend can run; the message says why and what would do."""
-
-
-def vlm_config_from_hf(config: dict[str, Any]) -> VLMConfig:
-    """Read a `config.json`. Raises: UnsupportedCheckpoint."""
-    raise NotImplementedError
