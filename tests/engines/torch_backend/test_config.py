@@ -1,0 +1,184 @@
+"""A config.json becomes the same shape that transformers would build from it."""
+
+from typing import Any
+
+import pytest
+from transformers import LlavaConfig
+
+from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint, VLMConfig
+from engines.torch_backend.models.hf_config import vlm_config_from_hf
+
+# What llava-hf published for llava-1.5-7b: most keys are absent.
+LLAVA_15_7B = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+
+
+def make_config(**changes: Any) -> dict[str, Any]:
+    return LLAVA_15_7B | changes
+
+
+def with_text(**changes: Any) -> dict[str, Any]:
+    return make_config(text_config=LLAVA_15_7B["text_config"] | changes)
+
+
+def check_equal(ours: VLMConfig, theirs: LlavaConfig) -> None:
+    text, vision = theirs.text_config, theirs.vision_config
+    assert (ours.text.hidden_size, ours.text.intermediate_size, ours.text.num_layers) == (
+        text.hidden_size,
+        text.intermediate_size,
+        text.num_hidden_layers,
+    )
+    assert (ours.text.num_heads, ours.text.num_kv_heads) == (
+        text.num_attention_heads,
+        text.num_key_value_heads,
+    )
+    assert ours.text.vocab_size == text.vocab_size
+    assert ours.text.rms_norm_eps == text.rms_norm_eps
+    assert ours.text.rope_theta == text.rope_parameters["rope_theta"]
+    assert ours.text.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (ours.vision.hidden_size, ours.vision.intermediate_size, ours.vision.num_layers) == (
+        vision.hidden_size,
+        vision.intermediate_size,
+        vision.num_hidden_layers,
+    )
+    assert (ours.vision.image_size, ours.vision.patch_size, ours.vision.num_heads) == (
+        vision.image_size,
+        vision.patch_size,
+        vision.num_attention_heads,
+    )
+    assert ours.vision.hidden_act == vision.hidden_act
+    assert ours.image_token_id == theirs.image_token_index
+    layers = theirs.vision_feature_layer
+    assert ours.vision_feature_layers == ((layers,) if isinstance(layers, int) else tuple(layers))
+    assert ours.vision_feature_select_strategy == theirs.vision_feature_select_strategy
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAVA_15_7B,
+        {"model_type": "llava", "image_token_index": 5},
+        make_config(vision_config={"hidden_size": 384, "num_attention_heads": 6}),
+        make_config(vision_feature_layer=[-2, -5], vision_feature_select_strategy="full"),
+        with_text(tie_word_embeddings=True),
+        with_text(rope_theta=500000.0, num_key_value_heads=8),
+        with_text(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        with_text(model_type="mistral", sliding_window=None),
+        with_text(model_type="qwen2"),
+    ],
+)
+def test_absent_keys_take_the_values_that_transformers_gives_them(config: dict[str, Any]) -> None:
+    check_equal(vlm_config_from_hf(config), LlavaConfig(**config))
+
+
+def test_the_published_7b_has_its_real_shape() -> None:
+    config = vlm_config_from_hf(LLAVA_15_7B)
+
+    assert config.text.hidden_size == 4096
+    assert config.text.head_dim == 128
+    assert config.text.max_position_embeddings == 4096
+    assert config.tokens_per_image == 576
+
+
+def test_full_strategy_keeps_the_class_token() -> None:
+    config = vlm_config_from_hf(make_config(vision_feature_select_strategy="full"))
+
+    assert config.tokens_per_image == 577
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind_key", ["rope_type", "type"])
+def test_rope_scaling_is_read_in_both_generations(key: str, kind_key: str) -> None:
+    scaling = {
+        kind_key: "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+    text = vlm_config_from_hf(with_text(**{key: scaling}, rope_theta=5e5)).text
+
+    assert text.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert text.rope_theta == 5e5
+
+
+def test_linear_rope_scaling_is_read() -> None:
+    text = vlm_config_from_hf(with_text(rope_scaling={"type": "linear", "factor": 2.0})).text
+
+    assert text.rope_scaling == RopeScaling("linear", 2.0)
+
+
+def test_llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() -> None:
+    llama = vlm_config_from_hf(with_text(attention_bias=True, mlp_bias=True)).text
+    qwen2 = vlm_config_from_hf(with_text(model_type="qwen2")).text
+
+    assert (llama.attention_bias, llama.attention_output_bias, llama.mlp_bias) == (True,) * 3
+    assert (qwen2.attention_bias, qwen2.attention_output_bias, qwen2.mlp_bias) == (
+        True,
+        False,
+        False,
+    )
+
+
+def test_a_sliding_window_shortens_the_context() -> None:
+    config = with_text(model_type="mistral", max_position_embeddings=32768)
+
+    assert vlm_config_from_hf(config).text.max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (make_config(model_type="llava_next"), "llava_next"),
+        (make_config(architectures=["LlavaLlamaForCausalLM"]), "LlavaLlamaForCausalLM"),
+        (make_config(vision_config={"model_type": "siglip_vision_model"}), "siglip_vision_model"),
+        (make_config(text_config={"model_type": "gemma"}), "gemma.*llama, mistral, qwen2"),
+        (make_config(quantization_config={"quant_method": "awq"}), "already quantized"),
+        (make_config(vision_feature_select_strategy="cls"), "vision_feature_select_strategy"),
+        (make_config(vision_feature_layer=-26), "vision_feature_layer -26"),
+        (make_config(image_token_index=40000), "image_token_index 40000"),
+        (make_config(projector_hidden_act="tanh"), "projector_hidden_act 'tanh'"),
+        (with_text(rope_scaling={"type": "yarn", "factor": 4.0}), "yarn"),
+        (with_text(rope_scaling={"type": "llama3", "factor": 4.0}), "lacks 'low_freq_factor'"),
+        (with_text(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (with_text(hidden_act="relu"), "hidden_act 'relu'"),
+        (with_text(num_key_value_heads=5), "num_key_value_heads"),
+        (with_text(num_hidden_layers="many"), "num_hidden_layers"),
+        (make_config(text_config="llama"), "text_config"),
+        (make_config(vision_config={"image_size": [336, 224]}), "not square"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        vlm_config_from_hf(config)
