@@ -27,6 +27,21 @@ class InvalidRequest(EngineError):
     """A parameter that this model cannot honour, such as a biased token outside its vocabulary."""
 
 
+class SequenceFailure(Exception):
+    """A step failed because of one sequence, which alone ends in an error; the others are computed again.
+
+    Raised by `ModelRunner.run` before it changes any state of the others. The message reaches the client.
+    """
+
+    def __init__(self, request_id: str, message: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class DeviceOutOfMemory(Exception):
+    """A step did not fit the device's memory and computed nothing; a smaller one may."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Limits of one engine. Units: tokens, sequences, bytes."""

@@ -42,7 +42,10 @@ class ModelRunner(Protocol):
     vocab_size: int
 
     def run(self, batch: Batch) -> StepResult:
-        """Compute every scheduled token and draw the next one where a sequence has caught up."""
+        """Compute every scheduled token and draw the next one where a sequence has caught up.
+
+        Raises: SequenceFailure, DeviceOutOfMemory; whatever else it raises is the end of the engine.
+        """
         ...
 
     def release(self, request_id: str) -> None:
@@ -67,6 +70,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_token_ids: frozenset[int]
+    drops_leading_space: bool  #: decoding drops one space at the start of the text (sentencepiece)
 
     def encode(self, text: str) -> list[int]:
         """Ordinary text to ids: special tokens spelled in it stay text."""
@@ -96,8 +100,6 @@ class Processor(Protocol):
         """Decode and resize one picture. Raises: InvalidImage."""
         ...
 
-    def build_prompt(
-        self, messages: Items[ChatMessage], images: Items[tuple[str, Any]]
-    ) -> Prompt:
+    def build_prompt(self, messages: Items[ChatMessage], images: Items[tuple[str, Any]]) -> Prompt:
         """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i."""
         ...

@@ -38,6 +38,9 @@ class Sequence:
     num_cached_tokens: int = 0  #: prompt tokens that the prefix cache gave at first scheduling
     num_restored_tokens: int = 0  #: output tokens that an earlier attempt had emitted
     block_ids: list[int] = field(default_factory=list)  #: the block table
+    block_hashes: list[bytes] = field(default_factory=list)  #: of its full blocks, as far as known
+    num_published_blocks: int = 0  #: leading blocks that the prefix cache knows
+    num_preemptions: int = 0
     finish_reason: FinishReason | None = None
 
     @classmethod
@@ -84,6 +87,17 @@ class ScheduledSequence:
     def samples(self) -> bool:
         """Whether this share reaches the sequence's end, so that the next token can be drawn."""
         return self.num_new_tokens == self.sequence.num_pending_tokens
+
+    @property
+    def images(self) -> list[ImageInput]:
+        """The pictures whose features this share reads, in order of their offsets."""
+        start = self.sequence.num_computed_tokens
+        end = start + self.num_new_tokens
+        return [
+            image
+            for image in self.sequence.images
+            if image.offset < end and image.offset + image.num_tokens > start
+        ]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,191 @@
+"""Who computes how many tokens in the next step.
+
+Called by the engine. It must not know tensors, text or clocks. One loop over one token budget: first the
+running sequences, oldest first, then the waiting ones. Prefill in chunks, prefix hits, preemption and the
+taking over of a request are all the same thing: `num_computed_tokens` has to catch up with `num_tokens`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Set
+from typing import Protocol
+
+from engines.block_manager import BlockManager
+from engines.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from shared.protocol import FinishReason
+
+
+class Choice(Protocol):
+    """All that the scheduler wants to know of a drawn token."""
+
+    token_id: int
+
+
+class Scheduler:
+    """Owns every sequence from `add` until it is finished or removed.
+
+    No sequence waits for ever: the oldest running one can always take every block from the younger ones,
+    and `add` is only given sequences whose longest form fits into the pool.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_images_per_step: int,
+        eos_token_ids: Set[int],
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_images_per_step = max_images_per_step
+        self.num_preemptions = 0
+        self.running: dict[str, Sequence] = {}  # oldest first
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._eos_token_ids = eos_token_ids
+        self._encoding: set[str] = set()  # hashes of the pictures that this step encodes
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind all others."""
+        self.waiting[sequence.request_id] = sequence
+
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Batch:
+        """Reserve blocks for the next step and say what it computes; changes no token and no counter of one.
+
+        It may be called again without `update` when the step failed.
+        """
+        batch = Batch()
+        self._encoding.clear()
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(batch, self.max_num_batched_tokens)
+        if num_preemptions == self.num_preemptions:
+            self._schedule_waiting(batch, budget)
+        return batch
+
+    def update(self, batch: Batch, choices: list[Choice | None]) -> list[Sequence]:
+        """Note what a step has computed; returns the sequences that it finished, whose blocks are free again."""
+        finished: list[Sequence] = []
+        block_size = self.blocks.block_size
+        for item, choice in zip(batch.items, choices, strict=True):
+            sequence = item.sequence
+            sequence.num_computed_tokens += item.num_new_tokens
+            if sequence.num_computed_tokens // block_size > sequence.num_published_blocks:
+                self.blocks.publish(sequence)
+            if choice is None:
+                continue
+            sequence.token_ids.append(choice.token_id)
+            reason = self.find_finish_reason(sequence)
+            if reason is not None:
+                self.finish(sequence, reason)
+                finished.append(sequence)
+        return finished
+
+    def find_finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Why the sequence ends with its present last token, if it does."""
+        if sequence.num_output_tokens == 0:
+            return None
+        if sequence.token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
+            return FinishReason.STOP
+        if sequence.num_output_tokens >= sequence.max_output_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free what it holds, whatever its state."""
+        self.running.pop(sequence.request_id, None)
+        self.waiting.pop(sequence.request_id, None)
+        self.blocks.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+    def check_integrity(self) -> None:
+        """Compare queues, states and blocks with each other. Raises: AssertionError."""
+        assert len(self.running) <= self.max_num_seqs
+        for sequence in self.running.values():
+            assert sequence.status is SequenceStatus.RUNNING
+        for sequence in self.waiting.values():
+            assert sequence.status is SequenceStatus.WAITING
+            assert sequence.num_computed_tokens == 0
+        for sequence in (*self.running.values(), *self.waiting.values()):
+            assert sequence.finish_reason is None
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+        self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
+
+    def _schedule_running(self, batch: Batch, budget: int) -> int:
+        """Give every running sequence its share, oldest first; returns the budget that is left."""
+        for sequence in tuple(self.running.values()):
+            if budget == 0 or sequence.status is not SequenceStatus.RUNNING:
+                break  # preempted for an older one, and so are all that come after it
+            start = sequence.num_computed_tokens
+            num_new = min(sequence.num_pending_tokens, budget)
+            if start < sequence.num_prompt_tokens:
+                num_new = self._limit_by_images(sequence, start, num_new)
+            if num_new > 0 and self._reserve(sequence, start + num_new):
+                batch.items.append(ScheduledSequence(sequence, num_new))
+                budget -= num_new
+        return budget
+
+    def _schedule_waiting(self, batch: Batch, budget: int) -> None:
+        """Start waiting sequences in their order while there is budget, a seat, and space for all their tokens.
+
+        One spare block for each running sequence keeps a newcomer from being preempted at once.
+        """
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            sequence = next(iter(self.waiting.values()))
+            prefix = self.blocks.find_prefix(sequence)
+            if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
+                return
+            start = len(prefix) * self.blocks.block_size
+            num_new = min(sequence.num_tokens - start, budget)
+            num_new = self._limit_by_images(sequence, start, num_new)
+            if num_new == 0:
+                return
+            self.blocks.admit(sequence, prefix)
+            self.blocks.grow(sequence, start + num_new)
+            del self.waiting[sequence.request_id]
+            sequence.status = SequenceStatus.RUNNING
+            self.running[sequence.request_id] = sequence
+            batch.items.append(ScheduledSequence(sequence, num_new))
+            budget -= num_new
+
+    def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
+        """Shorten a share so that it does not reach into a picture that this step cannot encode any more.
+
+        A running sequence's runner still holds the picture in whose middle it stopped.
+        """
+        for image in sequence.images:
+            if image.offset >= start + num_new:
+                break
+            if image.offset + image.num_tokens <= start or image.image_hash in self._encoding:
+                continue
+            if image.offset < start and sequence.status is SequenceStatus.RUNNING:
+                continue
+            if len(self._encoding) == self.max_images_per_step:
+                return max(image.offset - start, 0)
+            self._encoding.add(image.image_hash)
+        return num_new
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get the blocks for a running sequence, from the youngest ones if need be, itself at last."""
+        while not self.blocks.grow(sequence, num_tokens):
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of a running sequence; it keeps its tokens and waits before all others."""
+        del self.running[sequence.request_id]
+        self.blocks.free(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self.waiting[sequence.request_id] = sequence
+        self.waiting.move_to_end(sequence.request_id, last=False)
+        self.num_preemptions += 1
