@@ -68,7 +68,7 @@ def test_a_layer_that_the_tower_does_not_have_is_refused(layer):
 
 
 def test_a_parameter_unknown_to_clip_is_refused_by_name():
-    with pytest.raises(UnsupportedCheckpoint, match="embeddings.register_tokens"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"embeddings\.register_tokens"):
         open_clip_name("embeddings.register_tokens")
 
 

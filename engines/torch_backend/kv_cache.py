@@ -1,0 +1,108 @@
+"""The keys and values of all sequences: one pool of blocks, and how large it may be.
+
+Owned by the runner, read and written by attention. The scheduler decides which block belongs to whom; nothing
+of that is known here.
+
+Shape letters: K key/value heads, D head width. A block holds `block_size` slots of one token each; slot
+`block * block_size + offset`. Units: bytes, tokens, blocks.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.base import EngineConfig
+from engines.torch_backend.models.config import TextConfig
+
+#: share of the memory left after loading that the pool may take when nobody says
+FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
+
+
+class KVCacheTooSmall(Exception):
+    """The pool cannot hold one sequence of the context length that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePlan:
+    """How many blocks, and the longest sequence that they can hold."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def bytes_per_block(config: TextConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of every layer."""
+    num_values = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim
+    return num_values * dtype.itemsize
+
+
+def plan_kv_cache(
+    text: TextConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int, device_type: str
+) -> KVCachePlan:
+    """Size the pool: as told, else for two full batches of whole contexts, within free memory.
+
+    A context length that nobody asked for is lowered to what fits. Raises: KVCacheTooSmall, with the numbers.
+    """
+    block_bytes = bytes_per_block(text, engine.block_size, dtype)
+    wanted_len = engine.max_model_len or text.max_position_embeddings
+    blocks_per_sequence = math.ceil(wanted_len / engine.block_size)
+    if engine.num_kv_blocks is not None:
+        num_blocks = engine.num_kv_blocks
+    elif engine.kv_cache_bytes is not None:
+        num_blocks = engine.kv_cache_bytes // block_bytes
+    else:
+        room = int(free_bytes * FREE_MEMORY_RATIO[device_type]) // block_bytes
+        num_blocks = min(room, 2 * engine.max_num_seqs * blocks_per_sequence)
+    max_model_len = min(wanted_len, num_blocks * engine.block_size)
+    if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
+        raise KVCacheTooSmall(
+            f"one sequence of {wanted_len} tokens needs {blocks_per_sequence} KV blocks of {block_bytes} "
+            f"bytes, {blocks_per_sequence * block_bytes} bytes; there is room for {num_blocks} blocks "
+            f"({num_blocks * engine.block_size} tokens). Lower max_model_len or raise kv_cache_bytes."
+        )
+    return KVCachePlan(num_blocks, max_model_len)
+
+
+class KVCachePool:
+    """Key and value tensors of every layer, in blocks."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        # views made once: a step takes them for every layer
+        self._blocks = [(layer[0], layer[1]) for layer in self._data]
+        self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return self._data.nbytes
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep new tokens' keys and values. Shapes: slots (N,); key, value (N, K, D)."""
+        key_slots, value_slots = self._slots[layer]
+        key_slots.index_copy_(0, slots, key)
+        value_slots.index_copy_(0, slots, value)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of whole blocks, in the order named. Shapes: blocks (M,); returns two (M * slots, K, D)."""
+        keys, values = self._blocks[layer]
+        return (
+            keys.index_select(0, blocks).flatten(0, 1),
+            values.index_select(0, blocks).flatten(0, 1),
+        )
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zero blocks in every layer. Shapes: blocks (M,)."""
+        self._data.index_fill_(2, blocks, 0)

@@ -1,0 +1,32 @@
+"""How much memory a device still has. Knows nothing of what it is for."""
+
+from pathlib import Path
+
+import torch
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device; on the CPU, within the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_available_on_host(), _available_in_container())
+
+
+def _available_on_host() -> int:
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{_MEMINFO} does not tell the available memory")
+
+
+def _available_in_container() -> int:
+    """What the control group (version 2) leaves; without a limit, more than any machine has."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except OSError:
+        return 1 << 62
+    return (1 << 62) if limit == "max" else max(0, int(limit) - used)

@@ -1,0 +1,60 @@
+"""Random numbers without state: a pure function of (seed, position, token id).
+
+Used by the sampler, so that a token drawn anywhere, at any time, beside any others, is drawn the same.
+Source: SplitMix64, Steele, Lea and Flood 2014, whose n-th output needs no earlier one.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def stream_key(seed: int, position: int) -> int:
+    """The 64-bit state from which the noise at an output position springs. Any seed will do."""
+    return _mix((_mix((seed + _GAMMA) & _MASK) + position * _GAMMA) & _MASK)
+
+
+def _mix(state: int) -> int:
+    state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+    state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+    return state ^ (state >> 31)
+
+
+def random_bits(keys: list[int], num_tokens: int, device: torch.device) -> Tensor:
+    """The first `num_tokens` outputs of each stream. Shapes: (B, V), int64 that stands for 64 random bits.
+
+    int64 wraps as uint64 does; only shifts need the sign's copies cut off.
+    """
+    start = torch.tensor([_signed(key) for key in keys], device=device)
+    token_ids = torch.arange(1, num_tokens + 1, device=device)
+    state = start.unsqueeze(1) + token_ids * _signed(_GAMMA)
+    state = (state ^ _shift(state, 30)) * _signed(_FIRST)
+    state = (state ^ _shift(state, 27)) * _signed(_SECOND)
+    return state ^ _shift(state, 31)
+
+
+def gumbel_noise(keys: list[int], num_tokens: int, device: torch.device) -> Tensor:
+    """Standard Gumbel noise: argmax(log p + noise) is distributed as p. Shapes: (B, V), float32.
+
+    Source: Gumbel 1954; Maddison et al. 2014.
+    """
+    upper_half = _shift(random_bits(keys, num_tokens, device), 32)
+    # below 1, or the logarithm is infinite and the token can never be drawn
+    uniform = ((upper_half + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _shift(state: Tensor, bits: int) -> Tensor:
+    """Unsigned shift to the right."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,261 @@
+"""Computes steps with PyTorch: pictures, then the decoder over the paged KV cache, then the next tokens.
+
+The torch `ModelRunner`; called by the engine thread alone. Which tokens a step computes, and in which blocks
+they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
+"""
+
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput, SequenceFailure
+from engines.runner import StepResult, TokenChoice
+from engines.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
+from engines.torch_backend.encoder_cache import EncoderCache, PictureKey
+from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
+from engines.torch_backend.memory import free_bytes
+from engines.torch_backend.models.llava import Llava, PictureSlots
+from engines.torch_backend.models.rotary import RotaryTable
+from engines.torch_backend.sampler import sample
+from shared.protocol import SamplingParams
+
+
+class TorchRunner:
+    """One LLaVA on one device, with its KV cache and its picture cache."""
+
+    def __init__(
+        self,
+        model: Llava,
+        config: EngineConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_threads: int = 0,
+    ) -> None:
+        """Take a loaded model and allocate its caches. `num_threads` 0 leaves torch's choice.
+
+        Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
+        """
+        if num_threads > 0:
+            torch.set_num_threads(num_threads)
+        text = model.config.text
+        plan = plan_kv_cache(text, config, dtype, free_bytes(device), device.type)
+        self.block_size = config.block_size
+        self.num_blocks = plan.num_blocks
+        self.max_model_len = plan.max_model_len
+        self.vocab_size = text.vocab_size
+        self._model = model.eval()
+        self._device = device
+        self._dtype = dtype
+        self._max_images_per_step = config.max_images_per_step
+        self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
+        self._kv_pool = KVCachePool(text, self.num_blocks, self.block_size, dtype, device)
+        self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepResult:
+        """Compute a step. Raises: SequenceFailure, DeviceOutOfMemory; a step may be run again after either."""
+        if not batch.items:
+            return StepResult([])
+        try:
+            return self._run(batch.items)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise DeviceOutOfMemory(
+                f"{self._device}: a step of {batch.num_tokens} tokens"
+            ) from error
+
+    def release(self, request_id: str) -> None:
+        """Let go of the pictures that a request holds."""
+        self._encoder_cache.release(request_id)
+
+    def encoder_cache_counts(self) -> tuple[int, int, int]:
+        """Pictures asked for, found in the cache, and bytes now held."""
+        cache = self._encoder_cache
+        return cache.num_queries, cache.num_hits, cache.num_bytes
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by use."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return {
+            "weights": sum(tensor.nbytes for tensor in tensors),
+            "kv_cache": self._kv_pool.num_bytes,
+            "encoder_cache": self._encoder_cache.num_bytes,
+        }
+
+    def close(self) -> None:
+        """Free the device. Idempotent; nothing can be run after it."""
+        self._encoder_cache.clear()
+        for name in ("_model", "_kv_pool", "_rotary"):
+            self.__dict__.pop(name, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def warm_up(self) -> None:
+        """Compute one picture, one prompt and one token, so that the first request finds everything ready.
+
+        What it leaves in the KV cache belongs to nobody; the picture cache is empty afterwards.
+        """
+        vision, num_slots = self._model.config.vision, self._model.config.tokens_per_image
+        num_blocks = min(self.num_blocks, -(-(num_slots + 2) // self.block_size))
+        num_tokens = min(num_slots + 1, num_blocks * self.block_size - 1, self.max_model_len - 1)
+        images = ()
+        if num_tokens > num_slots:
+            pixels = torch.zeros(3, vision.image_size, vision.image_size)
+            images = (ImageInput(0, num_slots, "warm-up", pixels),)
+        sequence = Sequence(
+            "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
+        )
+        sequence.block_ids = list(range(num_blocks))
+        for _ in range(2):
+            self.run(Batch([ScheduledSequence(sequence, sequence.num_pending_tokens)]))
+            sequence.num_computed_tokens = sequence.num_tokens
+            sequence.token_ids.append(0)
+        self._encoder_cache.clear()
+
+    def _run(self, items: list[ScheduledSequence]) -> StepResult:
+        # attention wants sequences with one new token first; choices go back into the batch's own order
+        order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
+        ordered = [items[place] for place in order]
+        vision_s = self._encode_missing(ordered)
+        spans = _to_spans(ordered)
+        plan = plan_attention(spans, self.block_size, self._dtype, self._device)
+        hidden = self._forward(ordered, plan)
+        drawn = self._sample(ordered, spans, hidden)
+        choices: list[TokenChoice | None] = [None] * len(items)
+        for place, choice in zip(order, drawn, strict=True):
+            choices[place] = choice
+        self._unpin_finished(ordered)
+        return StepResult(choices, vision_s)
+
+    def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
+        """Hidden states of all new tokens. Shapes: returns (N, C)."""
+        decoder = self._model.language_model
+        if plan.fresh_blocks is not None:
+            self._kv_pool.clear(plan.fresh_blocks)
+        token_ids, positions = self._token_inputs(items)
+        embeddings = self._model.embed(token_ids, self._picture_slots(items, plan.spans))
+        attend = partial(paged_attention, self._kv_pool, plan)
+        return decoder(embeddings, self._rotary.at(positions), attend)
+
+    def _token_inputs(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor]:
+        """Ids and positions of all new tokens, in one transfer. Shapes: two (N,)."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for item in items:
+            start = item.sequence.num_computed_tokens
+            stop = start + item.num_new_tokens
+            token_ids += item.sequence.token_ids[start:stop]
+            positions += range(start, stop)
+        inputs = torch.tensor([token_ids, positions]).to(self._device)
+        return inputs[0], inputs[1]
+
+    def _sample(
+        self, items: list[ScheduledSequence], spans: list[Span], hidden: Tensor
+    ) -> list[TokenChoice | None]:
+        """The next token of each item that has caught up; logits are computed for these alone."""
+        sampling = [place for place, item in enumerate(items) if item.samples]
+        choices: list[TokenChoice | None] = [None] * len(items)
+        if not sampling:
+            return choices
+        if len(sampling) < hidden.shape[0]:
+            rows = torch.tensor([spans[place].stop - 1 for place in sampling], device=self._device)
+            hidden = hidden[rows]
+        logits = self._model.language_model.logits(hidden)
+        drawn = sample(logits, [items[place].sequence for place in sampling])
+        for place, choice in zip(sampling, drawn, strict=True):
+            choices[place] = choice
+        return choices
+
+    def _encode_missing(self, items: list[ScheduledSequence]) -> float:
+        """Encode the pictures that this step reads and no cache holds, all requests' together.
+
+        Every picture that is read is pinned for its request afterwards. Returns: seconds spent encoding.
+        """
+        missing: dict[PictureKey, ImageInput] = {}
+        wanted: list[tuple[str, PictureKey]] = []
+        for item in items:
+            request_id = item.sequence.request_id
+            for image in item.images:
+                key = (item.sequence.cache_salt, image.image_hash)
+                if self._encoder_cache.is_pinned_by(request_id, key):
+                    continue
+                wanted.append((request_id, key))
+                is_known = key in self._encoder_cache or key in missing
+                self._encoder_cache.count_query(hit=is_known)
+                if not is_known:
+                    self._check_pixels(request_id, image)
+                    missing[key] = image
+        started = time.perf_counter()
+        self._encode(list(missing.items()))
+        vision_s = time.perf_counter() - started if missing else 0.0
+        for request_id, key in wanted:
+            self._encoder_cache.pin(request_id, key)
+        return vision_s
+
+    def _check_pixels(self, request_id: str, image: ImageInput) -> None:
+        size = self._model.config.vision.image_size
+        is_fit = tuple(image.pixels.shape) == (3, size, size)
+        if not is_fit or image.num_tokens != self._model.config.tokens_per_image:
+            raise SequenceFailure(request_id, "A picture was not prepared for this model.")
+
+    def _encode(self, missing: list[tuple[PictureKey, ImageInput]]) -> None:
+        """Encode pictures into the cache, at most so many at once as a step may hold in memory."""
+        for start in range(0, len(missing), self._max_images_per_step):
+            part = missing[start : start + self._max_images_per_step]
+            pixels = torch.stack([torch.as_tensor(image.pixels) for _, image in part])
+            features = self._model.encode_images(pixels.to(self._device, self._dtype))
+            for (key, _), picture in zip(part, features, strict=True):
+                # a copy of its own, so that evicting one picture frees its memory
+                self._encoder_cache.put(key, picture.clone())
+        if missing and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else the time would be counted as prefill
+
+    def _picture_slots(
+        self, items: list[ScheduledSequence], spans: list[Span]
+    ) -> list[PictureSlots]:
+        """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
+        slots = []
+        for item, span in zip(items, spans, strict=True):
+            for image in item.images:
+                key = (item.sequence.cache_salt, image.image_hash)
+                features = self._encoder_cache.pin(item.sequence.request_id, key)
+                first = max(image.offset, span.num_computed)
+                last = min(image.offset + image.num_tokens, span.num_context)
+                slots.append(
+                    PictureSlots(
+                        start=span.start + first - span.num_computed,
+                        features=features[first - image.offset : last - image.offset],
+                    )
+                )
+        return slots
+
+    def _unpin_finished(self, items: list[ScheduledSequence]) -> None:
+        """Let go of the pictures whose last slot has been computed."""
+        for item in items:
+            end = item.sequence.num_computed_tokens + item.num_new_tokens
+            for image in item.images:
+                if image.offset + image.num_tokens <= end:
+                    key = (item.sequence.cache_salt, image.image_hash)
+                    self._encoder_cache.unpin(item.sequence.request_id, key)
+
+
+def _to_spans(items: list[ScheduledSequence]) -> list[Span]:
+    """The flat layout of a step: its items one after another."""
+    spans = []
+    start = 0
+    for item in items:
+        sequence = item.sequence
+        spans.append(
+            Span(start, item.num_new_tokens, sequence.num_computed_tokens, sequence.block_ids)
+        )
+        start += item.num_new_tokens
+    return spans
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has an exception of its own; the CPU's allocator raises a bare RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
