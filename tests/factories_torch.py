@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from engines.base import EngineConfig, EngineRequest, ImageInput
+from engines.engine import BatchingEngine
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
+from engines.torch_backend.runner import TorchRunner
+from shared.protocol import SamplingParams
 
 IMAGE_TOKEN_ID = 90
 LLAMA3_SCALING = RopeScaling("llama3", 4.0, 1.0, 4.0, 64)
@@ -133,3 +137,72 @@ def load_ours(config: VLMConfig, weights: dict[str, torch.Tensor]) -> Llava:
         model = Llava(config)
     model.load_state_dict(map_state_dict(weights, config), assign=True)
     return model.eval()
+
+
+class NumberTokenizer:
+    """Every token's text is its number; none ends an answer."""
+
+    vocab_size = 96
+    eos_token_ids: frozenset[int] = frozenset()
+    drops_leading_space = False
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f"{token_id} ".encode()
+
+
+def make_runner(pair: ModelPair, **changes: Any) -> TorchRunner:
+    config = EngineConfig(**{"num_kv_blocks": 256, "block_size": 4, **changes})
+    return TorchRunner(pair.ours, config, torch.device("cpu"), torch.float32)
+
+
+def make_engine(pair: ModelPair, **changes: Any) -> BatchingEngine:
+    config = EngineConfig(**{"num_kv_blocks": 256, "block_size": 4, **changes})
+    runner = TorchRunner(pair.ours, config, torch.device("cpu"), torch.float32)
+    return BatchingEngine(runner, NumberTokenizer(), config)
+
+
+def make_pixels(seed: int, size: int = 24) -> torch.Tensor:
+    return torch.randn(3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def make_request(
+    config: VLMConfig,
+    request_id: str,
+    parts: list[list[int] | int],
+    *,
+    max_tokens: int = 20,
+    output_token_ids: tuple[int, ...] = (),
+    **sampling: Any,
+) -> EngineRequest:
+    """`parts` in order: lists of text tokens, and pictures as the seeds of their pixels."""
+    token_ids: list[int] = []
+    images: list[ImageInput] = []
+    for part in parts:
+        if isinstance(part, list):
+            token_ids += part
+            continue
+        num_slots = config.tokens_per_image
+        images.append(ImageInput(len(token_ids), num_slots, f"hash-{part}", make_pixels(part)))
+        token_ids += [config.image_token_id] * num_slots
+    return EngineRequest(
+        request_id,
+        token_ids,
+        SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling}),
+        tuple(images),
+        output_token_ids,
+    )
+
+
+def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    """All output tokens of each request, those that came with it included."""
+    tokens = {request.request_id: list(request.output_token_ids) for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens[output.request_id] += output.token_ids
+    return tokens

@@ -53,6 +53,8 @@ class TorchRunner:
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         self._kv_pool = KVCachePool(text, self.num_blocks, self.block_size, dtype, device)
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
+        tensors = [*model.parameters(), *model.buffers()]
+        self._weight_bytes = sum(tensor.nbytes for tensor in tensors)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
@@ -79,9 +81,8 @@ class TorchRunner:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by use."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
         return {
-            "weights": sum(tensor.nbytes for tensor in tensors),
+            "weights": self._weight_bytes,
             "kv_cache": self._kv_pool.num_bytes,
             "encoder_cache": self._encoder_cache.num_bytes,
         }
