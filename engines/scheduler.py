@@ -7,17 +7,11 @@ taking over of a request are all the same thing: `num_computed_tokens` has to ca
 
 from collections import OrderedDict
 from collections.abc import Set
-from typing import Protocol
 
 from engines.block_manager import BlockManager
+from engines.runner import TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from shared.protocol import FinishReason
-
-
-class Choice(Protocol):
-    """All that the scheduler wants to know of a drawn token."""
-
-    token_id: int
 
 
 class Scheduler:
@@ -67,7 +61,7 @@ class Scheduler:
             self._schedule_waiting(batch, budget)
         return batch
 
-    def update(self, batch: Batch, choices: list[Choice | None]) -> list[Sequence]:
+    def update(self, batch: Batch, choices: list[TokenChoice | None]) -> list[Sequence]:
         """Note what a step has computed; returns the sequences that it finished, whose blocks are free again."""
         finished: list[Sequence] = []
         block_size = self.blocks.block_size

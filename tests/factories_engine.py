@@ -1,0 +1,186 @@
+"""Things of the engine core with defaults, for tests that care about one of their properties."""
+
+from dataclasses import dataclass, field
+
+from engines.base import EngineConfig, EngineOutput, EngineRequest, ImageInput
+from engines.block_manager import BlockManager
+from engines.engine import BatchingEngine
+from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockTokenizer
+from engines.runner import StepResult, TokenChoice
+from engines.scheduler import Scheduler
+from engines.sequence import Batch, Sequence
+from shared.protocol import FinishReason, SamplingParams, Usage
+
+EOS_ID = 9999
+
+
+def make_image(offset: int = 0, num_tokens: int = 8, image_hash: str = "a" * 64) -> ImageInput:
+    return ImageInput(offset, num_tokens, image_hash, pixels=(1, 1))
+
+
+def make_request(
+    request_id: str = "r0",
+    prompt: str | list[int] = "hello",
+    images: tuple[ImageInput, ...] = (),
+    output_token_ids: tuple[int, ...] = (),
+    cache_salt: str = "",
+    **sampling: object,
+) -> EngineRequest:
+    """Positions of pictures are overwritten with picture slots."""
+    token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+    for image in images:
+        token_ids[image.offset : image.offset + image.num_tokens] = [IMAGE_ID] * image.num_tokens
+    return EngineRequest(
+        request_id,
+        token_ids,
+        SamplingParams(**{"temperature": 0.0, **sampling}),
+        images,
+        output_token_ids,
+        cache_salt,
+    )
+
+
+def make_sequence(
+    num_tokens: int = 10,
+    request_id: str = "s0",
+    token_ids: list[int] | None = None,
+    max_output_tokens: int = 100,
+    **fields: object,
+) -> Sequence:
+    if token_ids is None:
+        token_ids = list(range(1, num_tokens + 1))
+    return Sequence(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(),
+        max_output_tokens=max_output_tokens,
+        **fields,
+    )
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_images_per_step: int = 8,
+    enable_prefix_cache: bool = True,
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_images_per_step=max_images_per_step,
+        eos_token_ids={EOS_ID},
+    )
+
+
+def shares(batch: Batch) -> dict[str, int]:
+    """New tokens by sequence."""
+    return {item.sequence.request_id: item.num_new_tokens for item in batch.items}
+
+
+def run_step(scheduler: Scheduler, token_id: int = 7) -> Batch:
+    """Schedule and update as if a model had drawn `token_id` for everybody."""
+    batch = scheduler.schedule()
+    choices = [TokenChoice(token_id) if item.samples else None for item in batch.items]
+    scheduler.update(batch, choices)
+    scheduler.check_integrity()
+    return batch
+
+
+class CheckingRunner(MockRunner):
+    """A mock that keeps a KV pool of notes, and reads them all back before it draws a token.
+
+    A note says what a slot was computed from. Whatever goes wrong with blocks, prefixes, chunks or
+    preemption, somebody reads a note that is not his.
+    """
+
+    def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
+        super().__init__(config, mock)
+        self._notes: list[object] = [None] * (self.num_blocks * self.block_size)
+        self.failures: list[Exception] = []  # raised, one by one, instead of computing
+
+    def run(self, batch: Batch) -> StepResult:
+        assert batch.items
+        if self.failures:
+            raise self.failures.pop()
+        for item in batch.items:
+            sequence = item.sequence
+            start = sequence.num_computed_tokens
+            for position in range(start, start + item.num_new_tokens):
+                self._notes[self._slot(sequence, position)] = note(sequence, position)
+        for item in batch.items:
+            sequence = item.sequence
+            for position in range(sequence.num_computed_tokens + item.num_new_tokens):
+                assert self._notes[self._slot(sequence, position)] == note(sequence, position)
+        return super().run(batch)
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        return sequence.block_ids[position // self.block_size] * self.block_size + (
+            position % self.block_size
+        )
+
+
+def note(sequence: Sequence, position: int) -> object:
+    for image in sequence.images:
+        if image.offset <= position < image.offset + image.num_tokens:
+            return (sequence.cache_salt, position, image.image_hash, position - image.offset)
+    return (sequence.cache_salt, position, sequence.token_ids[position])
+
+
+def make_engine(
+    num_output_tokens: int = 12, mock: MockConfig | None = None, **config: object
+) -> BatchingEngine:
+    """The mock engine over a pool of notes."""
+    engine_config = EngineConfig(**{"block_size": 4, "num_kv_blocks": 256, **config})
+    mock = mock or MockConfig(num_output_tokens=num_output_tokens, tokens_per_image=8)
+    return BatchingEngine(CheckingRunner(engine_config, mock), MockTokenizer(), engine_config)
+
+
+@dataclass
+class Transcript:
+    """The outputs of one request, put together as a client would, the laws of their order checked."""
+
+    next_index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    first_usage: Usage | None = None
+    last: EngineOutput | None = None
+
+    def append(self, output: EngineOutput) -> None:
+        assert self.last is None, "an output after the last"
+        assert output.index == self.next_index
+        if self.first_usage is None:
+            assert output.usage is not None
+            self.first_usage = output.usage
+        self.next_index += len(output.token_ids)
+        self.token_ids += output.token_ids
+        self.text += output.text
+        if output.finish_reason is not None or output.error is not None:
+            assert output.usage is not None
+            assert output.timings is not None
+            self.last = output
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.last.finish_reason if self.last else None
+
+
+def run_all(engine: BatchingEngine, *requests: EngineRequest) -> dict[str, Transcript]:
+    """Add the requests together and step until all is said."""
+    transcripts = {r.request_id: Transcript(len(r.output_token_ids)) for r in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            transcripts[output.request_id].append(output)
+        engine.scheduler.check_integrity()
+    return transcripts
+
+
+def answer_alone(request: EngineRequest, num_output_tokens: int = 12) -> Transcript:
+    """What a request answers in an engine of its own with space for everything."""
+    engine = make_engine(num_output_tokens, enable_prefix_cache=False)
+    return run_all(engine, request)[request.request_id]
