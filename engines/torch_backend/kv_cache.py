@@ -43,8 +43,14 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Size the pool: as told, else for two full batches of whole contexts, within free memory.
 
-    A context length that nobody asked for is lowered to what fits. Raises: KVCacheTooSmall, with the numbers.
+    A context length that nobody asked for is lowered to what fits.
+    Raises: KVCacheTooSmall, with the numbers; ValueError for a context longer than the model's own.
     """
+    if (engine.max_model_len or 0) > text.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {engine.max_model_len} is beyond the model's context of "
+            f"{text.max_position_embeddings} tokens"
+        )
     block_bytes = bytes_per_block(text, engine.block_size, dtype)
     wanted_len = engine.max_model_len or text.max_position_embeddings
     blocks_per_sequence = math.ceil(wanted_len / engine.block_size)

@@ -1,0 +1,94 @@
+"""The KV pool is as large as told or as memory allows, and says so with numbers when that is too small."""
+
+import pytest
+import torch
+
+from engines.base import EngineConfig
+from engines.torch_backend.kv_cache import (
+    KVCachePool,
+    KVCacheTooSmall,
+    bytes_per_block,
+    plan_kv_cache,
+)
+from engines.torch_backend.memory import free_bytes
+from tests.factories_torch import make_text_config
+
+TEXT = make_text_config()
+BLOCK_BYTES = bytes_per_block(TEXT, 16, torch.float32)
+
+
+def plan(free: int = 1 << 40, **changes: int):
+    return plan_kv_cache(TEXT, EngineConfig(**changes), torch.float32, free, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_block_is_as_large_as_its_tensors(dtype):
+    pool = KVCachePool(TEXT, 10, 16, dtype, torch.device("cpu"))
+    assert pool.num_bytes == 10 * bytes_per_block(TEXT, 16, dtype)
+
+
+def test_a_given_number_of_bytes_is_not_exceeded():
+    assert plan(kv_cache_bytes=100 * BLOCK_BYTES + 1).num_blocks == 100
+
+
+def test_a_given_number_of_blocks_is_kept():
+    assert plan(num_kv_blocks=77).num_blocks == 77
+
+
+def test_without_a_number_two_batches_of_whole_contexts_are_enough():
+    assert plan(max_num_seqs=3, max_model_len=32).num_blocks == 2 * 3 * 2
+
+
+def test_without_a_number_a_share_of_free_memory_is_the_limit():
+    assert plan(free=1000 * BLOCK_BYTES).num_blocks == 400
+
+
+def test_a_context_that_nobody_asked_for_shrinks_to_the_pool():
+    assert plan(num_kv_blocks=3).max_model_len == 48
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(KVCacheTooSmall, match=r"100 tokens needs 7 KV blocks .* 3 blocks \(48"):
+        plan(num_kv_blocks=3, max_model_len=100)
+
+
+def test_memory_for_less_than_a_block_is_refused():
+    with pytest.raises(KVCacheTooSmall):
+        plan(free=BLOCK_BYTES)
+
+
+def test_a_context_longer_than_the_models_own_is_refused():
+    with pytest.raises(ValueError, match=r"257 .* 256"):
+        plan(max_model_len=257)
+
+
+def test_reading_returns_blocks_in_the_order_named():
+    pool = KVCachePool(TEXT, 4, 2, torch.float32, torch.device("cpu"))
+    key = torch.arange(8.0).view(8, 1, 1).expand(8, 2, 8)
+    pool.write(0, torch.arange(8), key, -key)
+    keys, values = pool.read(0, torch.tensor([3, 0]))
+    assert keys[:, 0, 0].tolist() == [6, 7, 0, 1]
+    assert values[:, 1, 7].tolist() == [-6, -7, 0, -1]
+
+
+def test_layers_do_not_share_slots():
+    pool = KVCachePool(TEXT, 2, 2, torch.float32, torch.device("cpu"))
+    ones = torch.ones(1, 2, 8)
+    pool.write(0, torch.tensor([1]), ones, ones)
+    keys, values = pool.read(1, torch.tensor([0, 1]))
+    assert keys.sum() == values.sum() == 0
+
+
+def test_clearing_zeroes_the_named_blocks_alone():
+    pool = KVCachePool(TEXT, 3, 1, torch.float32, torch.device("cpu"))
+    ones = torch.ones(3, 2, 8)
+    for layer in range(TEXT.num_layers):
+        pool.write(layer, torch.arange(3), ones, ones)
+    pool.clear(torch.tensor([1]))
+    for layer in range(TEXT.num_layers):
+        keys, values = pool.read(layer, torch.arange(3))
+        assert keys[:, 0, 0].tolist() == values[:, 0, 0].tolist() == [1, 0, 1]
+
+
+def test_free_memory_of_this_machine_is_plausible():
+    assert 1 << 20 < free_bytes(torch.device("cpu")) < 1 << 50
