@@ -180,13 +180,17 @@ def test_a_request_whose_numbers_overflow_spoils_no_other():
     with torch.no_grad():
         poisoned.ours.language_model.model.embed_tokens.weight[50] = torch.nan
     engine = make_engine(poisoned, num_kv_blocks=12, enable_prefix_cache=False)
-    sound = [make_request(poisoned.config, name, [[5, 6, 7]]) for name in ("before", "after")]
-    before = run_to_end(engine, sound[:1])["before"]
+    # of different lengths, so that the shorter one's table is padded and its tail masked
+    sound = [
+        make_request(poisoned.config, "short", [[5, 6, 7]], max_tokens=9),
+        make_request(poisoned.config, "long", [[8] * 9], max_tokens=9),
+    ]
+    before = run_to_end(engine, sound)
     for number in range(3):
         engine.add(make_request(poisoned.config, f"bad-{number}", [[50] * 13]))
         outputs = engine.step()
         assert outputs[-1].error is not None
-    assert run_to_end(engine, sound[1:])["after"] == before
+    assert run_to_end(engine, sound) == before
 
 
 def test_warming_up_leaves_nothing_behind():
