@@ -60,6 +60,9 @@ class GatewaySettings(Group):
         le=86400,
         description="Deadline of a request, from its acceptance to its last token.",
     )
+    body_timeout_s: float = Field(
+        30.0, gt=0, description="Whole time for receiving a request's body."
+    )
     headers_after_s: float = Field(
         15.0,
         gt=0,

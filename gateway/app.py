@@ -1,0 +1,110 @@
+"""The gateway's HTTP application: which paths there are and what every request passes on its way.
+
+Middleware is pure ASGI only: Starlette's `BaseHTTPMiddleware` hides that a client has left. The chat route is a plain
+ASGI application too, for speed; the others are FastAPI's.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from gateway.auth import AuthMiddleware, KeyRing
+from gateway.chat import ChatCompletions
+from gateway.context import ContextMiddleware
+from gateway.errors import ApiError, NotFound, from_status, unexpected
+from gateway.models import ModelDirectory, to_object
+from gateway.openapi import CHAT_PATH, create_openapi
+from gateway.probes import create_probes
+from gateway.services import Services, package_version
+
+_DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
+
+
+def create_app(services: Services) -> FastAPI:
+    """The application around the services, which start and stop with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await services.start()
+        try:
+            yield
+        finally:
+            await services.stop()
+
+    settings = services.settings
+    app = FastAPI(
+        title="vlm-fleet",
+        version=package_version(),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.add_middleware(AuthMiddleware, keys=KeyRing(settings.gateway.api_keys))
+    app.add_middleware(ContextMiddleware)
+    app.add_exception_handler(ApiError, _show_api_error)
+    app.add_exception_handler(HTTPException, _show_http_error)
+    app.add_exception_handler(Exception, _show_unexpected)
+    app.router.routes.append(Route(CHAT_PATH, create_chat(services), methods=["POST"]))
+    app.include_router(create_model_routes(services.models))
+    app.include_router(
+        create_probes(services.admission, services.models, services.queue, services.metrics)
+    )
+    app.openapi = lambda: create_openapi(app, settings.limits)
+    return app
+
+
+def create_chat(services: Services) -> ChatCompletions:
+    """The chat route."""
+    return ChatCompletions(
+        services.settings.gateway,
+        services.admission,
+        services.intake,
+        services.metrics,
+        system_fingerprint=f"vlm-fleet-{package_version()}",
+    )
+
+
+def create_model_routes(models: ModelDirectory) -> APIRouter:
+    """`/v1/models`."""
+    router = APIRouter(prefix="/v1/models", tags=["models"])
+
+    @router.get("", operation_id="list_models")
+    async def list_models() -> Response:
+        """The models that the fleet serves."""
+        return _json(models.listing())
+
+    @router.get("/{name:path}", operation_id="retrieve_model")
+    async def retrieve_model(name: str) -> Response:
+        """One model."""
+        card = models.cards.get(name)
+        if card is None:
+            raise NotFound("The model does not exist.", param="model", code="model_not_found")
+        return _json(to_object(card))
+
+    return router
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _show_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.body(), error.status, headers)
+
+
+async def _show_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = await _show_api_error(request, from_status(error.status_code))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+async def _show_unexpected(request: Request, error: Exception) -> Response:
+    return await _show_api_error(request, unexpected())

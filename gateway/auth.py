@@ -1,0 +1,106 @@
+"""Who may use the gateway: API keys as bearer tokens, by digest, for every path but the health probes.
+
+Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the gateway is
+open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key like all the rest:
+Prometheus can send one (`authorization: credentials_file`).
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Sequence
+
+from pydantic import SecretStr
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.context import context_of
+from gateway.errors import AuthenticationError, send_error
+from shared.settings import GatewaySettings, SettingsError
+
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
+
+
+class KeyRing:
+    """The accepted keys, each with the cache salt of the tenant who holds it."""
+
+    def __init__(self, api_keys: Sequence[SecretStr]) -> None:
+        self._salts = {
+            _digest(key.get_secret_value().encode()): _cache_salt(key.get_secret_value().encode())
+            for key in api_keys
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is needed."""
+        return not self._salts
+
+    def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """The cache salt of the caller. Raises: AuthenticationError if no known key is sent."""
+        if self.is_open:
+            return ""
+        values = [value for name, value in headers if name == b"authorization"]
+        if not values:
+            raise AuthenticationError(
+                "You did not provide an API key. Send it as `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+            )
+        salt = self._find(values[0]) if len(values) == 1 else None
+        if salt is None:
+            raise AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
+        return salt
+
+    def _find(self, authorization: bytes) -> str | None:
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        digest = _digest(key)
+        found = None
+        for known, salt in self._salts.items():
+            # No early exit: the time must not tell which key came close.
+            if hmac.compare_digest(known, digest):
+                found = salt
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _cache_salt(key: bytes) -> str:
+    return hmac.new(key, b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
+
+
+def check_exposure(settings: GatewaySettings) -> None:
+    """Refuse to serve strangers without keys. Raises: SettingsError."""
+    if settings.api_keys or settings.allow_open or is_loopback(settings.host):
+        return
+    raise SettingsError(
+        "gateway.host: this address can be reached from other machines and no API key is set; "
+        "set VLM_GATEWAY__API_KEYS, or VLM_GATEWAY__ALLOW_OPEN=true to serve everyone"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class AuthMiddleware:
+    """Pure ASGI: lets nothing pass without a key, but the probes."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401, or pass the request on with its tenant's cache salt."""
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+            try:
+                context_of(scope).cache_salt = self.keys.authenticate(scope["headers"])
+            except AuthenticationError as error:
+                await send_error(send, error)
+                return
+        await self.app(scope, receive, send)

@@ -1,0 +1,127 @@
+"""`POST /v1/chat/completions`: the lean path from raw bytes to raw bytes.
+
+A plain ASGI application: what FastAPI would do around an endpoint costs more than the work itself. Intake, then one
+of two ways back, whole or streamed. Whatever ends a request, whoever leaves first, `Generation.close` runs and the
+fleet hears of it.
+"""
+
+import asyncio
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from redis.exceptions import RedisError
+from starlette.types import Receive, Scope, Send
+
+from gateway.admission import Admission
+from gateway.context import RequestContext, context_of
+from gateway.errors import ApiError, Overloaded, unavailable, unexpected
+from gateway.exchange import ClientGone, Exchange
+from gateway.generation import Generation, Gone
+from gateway.intake import Intake
+from gateway.recorder import AnswerRecorder
+from gateway.reply import Reply, new_head, send_stream, send_whole
+from gateway.sse import error_frame
+from gateway.timings import StageClock
+from shared.metrics import GatewayMetrics
+from shared.request_queue import QueueUnavailable
+from shared.settings import GatewaySettings
+
+_OTHER = "other"  #: the metrics' label while the model is not known to exist
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ChatRun:
+    """One request on its way through. `model` is a label of the metrics, so only ever a known name."""
+
+    clock: StageClock
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    model: str = _OTHER
+
+
+class ChatCompletions:
+    """The ASGI application of the chat route."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        admission: Admission,
+        intake: Intake,
+        metrics: GatewayMetrics,
+        system_fingerprint: str,
+    ) -> None:
+        self.settings = settings
+        self.admission = admission
+        self.intake = intake
+        self.metrics = metrics
+        self.system_fingerprint = system_fingerprint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; every way out is counted once."""
+        context = context_of(scope)
+        exchange = Exchange(scope, receive, send, self.settings.send_timeout_s)
+        run = ChatRun(StageClock(context.received_at))
+        outcome = "cancelled"
+        error: ApiError | None = None
+        try:
+            with self.admission:
+                await self._serve(run, exchange, context)
+            outcome = "ok"
+        except (ClientGone, Gone):
+            pass
+        except ApiError as raised:
+            error = raised
+        except (QueueUnavailable, RedisError):
+            error = unavailable()
+        except Exception:
+            logger.exception("a chat request failed")
+            error = unexpected()
+        finally:
+            if error is not None:
+                outcome = "rejected" if isinstance(error, Overloaded) else error.code or "error"
+            self.metrics.record_outcome(run.model, outcome)
+        if error is not None:
+            await fail(exchange, error)
+
+    async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
+        request = await self.intake.read(exchange, context)
+        card = await self.intake.find_model(request.model)
+        run.model = card.name
+        generation = await self.intake.submit(request, card, context, run.clock, run.request_id)
+        watcher = asyncio.create_task(_close_when_gone(exchange, generation))
+        recorder = AnswerRecorder(card.name, len(generation.choices), run.clock, self.metrics)
+        wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
+        reply = Reply(
+            exchange=exchange,
+            request=request,
+            head=new_head(run.request_id, card.name, self.system_fingerprint),
+            generation=generation,
+            recorder=recorder,
+            shows_timings=bool(request.timings) or wants_timings,
+        )
+        try:
+            if request.stream:
+                await send_stream(reply, self.settings)
+            else:
+                await send_whole(reply)
+            recorder.record()
+        finally:
+            generation.close()
+            watcher.cancel()
+
+
+async def _close_when_gone(exchange: Exchange, generation: Generation) -> None:
+    await exchange.wait_until_gone()
+    generation.close()
+
+
+async def fail(exchange: Exchange, error: ApiError) -> None:
+    """Tell the client: by a status before the answer has begun, by an event without `[DONE]` after."""
+    with suppress(ClientGone):
+        if exchange.has_started:
+            await exchange.write(error_frame(error), is_last=True)
+        else:
+            await exchange.answer(error.status, error.headers(), error.body())

@@ -1,0 +1,62 @@
+"""What the door knows of a request before its body is read, and the middleware that notes it.
+
+Outermost of the chain: starts the clock, names the request, and puts `x-request-id` on every answer.
+"""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+SCOPE_KEY = "vlm.context"
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """Notes on one HTTP request. Units: `received_at` is a reading of `time.perf_counter`."""
+
+    headers: dict[bytes, bytes]  #: names in lower case; of repeated ones the last
+    received_at: float
+    request_id: bytes  #: the client's own if sane, else ours; for logs and `x-request-id` only
+    cache_salt: str = ""
+
+    @property
+    def trace_parent(self) -> str | None:
+        """The W3C trace header, if it is one."""
+        value = self.headers.get(b"traceparent", b"")
+        return value.decode() if _TRACE_PARENT.fullmatch(value) else None
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """The notes that the outermost middleware took."""
+    return scope[SCOPE_KEY]
+
+
+class ContextMiddleware:
+    """Pure ASGI: notes the request's start and headers, answers with its id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with a `RequestContext` in its scope."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        if not _SANE_ID.fullmatch(request_id):
+            request_id = b"req_" + secrets.token_hex(16).encode()
+        scope[SCOPE_KEY] = RequestContext(headers, time.perf_counter(), request_id)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)

@@ -1,0 +1,158 @@
+"""Between open client requests and the fleet: enqueues, hears this gateway's mailbox, and hands events out.
+
+One reader task serves all requests of the process, so ten thousand open streams are one Redis connection. A second
+task watches the clock: deadlines, and requests of which nothing was heard for long, whose state it looks up.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+
+from gateway.generation import Generation
+from shared.mailbox import Mailbox
+from shared.metrics import GatewayMetrics
+from shared.protocol import ErrorCode, GenerateEvent, GenerateRequest
+from shared.request_queue import QueueUnavailable, RequestQueue
+
+_WATCH_PAUSE_S = 0.25
+_DEADLINE_GRACE_S = 1.0  #: the fleet ends a request at its deadline; we do if it did not
+_LATE_MESSAGE = "The request took too long."
+_LOST_MESSAGE = "The request was lost by the servers that worked on it."
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Turns requests into `Generation`s and events into their deliveries."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        mailbox: Mailbox,
+        metrics: GatewayMetrics,
+        *,
+        silence_timeout_s: float,
+        max_queue_depth: int,
+    ) -> None:
+        self.queue = queue
+        self.mailbox = mailbox
+        self.metrics = metrics
+        self.silence_timeout_s = silence_timeout_s
+        self.max_queue_depth = max_queue_depth
+        self._open: dict[str, tuple[Generation, int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to read the mailbox and to watch the clock."""
+        self._spawn(self._read_mailbox())
+        self._spawn(self._watch())
+
+    async def stop(self) -> None:
+        """Cancel what is open and end all tasks."""
+        for generation in {generation for generation, _ in self._open.values()}:
+            generation.close()
+        await asyncio.sleep(0)  # the cancellations' tasks begin
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def num_open(self) -> int:
+        """Choices without a terminal event."""
+        return len(self._open)
+
+    async def submit(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Generation:
+        """Queue the choices of one request. Raises: QueueFull, QueueUnavailable; then nothing stays queued."""
+        generation = Generation(
+            requests[0].model,
+            [request.request_id for request in requests],
+            time.monotonic() + timeout_s,
+            self._forget,
+        )
+        for index, request in enumerate(requests):
+            self._open[request.request_id] = (generation, index)
+        try:
+            await self._enqueue(requests, timeout_s)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    async def _enqueue(self, requests: Sequence[GenerateRequest], timeout_s: float) -> None:
+        depth = self.max_queue_depth
+        if len(requests) == 1:
+            await self.queue.enqueue(requests[0], timeout_s=timeout_s, max_depth=depth)
+            return
+        results = await asyncio.gather(
+            *(self.queue.enqueue(r, timeout_s=timeout_s, max_depth=depth) for r in requests),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def fail_all(self, message: str) -> None:
+        """End everything that is open with an error."""
+        for generation, choice in list(self._open.values()):
+            generation.fail(choice, ErrorCode.CANCELLED, message)
+
+    def on_gap(self, model: str) -> None:
+        """Some of a model's events may be missing: the watch reads the logs of its open requests."""
+        for generation, choice in self._open.values():
+            if generation.model == model:
+                generation.choices[choice].has_gap = True
+
+    def _forget(self, generation: Generation) -> None:
+        unsettled = generation.unsettled_ids
+        for choice in generation.choices:
+            self._open.pop(choice.request_id, None)
+        if unsettled:
+            self._spawn(self._cancel(generation.model, unsettled))
+
+    async def _cancel(self, model: str, request_ids: list[str]) -> None:
+        try:
+            await self.queue.cancel(model, request_ids)
+        except QueueUnavailable:
+            # Their deadlines end them in any case.
+            logger.warning("cannot reach Redis to cancel %d requests", len(request_ids))
+
+    async def _read_mailbox(self) -> None:
+        async for events in self.mailbox.events():
+            self._deliver(events)
+
+    def _deliver(self, events: Sequence[GenerateEvent]) -> None:
+        num_dropped = 0
+        for event in events:
+            found = self._open.get(event.request_id)
+            if found is None or not found[0].deliver(found[1], event):
+                num_dropped += 1
+        if num_dropped:
+            self.metrics.record_dropped_events(num_dropped)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_PAUSE_S)
+            now = time.monotonic()
+            for generation, choice in list(self._open.values()):
+                progress = generation.choices[choice]
+                if now > generation.deadline_at + _DEADLINE_GRACE_S:
+                    generation.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
+                elif now - progress.heard_at > self.silence_timeout_s or progress.has_gap:
+                    progress.heard_at = now
+                    await self._look_up(generation, choice)
+
+    async def _look_up(self, generation: Generation, choice: int) -> None:
+        """Read a request's log again; end it if nobody works on it any more."""
+        request_id = generation.choices[choice].request_id
+        with suppress(QueueUnavailable):  # the next look is at a later turn
+            state = await self.queue.state(generation.model, request_id)
+            generation.replay(choice, await self.queue.events(generation.model, request_id))
+            if state is None or state.state not in ("queued", "running"):
+                generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,162 @@
+"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}` and a status.
+
+    ApiError
+    |-- InvalidRequest       400, and 413, 415 ...   the client's to mend; never retried
+    |-- AuthenticationError  401
+    |-- NotFound             404, 405
+    |-- Overloaded           503, retry-after        come again later
+    `-- ServerError          500, 503, 504           ours
+
+Messages are short, fixed texts and numbers of ours: never the input, an address, a path or a traceback.
+"""
+
+from http import HTTPStatus
+
+import msgspec
+from starlette.types import Send
+
+from shared.protocol import ErrorCode, Failed
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ErrorFields(msgspec.Struct):
+    """The four keys that clients rely on."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's envelope."""
+
+    error: ErrorFields
+
+
+class ApiError(Exception):
+    """An error with its place on the wire. `retry_after_s` tells clients when to come back."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        status: int | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+        self.status = status or self.status
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The JSON of the error."""
+        fields = ErrorFields(self.message, self.type, self.param, self.code)
+        return msgspec.json.encode(ErrorBody(fields))
+
+    def headers(self) -> Headers:
+        """What goes with the status: the type, when to retry, and whether to."""
+        headers: Headers = [(b"content-type", b"application/json")]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        elif self.status >= 500:
+            headers.append((b"x-should-retry", b"false"))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers
+
+
+class InvalidRequest(ApiError):
+    """The request cannot be served as it is."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class AuthenticationError(ApiError):
+    """No key, or one that is not known."""
+
+    status = 401
+    type = "invalid_request_error"
+
+
+class NotFound(ApiError):
+    """No such model or path."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class Overloaded(ApiError):
+    """Not now: the queue is full, the gateway stops, or Redis is away."""
+
+    status = 503
+    type = "server_error"
+
+
+class ServerError(ApiError):
+    """We failed."""
+
+
+#: How each failure of an accepted request looks on the wire: class, status, retry-after in seconds.
+FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
+    ErrorCode.INVALID_IMAGE: (InvalidRequest, 400, None),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: (InvalidRequest, 400, None),
+    ErrorCode.INVALID_REQUEST: (InvalidRequest, 400, None),
+    ErrorCode.IMAGE_UNAVAILABLE: (ServerError, 503, 1),
+    ErrorCode.CANCELLED: (ServerError, 503, 1),
+    ErrorCode.WORKER_LOST: (ServerError, 503, 1),
+    ErrorCode.DEADLINE_EXCEEDED: (ServerError, 504, None),
+    ErrorCode.TOO_MANY_ATTEMPTS: (ServerError, 500, None),
+    ErrorCode.ENGINE_FAILURE: (ServerError, 500, None),
+}
+
+
+def from_failed(event: Failed) -> ApiError:
+    """The error that a worker's terminal event stands for."""
+    error, status, retry_after_s = FAILURES[event.code]
+    return error(
+        event.message[:1000],
+        code=event.code.value,
+        param=event.param,
+        status=status,
+        retry_after_s=retry_after_s,
+    )
+
+
+def from_status(status: int) -> ApiError:
+    """The error for a bare status of the framework: unknown path, wrong method."""
+    phrase = HTTPStatus(status).phrase
+    error = NotFound if status in (404, 405) else InvalidRequest if status < 500 else ServerError
+    code = phrase.lower().replace(" ", "_")
+    return error(f"{phrase}.", status=status, code=code)
+
+
+def unexpected() -> ApiError:
+    """The error for an exception that nobody foresaw; its text stays in our log."""
+    return ServerError(
+        "The server had an error while processing the request.", code="internal_error"
+    )
+
+
+def unavailable() -> ApiError:
+    """The error while Redis cannot be reached."""
+    return Overloaded(
+        "The service is temporarily unavailable.", code="service_unavailable", retry_after_s=1
+    )
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Answer with an error."""
+    body = error.body()
+    headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

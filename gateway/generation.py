@@ -1,0 +1,172 @@
+"""One client request in flight: the events of its choices, in order, without gap or duplicate.
+
+The dispatcher delivers; one consumer receives. It must not know Redis, HTTP or the wire's chunks.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from shared.protocol import Delta, ErrorCode, Failed, Finished, GenerateEvent, Started
+
+ChoiceEvent = tuple[int, GenerateEvent]  #: which choice, and what happened to it
+
+
+class Gone(Exception):
+    """The generation was closed while somebody waited for its events."""
+
+
+class ChoiceProgress:
+    """What one choice has received. Lets through each output token once and in order.
+
+    A higher attempt supersedes a lower one. What does not follow what came before is a gap: it is held back until
+    the request's log, in which Redis keeps every event, has been read again. A later attempt may repeat tokens, if
+    Redis lost its last writes: repeats are dropped if they are the same tokens; two answers are never spliced.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.attempt = 0
+        self.has_started = False
+        self.has_gap = False
+        self.is_finished = False
+        self.is_settled = False  #: the fleet itself ended it, so that there is nothing to cancel
+        self.token_ids: list[int] = []
+        self.heard_at = time.monotonic()
+
+    def accept(self, event: GenerateEvent) -> GenerateEvent | None:
+        """The event if it is news, a failure if it contradicts what came before, else None."""
+        if self.is_finished or event.attempt < self.attempt:
+            return None
+        self.attempt = event.attempt
+        return self._accept(event)
+
+    def replay(self, log: Sequence[GenerateEvent]) -> list[GenerateEvent]:
+        """What is news in the whole log, which holds the accepted events of all attempts in order."""
+        self.has_gap = False
+        news: list[GenerateEvent] = []
+        for event in log:
+            self.attempt = max(self.attempt, event.attempt)
+            accepted = None if self.is_finished else self._accept(event)
+            if accepted is not None:
+                news.append(accepted)
+        return news
+
+    def _accept(self, event: GenerateEvent) -> GenerateEvent | None:
+        match event:
+            case Delta():
+                return self._accept_delta(event)
+            case Started():
+                is_news, self.has_started = not self.has_started, True
+                return event if is_news else None
+            case Finished():
+                if event.usage.num_output_tokens > len(self.token_ids):
+                    self.has_gap = True
+                    return None
+                self.is_finished = self.is_settled = True
+                return event
+            case Failed():
+                self.is_finished = self.is_settled = True
+                return event
+
+    def _accept_delta(self, event: Delta) -> GenerateEvent | None:
+        num_known = len(self.token_ids) - event.index
+        if num_known == 0:
+            self.token_ids.extend(event.token_ids)
+            return event
+        if num_known < 0:
+            self.has_gap = True
+            return None
+        known = self.token_ids[event.index : event.index + len(event.token_ids)]
+        if tuple(known) == event.token_ids:
+            return None
+        return self.fail(ErrorCode.WORKER_LOST, "The answer could not be continued.")
+
+    def fail(self, code: ErrorCode, message: str) -> Failed:
+        """End this choice from our side."""
+        self.is_finished = True
+        return Failed(self.request_id, self.attempt, code, message)
+
+
+class Generation:
+    """The choices of one request. `close` is synchronous and idempotent, and cancels what still runs.
+
+    Units: `deadline_at` is a reading of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        request_ids: Sequence[str],
+        deadline_at: float,
+        on_close: Callable[["Generation"], None],
+    ) -> None:
+        self.model = model
+        self.deadline_at = deadline_at
+        self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
+        self.is_closed = False
+        self._on_close = on_close
+        self._pending: list[ChoiceEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def unsettled_ids(self) -> list[str]:
+        """The requests of choices that the fleet has not ended."""
+        return [choice.request_id for choice in self.choices if not choice.is_settled]
+
+    def deliver(self, choice: int, event: GenerateEvent) -> bool:
+        """Take an event from a worker. Returns whether it was news."""
+        progress = self.choices[choice]
+        progress.heard_at = time.monotonic()
+        accepted = progress.accept(event)
+        if accepted is None:
+            return False
+        self._put(choice, accepted)
+        return True
+
+    def replay(self, choice: int, log: Sequence[GenerateEvent]) -> None:
+        """Catch up with the log of a choice."""
+        for event in self.choices[choice].replay(log):
+            self._put(choice, event)
+
+    def fail(self, choice: int, code: ErrorCode, message: str) -> None:
+        """End a choice from our side: its deadline has passed, or its worker and record are gone."""
+        if not self.choices[choice].is_finished:
+            self._put(choice, self.choices[choice].fail(code, message))
+
+    def _put(self, choice: int, event: GenerateEvent) -> None:
+        self._pending.append((choice, event))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def receive(self, timeout_s: float | None = None) -> list[ChoiceEvent]:
+        """All that has arrived since the last call, at least one event; none only on time-out. Raises: Gone."""
+        if not self._pending and not self.is_closed:
+            await self._wait(timeout_s)
+        if self.is_closed:
+            raise Gone
+        events, self._pending = self._pending, []
+        return events
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def close(self) -> None:
+        """Forget the request; what still runs is cancelled. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._pending.clear()
+        self._wake()
+        self._on_close(self)

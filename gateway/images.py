@@ -1,0 +1,127 @@
+"""The pictures of a request: from their URLs to checked bytes and the references that travel in the queue.
+
+Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices, as binascii
+holds the interpreter lock. It must not know Redis or the model.
+"""
+
+import asyncio
+import binascii
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gateway.errors import InvalidRequest
+from gateway.image_fetch import ImageFetcher
+from gateway.image_header import ImageRefused, check_header, read_header
+from shared.protocol import ImageRef
+from shared.settings import LimitSettings
+
+_INLINE_CHARS = 256 * 1024  #: base64 up to this many characters is decoded on the event loop
+_SLICE_CHARS = 1024 * 1024  #: a multiple of 4
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """A picture as the client sent it. `param` names its place in the request."""
+
+    url: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """A picture's checked bytes and the reference that stands for them."""
+
+    ref: ImageRef
+    data: bytes
+
+
+class ImageLoader:
+    """Turns picture URLs into bytes, within the limits. `fetcher` is None where remote URLs are off."""
+
+    def __init__(self, limits: LimitSettings, fetcher: ImageFetcher | None) -> None:
+        self.limits = limits
+        self.fetcher = fetcher
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="image")
+
+    async def load_all(self, sources: Sequence[ImageSource]) -> list[LoadedImage]:
+        """Load pictures in their order. Raises: InvalidRequest that names the one refused."""
+        if not sources:
+            return []
+        if any(not _is_data(source.url) for source in sources):
+            return list(await asyncio.gather(*(self._load(source) for source in sources)))
+        return [await self._load(source) for source in sources]
+
+    async def _load(self, source: ImageSource) -> LoadedImage:
+        try:
+            if not _is_data(source.url):
+                data = await self._fetch(source.url)
+            elif len(source.url) <= _INLINE_CHARS:
+                return self._from_data_url(source.url)
+            else:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._from_data_url, source.url)
+            return self._check(data)
+        except ImageRefused as refused:
+            raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
+
+    async def _fetch(self, url: str) -> bytes:
+        if not url[:8].lower().startswith(("http://", "https://")):
+            raise ImageRefused("The image URL must be a data: URL.", code="invalid_image_url")
+        if self.fetcher is None:
+            raise ImageRefused(
+                "Remote images are disabled; send a data: URL "
+                "(the operator may set gateway.allow_remote_images).",
+                code="invalid_image_url",
+            )
+        return await self.fetcher.fetch(url)
+
+    def _from_data_url(self, url: str) -> LoadedImage:
+        comma = url.find(",", 0, 256)
+        if comma < 0 or not url[:comma].lower().endswith(";base64"):
+            raise ImageRefused("The data: URL must hold base64.", code="invalid_image_url")
+        if (len(url) - comma - 1) // 4 * 3 > self.limits.max_image_bytes + 2:
+            raise self._too_many_bytes()
+        return self._check(decode_base64(url[comma + 1 :]))
+
+    def _check(self, data: bytes) -> LoadedImage:
+        if not data:
+            raise ImageRefused("The image is empty.")
+        if len(data) > self.limits.max_image_bytes:
+            raise self._too_many_bytes()
+        header = read_header(data)
+        check_header(header, self.limits)
+        digest = hashlib.sha256(data).hexdigest()
+        ref = ImageRef(digest, header.media_type, header.width, header.height, len(data))
+        return LoadedImage(ref, data)
+
+    def _too_many_bytes(self) -> ImageRefused:
+        return ImageRefused(
+            f"The image is too large: at most {self.limits.max_image_bytes} bytes.",
+            code="image_too_large",
+        )
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_data(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def decode_base64(text: str) -> bytes:
+    """Decode strictly: standard alphabet, padded, nothing else. Raises: ImageRefused."""
+    try:
+        if len(text) <= _SLICE_CHARS:
+            return binascii.a2b_base64(text, strict_mode=True)
+        slices = []
+        for start in range(0, len(text), _SLICE_CHARS):
+            piece = text[start : start + _SLICE_CHARS]
+            if piece.endswith("=") and start + _SLICE_CHARS < len(text):
+                raise ValueError  # padding in the middle
+            slices.append(binascii.a2b_base64(piece, strict_mode=True))
+        return b"".join(slices)
+    except ValueError:
+        raise ImageRefused("The image is not valid base64.") from None

@@ -1,0 +1,132 @@
+"""A request's way in: from its body to queued requests, with every check on the way.
+
+The order is from cheap to dear: headers, JSON, parameters, model, pictures, Redis. It must not know how the answer
+goes back.
+"""
+
+import random
+import time
+
+from gateway.admission import Admission
+from gateway.context import RequestContext
+from gateway.dispatcher import Dispatcher
+from gateway.errors import InvalidRequest
+from gateway.exchange import Exchange
+from gateway.generation import Generation
+from gateway.images import ImageLoader, ImageSource, LoadedImage
+from gateway.models import ModelDirectory
+from gateway.request_body import decode_request, read_body
+from gateway.schemas import ChatCompletionRequest
+from gateway.timings import StageClock
+from gateway.translate import (
+    check_model,
+    check_stream_options,
+    check_supported,
+    num_choices,
+    split_choices,
+    translate_messages,
+    translate_sampling,
+)
+from shared.image_store import ImageStore
+from shared.metrics import GatewayMetrics
+from shared.protocol import GenerateRequest, ModelCard
+from shared.request_queue import QueueFull
+from shared.settings import GatewaySettings, LimitSettings
+
+_IMAGE_GRACE_S = 60.0  #: pictures outlive their request's deadline by that much
+
+
+class Intake:
+    """Reads, checks and queues chat requests."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        settings: GatewaySettings,
+        limits: LimitSettings,
+        *,
+        admission: Admission,
+        models: ModelDirectory,
+        loader: ImageLoader,
+        image_store: ImageStore,
+        dispatcher: Dispatcher,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.gateway_id = gateway_id
+        self.settings = settings
+        self.limits = limits
+        self.admission = admission
+        self.models = models
+        self.loader = loader
+        self.image_store = image_store
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+
+    async def read(self, exchange: Exchange, context: RequestContext) -> ChatCompletionRequest:
+        """The request in its own words. Raises: InvalidRequest, ClientGone."""
+        body = await read_body(
+            exchange.receive,
+            context,
+            max_bytes=self.limits.max_body_bytes,
+            timeout_s=self.settings.body_timeout_s,
+        )
+        request = decode_request(body)
+        check_supported(request)
+        check_stream_options(request)
+        return request
+
+    async def find_model(self, name: str) -> ModelCard:
+        """The model that is asked for. Raises: NotFound, RedisError."""
+        return await self.models.find(name)
+
+    async def submit(
+        self,
+        request: ChatCompletionRequest,
+        card: ModelCard,
+        context: RequestContext,
+        clock: StageClock,
+        request_id: str,
+    ) -> Generation:
+        """Queue one request per choice. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
+        count = num_choices(request, self.limits)
+        sampling = translate_sampling(request, self.limits, seed=random.getrandbits(63))
+        conversation = translate_messages(request.messages, self.limits)
+        check_model(conversation, sampling, card)
+        images = await self._load_images(conversation.sources, clock)
+        generate = GenerateRequest(
+            request_id=request_id,
+            reply_to=self.gateway_id,
+            model=card.name,
+            messages=tuple(conversation.messages),
+            sampling=sampling,
+            images=tuple(image.ref for image in images),
+            cache_salt=context.cache_salt,
+            trace_parent=context.trace_parent,
+        )
+        timeout_s = self.settings.request_timeout_s
+        if images:
+            pairs = {image.ref.sha256: image.data for image in images}
+            await self.image_store.put_all(pairs.items(), timeout_s + _IMAGE_GRACE_S)
+        clock.submitted_at = time.perf_counter()
+        try:
+            return await self.dispatcher.submit(split_choices(generate, count), timeout_s)
+        except QueueFull:
+            self.metrics.record_rejection("queue_full")
+            raise self.admission.overloaded() from None
+
+    async def _load_images(
+        self, sources: list[ImageSource], clock: StageClock
+    ) -> list[LoadedImage]:
+        if not sources:
+            return []
+        began_at = time.perf_counter()
+        try:
+            images = await self.loader.load_all(sources)
+        except InvalidRequest:
+            self.metrics.record_image("refused")
+            raise
+        finally:
+            clock.image_decode_s = time.perf_counter() - began_at
+        for _ in images:
+            self.metrics.record_image("accepted")
+        return images

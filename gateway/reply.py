@@ -1,0 +1,107 @@
+"""The two ways back to the client, over the same events: a whole answer, or a stream of server-sent events."""
+
+import time
+from dataclasses import dataclass
+
+from msgspec import UNSET, UnsetType
+
+from gateway.answer import AnswerHead
+from gateway.errors import Headers
+from gateway.exchange import Exchange
+from gateway.generation import Generation
+from gateway.recorder import AnswerRecorder
+from gateway.schemas import ChatCompletionRequest, encode
+from gateway.sse import DONE, KEEP_ALIVE, ChunkWriter
+from gateway.timings import body_timings, server_timing
+from gateway.whole import GatheredChoice, to_completion
+from shared.settings import GatewaySettings
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+_EVENT_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies shall pass chunks on at once
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """All that is needed to answer one request."""
+
+    exchange: Exchange
+    request: ChatCompletionRequest
+    head: AnswerHead
+    generation: Generation
+    recorder: AnswerRecorder
+    shows_timings: bool
+
+
+async def send_whole(reply: Reply) -> None:
+    """Gather the answer, then send it. Raises: ApiError, ClientGone, Gone."""
+    recorder = reply.recorder
+    choices = [GatheredChoice() for _ in reply.generation.choices]
+    while not recorder.is_complete:
+        events = await reply.generation.receive()
+        recorder.note(events)
+        for index, event in events:
+            choices[index].add(event)
+    completion = to_completion(
+        reply.head, choices, recorder.totals, with_logprobs=bool(reply.request.logprobs)
+    )
+    e2e_s = recorder.clock.elapsed_s()
+    stages = recorder.stages(e2e_s)
+    if reply.shows_timings:
+        completion.timings = body_timings(stages, e2e_s)
+    headers = [*_JSON, *_timing_headers(stages, e2e_s, is_whole=True)]
+    await reply.exchange.answer(200, headers, encode(completion))
+
+
+async def send_stream(reply: Reply, settings: GatewaySettings) -> None:
+    """Send chunks as they come. Raises: ApiError, ClientGone, Gone; before the status line or after it."""
+    generation, recorder, exchange = reply.generation, reply.recorder, reply.exchange
+    options = reply.request.stream_options
+    include_usage = options is not None and options.include_usage
+    writer = ChunkWriter(
+        reply.head, include_usage=include_usage, with_logprobs=bool(reply.request.logprobs)
+    )
+    # The status line waits for the first event, so that a prompt that is too long is a 400.
+    events = await generation.receive(settings.headers_after_s)
+    recorder.note(events)
+    await exchange.start(200, [*_EVENT_STREAM, *_known_timing(recorder)])
+    while not recorder.is_complete:
+        frames = writer.frames(events) if events else [KEEP_ALIVE]
+        if frames:
+            await exchange.write(b"".join(frames))
+        events = await generation.receive(settings.keep_alive_s)
+        recorder.note(events)
+    timings = _body_timings(reply)
+    frames = writer.frames(events, UNSET if include_usage else timings)
+    if include_usage:
+        frames.append(writer.usage(recorder.totals.usage(), timings))
+    await exchange.write(b"".join((*frames, DONE)), is_last=True)
+
+
+def _body_timings(reply: Reply) -> dict[str, float] | UnsetType:
+    if not reply.shows_timings:
+        return UNSET
+    e2e_s = reply.recorder.clock.elapsed_s()
+    return body_timings(reply.recorder.stages(e2e_s), e2e_s)
+
+
+def _known_timing(recorder: AnswerRecorder) -> Headers:
+    """What can be said of the time when a stream begins."""
+    clock = recorder.clock
+    stages = {"ingest": clock.ingest_s, "image_decode": clock.image_decode_s}
+    return _timing_headers(stages, clock.elapsed_s(), is_whole=False)
+
+
+def _timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
+    return [
+        (b"server-timing", server_timing(stages, elapsed_s if is_whole else None)),
+        (b"openai-processing-ms", b"%d" % round(elapsed_s * 1e3)),
+    ]
+
+
+def new_head(request_id: str, model: str, system_fingerprint: str) -> AnswerHead:
+    """The fields that every piece of an answer made now repeats."""
+    return AnswerHead(f"chatcmpl-{request_id}", int(time.time()), model, system_fingerprint)

@@ -1,0 +1,167 @@
+"""From the bytes of a request to a checked `ChatCompletionRequest`, or to an error that names the field.
+
+The good path is one bounded read and one strict decode. Where that fails, the slow path finds the place:
+`messages.[0].content.[1].image_url`. It must not know models, pictures or limits of single fields.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive
+
+from gateway.context import RequestContext
+from gateway.errors import ApiError, InvalidRequest
+from gateway.exchange import ClientGone
+from gateway.schemas import ChatCompletionRequest, ChatMessageParam, ContentPart
+
+_decoder = msgspec.json.Decoder(ChatCompletionRequest)
+
+_AT = re.compile(r"(?P<reason>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)
+_INDEX = "[...]"
+
+#: What to say of a value outside a closed set, by the field's last name.
+_CHOICES = {
+    "role": "Supported roles are system, developer, user and assistant.",
+    "type": "Supported content parts are text and image_url.",
+    "detail": "Supported values are auto, low and high.",
+}
+
+
+async def read_body(
+    receive: Receive, context: RequestContext, *, max_bytes: int, timeout_s: float
+) -> bytes:
+    """The request's body. Raises: InvalidRequest (too large, too slow, not JSON), ClientGone."""
+    _check_headers(context, max_bytes)
+    message = await receive()
+    if not message.get("more_body"):
+        return _body_of(message, max_bytes)
+    body = bytearray(_body_of(message, max_bytes))
+    try:
+        async with asyncio.timeout(timeout_s):
+            while message.get("more_body"):
+                message = await receive()
+                body += _body_of(message, max_bytes - len(body))
+    except TimeoutError:
+        raise InvalidRequest(
+            "The body did not arrive in time.", status=408, code="timeout"
+        ) from None
+    return bytes(body)
+
+
+def _body_of(message: Message, max_bytes: int) -> bytes:
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    body: bytes = message.get("body", b"")
+    if len(body) > max_bytes:
+        raise _too_large()
+    return body
+
+
+def _check_headers(context: RequestContext, max_bytes: int) -> None:
+    headers = context.headers
+    media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
+    if media_type.strip() != b"application/json":
+        raise InvalidRequest(
+            "Send the body with `Content-Type: application/json`.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    if charset and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8"):
+        raise InvalidRequest("Send the body as UTF-8.", status=415, code="unsupported_media_type")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise InvalidRequest(
+            "Send the body without Content-Encoding.", status=415, code="unsupported_media_type"
+        )
+    length = headers.get(b"content-length")
+    if length is None:
+        return
+    if b"transfer-encoding" in headers or not length.isdigit():
+        raise InvalidRequest("The body's length is ambiguous.", code="invalid_http")
+    if int(length[:20]) > max_bytes:
+        raise _too_large()
+
+
+def _too_large() -> ApiError:
+    return InvalidRequest(
+        "The request body is too large (see limits.max_body_bytes).",
+        status=413,
+        code="request_too_large",
+    )
+
+
+def decode_request(body: bytes) -> ChatCompletionRequest:
+    """Read the body. Raises: InvalidRequest that names the field."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _locate(str(error), body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidRequest("The body is not valid JSON in UTF-8.", code="invalid_json") from None
+
+
+def _locate(problem: str, body: bytes) -> ApiError:
+    match = _AT.fullmatch(problem)
+    assert match is not None  # every part of the pattern is optional
+    reason, path = match["reason"], match["path"] or ""
+    if _INDEX in path:
+        path = _with_indexes(path, body)
+    path = path.replace("[", ".[") if ".[" not in path else path
+    if unknown := _UNKNOWN.fullmatch(reason):
+        return unsupported(_join(path, unknown["name"]))
+    if missing := _MISSING.fullmatch(reason):
+        param = _join(path, missing["name"])
+        return InvalidRequest(
+            f"Missing required field: {param}.", param=param, code="missing_field"
+        )
+    return InvalidRequest(_explain(reason, path), param=path or None, code="invalid_value")
+
+
+def unsupported(param: str) -> ApiError:
+    """The error for a field that would change the answer, or that nobody knows."""
+    return InvalidRequest(
+        f"Unsupported parameter: {param}.", param=param, code="unsupported_parameter"
+    )
+
+
+def _join(path: str, name: str) -> str:
+    if not _SANE_NAME.fullmatch(name):
+        name = "?"  # a client's own text is not echoed
+    return f"{path}.{name}" if path else name
+
+
+def _explain(reason: str, path: str) -> str:
+    subject = f"Invalid value for {path}" if path else "Invalid body"
+    if reason.startswith("Invalid"):  # msgspec would quote the value
+        hint = _CHOICES.get(path.rpartition(".")[2], "")
+        return f"{subject}. {hint}".rstrip()
+    return f"{subject}: {reason[0].lower()}{reason[1:]}."
+
+
+def _with_indexes(path: str, body: bytes) -> str:
+    """The path with real indexes: msgspec says `[...]` for any element."""
+    request: Any = msgspec.json.decode(body)
+    head, _, rest = path.partition(_INDEX)
+    if head == "messages":
+        index = _first_invalid(request[head], ChatMessageParam)
+        start = f"messages.[{index}]"
+        if rest.startswith(".content" + _INDEX):
+            part = _first_invalid(request[head][index]["content"], ContentPart)
+            return f"{start}.content.[{part}]" + rest.removeprefix(".content" + _INDEX)
+        return start + rest
+    if head == "stop":
+        return f"stop.[{_first_invalid(request[head], str)}]"
+    return head  # a dictionary of the client's keys, which are not echoed
+
+
+def _first_invalid(items: list[Any], item_type: Any) -> int:
+    for index, item in enumerate(items):
+        try:
+            msgspec.convert(item, item_type)
+        except msgspec.ValidationError:
+            return index
+    return 0

@@ -1,0 +1,291 @@
+"""The OpenAI wire as structs: what a chat request may hold and what an answer looks like.
+
+Strict: an unknown field is an error. Limits that the contract fixes stand here as `Meta`; those an operator may
+change are `shared.settings.LimitSettings`, checked by `gateway.translate`. It must not know the queue or HTTP.
+
+Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+NO_VALUE = Raw(b"")
+
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Detail = Literal["auto", "low", "high"]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+
+
+class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all that clients send: immutable, without unknown fields."""
+
+
+class ImageUrl(RequestStruct, frozen=True, kw_only=True):
+    """Where a picture is: a `data:` URL, or an http(s) one where the operator allows it."""
+
+    url: str
+    detail: Detail = "auto"
+
+
+class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
+    """Cache hints that some clients attach to parts; they change no answer."""
+
+    cache_control: Raw = NO_VALUE
+    prompt_cache_breakpoint: Raw = NO_VALUE
+
+
+class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+
+
+class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """A picture; many clients send the URL bare."""
+
+    image_url: ImageUrl | str
+
+
+class InputTextContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
+):
+    """Text as the Responses API spells it."""
+
+    text: str
+
+
+class InputImageContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
+):
+    """A picture as the Responses API spells it."""
+
+    image_url: str
+    detail: Detail = "auto"
+
+
+ContentPart = TextContent | ImageContent | InputTextContent | InputImageContent
+
+
+class ChatMessageParam(RequestStruct, frozen=True, kw_only=True):
+    """One turn. Assistant turns may be echoed with all the empty fields that an answer had."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)]
+    name: Annotated[str, Meta(max_length=64)] | None = None  #: changes nothing
+    annotations: Raw = NO_VALUE  #: changes nothing
+    refusal: str | None = None  #: changes nothing
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+
+
+class StreamOptions(RequestStruct, frozen=True, kw_only=True):
+    """What a stream holds besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  #: changes nothing
+
+
+class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
+    """Fields that clients send and that change no answer here, whatever they hold."""
+
+    store: Raw = NO_VALUE
+    service_tier: Raw = NO_VALUE
+    parallel_tool_calls: Raw = NO_VALUE
+    safety_identifier: Raw = NO_VALUE
+    prompt_cache_key: Raw = NO_VALUE
+    prompt_cache_options: Raw = NO_VALUE
+    prompt_cache_retention: Raw = NO_VALUE
+    verbosity: Raw = NO_VALUE
+
+
+class NeutralFields(RequestStruct, frozen=True, kw_only=True):
+    """Fields of the contract that would change the answer: accepted only where they ask for nothing."""
+
+    audio: Any = None
+    best_of: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    web_search_options: Any = None
+
+
+#: Fields that change nothing. The README's list is tested against this one.
+IGNORED_FIELDS = (
+    *IgnoredFields.__struct_fields__,
+    "stream_options.include_obfuscation",
+    "messages[].name",
+)
+
+#: What each field that is not supported may hold, as it then asks for nothing; null always.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(NeutralFields.__struct_fields__, ()),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none",),
+    "tools": ([],),
+}
+
+
+class ChatCompletionRequest(IgnoredFields, NeutralFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    logit_bias: dict[Annotated[int, Meta(ge=0)], Bias] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    timings: bool | None = None  #: ours: the answer ends with its stage timings
+    ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Of which kinds the prompt's tokens are; cached ones are of any kind."""
+
+    cached_tokens: int
+    image_tokens: int
+    text_tokens: int
+
+
+class CompletionUsage(msgspec.Struct):
+    """Token counts as OpenAI names them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that could have stood there."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatLogprob(msgspec.Struct):
+    """The chosen token and its best rivals."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    """One entry per token of the content."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    """The whole answer of one choice."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct):
+    """One of the `n` answers."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: CompletionUsage
+    system_fingerprint: str
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class ChoiceDelta(msgspec.Struct):
+    """What a chunk adds to a choice; the first names the role, the last is empty."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChoiceDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    """A piece of a streamed answer. `usage` is on the wire only if the client asked for it."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class ModelObject(msgspec.Struct):
+    """A model in `/v1/models`, with what a client may want to know of it besides OpenAI's four fields."""
+
+    id: str
+    created: int
+    max_model_len: int
+    supports_images: bool
+    object: str = "model"
+    owned_by: str = "vlm-fleet"
+
+
+class ModelList(msgspec.Struct):
+    """The answer of `GET /v1/models`."""
+
+    data: list[ModelObject]
+    object: str = "list"
+
+
+encode = msgspec.json.Encoder().encode

@@ -1,0 +1,155 @@
+"""The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
+
+uvicorn's fast parser takes headers of any size and waits for them for ever; here both are bounded. At SIGTERM the
+server first refuses new work while it still answers, so that `/readyz` can say 503 and open requests finish.
+"""
+
+import asyncio
+import logging
+import time
+from asyncio import TimerHandle
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import InvalidRequest
+from gateway.exchange import ABORT_KEY
+from gateway.services import Services
+
+MAX_HEADER_BYTES = 32 * 1024  #: of all headers together
+MAX_HEADERS = 100
+HEADER_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
+
+logger = logging.getLogger(__name__)
+
+
+class HeadersTooLarge(Exception):
+    """Raised inside the parser, which then answers 400."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's httptools protocol with limits on the size and the time of headers."""
+
+    _in_headers = False
+    _num_received = 0  #: bytes of headers that are not yet complete
+    _header_timer: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give the first request's headers their time."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; what is left incomplete is counted and timed."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if not self._in_headers:
+            self._stop_timer()
+            return
+        self._num_received += len(data)
+        if self._num_received > MAX_HEADER_BYTES:
+            self.send_400_response("The headers are too large.")
+        elif self._header_timer is None:
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_headers, self._num_received = True, 0
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
+
+    def on_headers_complete(self) -> None:
+        """The application's time begins. Raises: HeadersTooLarge."""
+        self._in_headers = False
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            raise HeadersTooLarge
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, in the words of all other errors."""
+        error = InvalidRequest(msg, code="invalid_http")
+        body = error.body()
+        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: %d\r\n" % len(
+            body
+        )
+        fields = b"".join(b"%b: %b\r\n" % field for field in error.headers())
+        self.transport.write(head + fields + b"\r\n" + body)
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server that finishes open requests before it closes its doors."""
+
+    def __init__(self, config: uvicorn.Config, services: Services, drain_s: float) -> None:
+        super().__init__(config)
+        self.services = services
+        self.drain_s = drain_s
+        self._drain_until = float("inf")
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once it has started."""
+        return self.servers[0].sockets[0].getsockname()[1]
+
+    async def startup(self, sockets=None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        host = self.config.host
+        logger.info(
+            "gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, self.port
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the drain, the second ends it."""
+        if self.services.admission.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.services.admission.is_draining = True
+        self._drain_until = time.monotonic() + self.drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: called ten times a second."""
+        if self.services.admission.is_draining:
+            if self.services.admission.num_open == 0:
+                self.should_exit = True
+            elif time.monotonic() > self._drain_until:
+                self.services.dispatcher.fail_all("The server is shutting down.")
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def create_server(services: Services, app: object) -> DrainingServer:
+    """The server of one gateway process."""
+    settings = services.settings.gateway
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        host=settings.host,
+        port=settings.port,
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_LAST_WORDS_S,  # type: ignore[arg-type]
+    )
+    return DrainingServer(config, services, settings.drain_s)

@@ -1,0 +1,102 @@
+"""The parts of a gateway process, put together once and started and stopped in order."""
+
+import asyncio
+import secrets
+from importlib.metadata import PackageNotFoundError, version
+
+from gateway.admission import Admission
+from gateway.dispatcher import Dispatcher
+from gateway.image_fetch import ImageFetcher
+from gateway.images import ImageLoader
+from gateway.intake import Intake
+from gateway.models import ModelDirectory
+from shared.image_store import ImageStore
+from shared.mailbox import Mailbox
+from shared.metrics import GatewayMetrics
+from shared.redis_client import create_redis
+from shared.registry import Registry
+from shared.request_queue import RequestQueue
+from shared.settings import Settings
+
+
+def package_version() -> str:
+    """The version that is installed, or `0` in a bare checkout."""
+    try:
+        return version("vlm-fleet")
+    except PackageNotFoundError:
+        return "0"
+
+
+class Services:
+    """Everything behind the routes of one gateway."""
+
+    def __init__(self, settings: Settings) -> None:
+        prefix = settings.redis.key_prefix
+        self.settings = settings
+        self.gateway_id = secrets.token_hex(8)
+        self._redis = create_redis(settings.redis)
+        self._blocking_redis = create_redis(settings.redis, blocking=True)
+        self.metrics = GatewayMetrics()
+        self.admission = Admission(settings.limits.max_open_requests)
+        self.queue = RequestQueue(self._redis, prefix)
+        self.image_store = ImageStore(self._redis, prefix)
+        self.registry = Registry(self._redis, prefix)
+        self.mailbox = Mailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
+        self.models = ModelDirectory(self.registry, self.mailbox.open)
+        self.dispatcher = Dispatcher(
+            self.queue,
+            self.mailbox,
+            self.metrics,
+            silence_timeout_s=settings.gateway.silence_timeout_s,
+            max_queue_depth=settings.limits.max_queue_depth,
+        )
+        self.fetcher = create_fetcher(settings)
+        self.loader = ImageLoader(settings.limits, self.fetcher)
+        self.intake = self._create_intake()
+        self._refreshing: asyncio.Task[None] | None = None
+
+    def _create_intake(self) -> Intake:
+        return Intake(
+            self.gateway_id,
+            self.settings.gateway,
+            self.settings.limits,
+            admission=self.admission,
+            models=self.models,
+            loader=self.loader,
+            image_store=self.image_store,
+            dispatcher=self.dispatcher,
+            metrics=self.metrics,
+        )
+
+    def _on_gap(self, model: str) -> None:
+        self.dispatcher.on_gap(model)
+
+    async def start(self) -> None:
+        """Begin to listen to the fleet; works without Redis, which is then waited for."""
+        self.dispatcher.start()
+        self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")
+
+    async def stop(self) -> None:
+        """Cancel what is open and hang up."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait([self._refreshing])
+        await self.dispatcher.stop()
+        await self.mailbox.close()
+        for part in (self.queue, self.image_store, self.registry):
+            await part.close()
+        if self.fetcher is not None:
+            await self.fetcher.close()
+        self.loader.close()
+        for redis in (self._redis, self._blocking_redis):
+            await redis.aclose()
+
+
+def create_fetcher(settings: Settings) -> ImageFetcher | None:
+    """The fetcher of remote pictures, where the operator allows it."""
+    if not settings.gateway.allow_remote_images:
+        return None
+    return ImageFetcher(
+        max_bytes=settings.limits.max_image_bytes,
+        timeout_s=settings.gateway.image_fetch_timeout_s,
+    )
