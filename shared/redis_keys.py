@@ -1,0 +1,78 @@
+"""Every key in Redis, how long it lives, and what is in it. Nothing else spells a key.
+
+All keys of one model share the hash tag `{model}`, so that a script may touch them together in a cluster.
+Everything expires: what a crash leaves behind goes away by itself.
+"""
+
+from dataclasses import dataclass
+
+GROUP = "workers"  #: the consumer group of every queue
+RELEASED = "released"  #: the consumer that holds what a stopping worker gave back
+
+#: A request and its log outlive the deadline, so that late readers learn how it ended.
+AFTER_DEADLINE_S = 60.0
+#: A request and its log outlive their end, so that a gateway can repair a gap and a retry is recognised.
+AFTER_END_S = 60.0
+#: Idle queues; longer than the longest deadline.
+QUEUE_TTL_S = 48 * 3600.0
+#: A mailbox nobody renews belongs to a gateway that is gone.
+MAILBOX_TTL_S = 60.0
+MAX_MAILBOX_ENTRIES = 20_000
+DEAD_TTL_S = 7 * 24 * 3600.0
+MAX_DEAD_ENTRIES = 10_000
+#: A model without a worker keeps its queue open that long.
+MODEL_TTL_S = 24 * 3600.0
+
+
+def to_ms(seconds: float) -> int:
+    """Redis counts in milliseconds."""
+    return max(1, round(seconds * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class RedisKeys:
+    """The keys under one prefix."""
+
+    prefix: str = "vlm"
+
+    def queue(self, model: str) -> str:
+        """Stream of request ids; an entry is deleted when its request ends."""
+        return f"{self.prefix}:{{{model}}}:queue"
+
+    def request(self, model: str, request_id: str) -> str:
+        """Hash: state, attempt (the fencing token), failures, tokens, entry, deadline_ms, payload ..."""
+        return f"{self.prefix}:{{{model}}}:request:{request_id}"
+
+    def log(self, model: str, request_id: str) -> str:
+        """List of the events that were accepted, in order; each item is one or more JSON objects."""
+        return f"{self.prefix}:{{{model}}}:log:{request_id}"
+
+    def mailbox(self, model: str, gateway_id: str) -> str:
+        """Stream of JSON arrays of events for one gateway; it exists only while the gateway lives."""
+        return f"{self.prefix}:{{{model}}}:mailbox:{gateway_id}"
+
+    def dead(self, model: str) -> str:
+        """Stream of requests that were given up: id, reason, attempt, worker; never their content."""
+        return f"{self.prefix}:{{{model}}}:dead"
+
+    def image(self, sha256: str) -> str:
+        """The encoded bytes of one picture."""
+        return f"{self.prefix}:image:{sha256}"
+
+    def worker(self, worker_id: str) -> str:
+        """A worker's record (JSON); it expires when the worker stops announcing itself."""
+        return f"{self.prefix}:worker:{worker_id}"
+
+    @property
+    def workers(self) -> str:
+        """Set of worker ids whose records may exist."""
+        return f"{self.prefix}:workers"
+
+    def model(self, name: str) -> str:
+        """The card (JSON) of a model that a worker announced within the last day."""
+        return f"{self.prefix}:model:{name}"
+
+    @property
+    def models(self) -> str:
+        """Set of model names whose cards may exist."""
+        return f"{self.prefix}:models"

@@ -1,0 +1,33 @@
+"""The Lua scripts: every change of a request's state is one of them.
+
+Each is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. What
+they take and answer is said at the top of each file in `shared/lua/`.
+"""
+
+from dataclasses import dataclass
+from hashlib import sha1
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script's text and the digest by which Redis knows it."""
+
+    source: str
+    sha: str
+
+
+def _load(name: str) -> Script:
+    source = (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
+    return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+ENQUEUE = _load("enqueue")
+CLAIM = _load("claim")
+PUBLISH = _load("publish")
+FINISH = _load("finish")
+CANCEL = _load("cancel")
+RENEW = _load("renew")
+RELEASE = _load("release")
+REAP = _load("reap")
+PUT_IMAGE = _load("put_image")

@@ -1,0 +1,44 @@
+"""A real Redis server for the whole run, on a unix socket of its own, and a key prefix for each test."""
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.embedded_redis import EmbeddedRedis
+from shared.redis_client import create_redis
+from shared.settings import RedisSettings
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[str]:
+    """The URL of a server that only this run uses."""
+    with tempfile.TemporaryDirectory(prefix="vlm-tests-") as folder:
+        server = EmbeddedRedis(Path(folder))
+        yield server.start()
+        server.stop()
+
+
+@pytest.fixture
+def redis_prefix() -> str:
+    """A key prefix that no other test uses."""
+    return f"t{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def redis(redis_server: str) -> AsyncIterator[Redis]:
+    """A client with the settings of production."""
+    client = create_redis(RedisSettings(url=redis_server))
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def redis_blocking(redis_server: str) -> AsyncIterator[Redis]:
+    """A client for blocking reads."""
+    client = create_redis(RedisSettings(url=redis_server), blocking=True)
+    yield client
+    await client.aclose()

@@ -1,0 +1,115 @@
+"""Requests, events and the two ends of a queue, with defaults."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+from redis.asyncio import Redis
+
+from shared.mailbox import Mailbox
+from shared.protocol import (
+    ChatMessage,
+    Delta,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    ImagePart,
+    ImageRef,
+    SamplingParams,
+    TextPart,
+    Usage,
+)
+from shared.publication import Claim, Publication
+from shared.request_claims import RequestClaims
+from shared.request_queue import RequestQueue
+
+MODEL = "tiny"
+GATEWAY = "gateway-1"
+_ids = count(1)
+
+
+def make_request(text: str = "hello", **changes: Any) -> GenerateRequest:
+    """A short text request to `MODEL`."""
+    images = changes.get("images", ())
+    parts = (*(ImagePart(i) for i in range(len(images))), TextPart(text))
+    fields: dict[str, Any] = {
+        "request_id": f"request-{next(_ids)}",
+        "reply_to": GATEWAY,
+        "model": MODEL,
+        "messages": (ChatMessage("user", parts),),
+        "sampling": SamplingParams(max_tokens=8, temperature=0.0),
+    }
+    return GenerateRequest(**{**fields, **changes})
+
+
+def make_image(sha256: str, num_bytes: int = 3) -> ImageRef:
+    return ImageRef(sha256, "image/png", 1, 1, num_bytes)
+
+
+def make_delta(claim: Claim, index: int, *token_ids: int) -> Delta:
+    text = "".join(f" {token}" for token in token_ids)
+    return Delta(claim.request.request_id, claim.attempt, index, token_ids, text)
+
+
+def make_finished(claim: Claim, num_output_tokens: int = 0) -> Finished:
+    usage = Usage(num_prompt_tokens=1, num_output_tokens=num_output_tokens)
+    return Finished(claim.request.request_id, claim.attempt, FinishReason.STOP, usage)
+
+
+def publication(claim: Claim, number: int, index: int, *events: GenerateEvent) -> Publication:
+    return Publication(claim, number, index, events)
+
+
+class Ends:
+    """The gateway's and the workers' ends of the queues under one prefix."""
+
+    def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str) -> None:
+        self.redis, self.redis_blocking, self.prefix = redis, redis_blocking, prefix
+        self.queue = RequestQueue(redis, prefix)
+        self.mailbox = Mailbox(redis_blocking, prefix, GATEWAY)
+        self._closers: list[Callable[[], Awaitable[None]]] = [
+            self.queue.close,
+            self.mailbox.close,
+        ]
+        self._events = self.mailbox.events()
+
+    async def enqueue(
+        self, request: GenerateRequest | None = None, **options: Any
+    ) -> GenerateRequest:
+        request = request or make_request()
+        await self.queue.enqueue(request, **{"timeout_s": 60.0, "max_depth": 100, **options})
+        return request
+
+    def worker(self, worker_id: str, **changes: Any) -> RequestClaims:
+        options = {"model": MODEL, "lease_s": 10.0, "max_attempts": 3, **changes}
+        claims = RequestClaims(
+            self.redis, self.redis_blocking, keys_prefix=self.prefix, worker_id=worker_id, **options
+        )
+        self._closers.append(claims.close)
+        return claims
+
+    async def claim(self, worker: RequestClaims) -> Claim:
+        await worker.create_group()
+        [claim] = await worker.read(1, 1.0)
+        return claim
+
+    async def next_events(self) -> tuple[GenerateEvent, ...]:
+        return await anext(self._events)
+
+    async def close(self) -> None:
+        await self._events.aclose()  # type: ignore[attr-defined]
+        for close in self._closers:
+            await close()
+
+
+@asynccontextmanager
+async def open_ends(redis: Redis, redis_blocking: Redis, prefix: str) -> AsyncIterator[Ends]:
+    """Both ends, with the gateway's mailbox open."""
+    ends = Ends(redis, redis_blocking, prefix)
+    await ends.mailbox.open([MODEL])
+    try:
+        yield ends
+    finally:
+        await ends.close()
