@@ -24,7 +24,7 @@ from engines.generation import Generation
 from engines.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, Sequence
-from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob, Usage
+from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
 
 
 class BatchingEngine(Engine):
@@ -49,7 +49,12 @@ class BatchingEngine(Engine):
             max_images_per_step=config.max_images_per_step,
             eos_token_ids=tokenizer.eos_token_ids,
         )
-        self.max_model_len = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
+        self.max_model_len = min(
+            runner.max_model_len,
+            config.max_model_len or runner.max_model_len,
+            runner.num_blocks
+            * runner.block_size,  # a sequence alone must fit, or it would wait for ever
+        )
         self._generations: dict[str, Generation] = {}
         self._finished_early: list[EngineOutput] = []  # requests that came complete
         self._startup_s = dict(startup_s or {})
@@ -149,16 +154,10 @@ class BatchingEngine(Engine):
     def _check(self, request: EngineRequest) -> None:
         """Raises: PromptTooLong, InvalidRequest."""
         num_prompt_tokens = len(request.prompt_token_ids)
-        pool = self.blocks.num_blocks * self.blocks.block_size
         if num_prompt_tokens + 1 > self.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens; with at least one token of output it must"
-                f" fit the model's context of {self.max_model_len} tokens"
-            )
-        if num_prompt_tokens + 1 > pool:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens; with at least one token of output it must"
-                f" fit the KV cache of {pool} tokens"
+                f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
+                f" {num_prompt_tokens} tokens and leaves no space for output"
             )
         if request.request_id in self._generations:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -181,9 +180,8 @@ class BatchingEngine(Engine):
             raise InvalidRequest("picture slots reach beyond the prompt")
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
-        """As many as asked for, and as the context and the KV cache hold beside the prompt."""
-        pool = self.blocks.num_blocks * self.blocks.block_size
-        space = min(self.max_model_len, pool) - len(request.prompt_token_ids)
+        """As many as asked for, and as the context holds beside the prompt."""
+        space = self.max_model_len - len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
         return space if max_tokens is None else min(max_tokens, space)
 

@@ -49,9 +49,9 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> Batch:
-        """Reserve blocks for the next step and say what it computes; changes no token and no counter of one.
+        """Reserve blocks for the next step and say what it computes.
 
-        It may be called again without `update` when the step failed.
+        When the step fails, it may be called again without `update`: it computes the same tokens then.
         """
         batch = Batch()
         self._encoding.clear()
@@ -81,11 +81,12 @@ class Scheduler:
 
     def find_finish_reason(self, sequence: Sequence) -> FinishReason | None:
         """Why the sequence ends with its present last token, if it does."""
-        if sequence.num_output_tokens == 0:
+        num_output_tokens = sequence.num_output_tokens
+        if num_output_tokens == 0:
             return None
         if sequence.token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
             return FinishReason.STOP
-        if sequence.num_output_tokens >= sequence.max_output_tokens:
+        if num_output_tokens >= sequence.max_output_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -112,6 +113,7 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch, budget: int) -> int:
         """Give every running sequence its share, oldest first; returns the budget that is left."""
+        block_size = self.blocks.block_size
         for sequence in tuple(self.running.values()):
             if budget == 0 or sequence.status is not SequenceStatus.RUNNING:
                 break  # preempted for an older one, and so are all that come after it
@@ -119,7 +121,10 @@ class Scheduler:
             num_new = min(sequence.num_pending_tokens, budget)
             if start < sequence.num_prompt_tokens:
                 num_new = self._limit_by_images(sequence, start, num_new)
-            if num_new > 0 and self._reserve(sequence, start + num_new):
+            if num_new == 0:
+                continue
+            fits = start + num_new <= len(sequence.block_ids) * block_size
+            if fits or self._reserve(sequence, start + num_new):
                 batch.items.append(ScheduledSequence(sequence, num_new))
                 budget -= num_new
         return budget

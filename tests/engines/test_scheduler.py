@@ -136,7 +136,7 @@ def test_a_picture_reached_in_its_middle_by_a_prefix_hit_needs_encoding():
     run_step(scheduler)
     other = make_sequence(token_ids=[3] * 8, request_id="b", images=(make_image(0, 4, "dog"),))
     same = make_sequence(13, "c", images=(make_image(2, 12, "cat"),))
-    same.token_ids = same.token_ids[:12] + [14]
+    same.token_ids = [*same.token_ids[:12], 14]
     scheduler.add(other)
     scheduler.add(same)
     assert shares(scheduler.schedule()) == {"a": 1, "b": 8}
