@@ -104,7 +104,7 @@ class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
     verbosity: Raw = NO_VALUE
 
 
-class NeutralFields(RequestStruct, frozen=True, kw_only=True):
+class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     """Fields of the contract that would change the answer: accepted only where they ask for nothing."""
 
     audio: Any = None
@@ -130,7 +130,7 @@ IGNORED_FIELDS = (
 
 #: What each field that is not supported may hold, as it then asks for nothing; null always.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(NeutralFields.__struct_fields__, ()),
+    **{name: () for name in NeutralFields.__struct_fields__ if name not in IGNORED_FIELDS},
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
@@ -142,7 +142,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ChatCompletionRequest(IgnoredFields, NeutralFields, frozen=True, kw_only=True):
+class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]

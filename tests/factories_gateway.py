@@ -1,0 +1,261 @@
+"""A gateway on a real socket, and a worker that does what its script says, through the real queue."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from redis.asyncio import Redis
+
+from gateway.app import create_app
+from gateway.server import DrainingServer, create_server
+from gateway.services import Services
+from shared.image_store import ImageStore
+from shared.protocol import (
+    Delta,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    ModelCard,
+    OutputLogprob,
+    Started,
+    StageTimings,
+    Usage,
+)
+from shared.publication import Claim, Publication
+from shared.redis_client import create_redis
+from shared.registry import Registry, WorkerRecord
+from shared.request_claims import RequestClaims
+from shared.settings import GatewaySettings, LimitSettings, RedisSettings, Settings
+
+MODEL = "tiny"
+CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)
+CHAT = "/v1/chat/completions"
+
+
+def make_body(text: str = "hello", **changes: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **changes}
+
+
+def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Settings:
+    """Settings with short times. `changes`: by group, over the tests' own defaults."""
+    gateway = {"port": 0, "drain_s": 5.0, "silence_timeout_s": 1.0, **changes.get("gateway", {})}
+    return Settings(
+        _env_file=None,  # type: ignore[call-arg]
+        redis=RedisSettings(url=redis_url, key_prefix=prefix),
+        gateway=GatewaySettings(**gateway),
+        limits=LimitSettings(**changes.get("limits", {})),
+    )
+
+
+class Answer:
+    """A claimed request in the hands of a script: each call publishes at once."""
+
+    def __init__(self, worker: "ScriptedWorker", claim: Claim) -> None:
+        self.worker = worker
+        self.claim = claim
+        self.request = claim.request
+        self.usage = Usage(num_prompt_tokens=7, num_image_tokens=4 * len(self.request.images))
+        self.num_tokens = len(claim.output_token_ids)
+        self.refused: str | None = None
+        self._numbers = itertools.count(1)
+
+    @property
+    def choice(self) -> int:
+        return int(self.request.request_id.rpartition("-")[2])
+
+    async def start(self) -> None:
+        await self.publish(self.started())
+
+    async def say(self, *texts: str) -> None:
+        """One token per text, all in one publication."""
+        await self.publish(*self.deltas(*texts))
+
+    async def finish(
+        self, *texts: str, reason: FinishReason = FinishReason.STOP, **options: Any
+    ) -> None:
+        deltas = self.deltas(*texts)
+        await self.publish(*deltas, self.finished(reason, **options))
+
+    async def fail(self, code: ErrorCode, message: str = "It failed.") -> None:
+        await self.publish(Failed(self.request.request_id, self.claim.attempt, code, message))
+
+    def started(self) -> Started:
+        return Started(self.request.request_id, self.claim.attempt, self.usage)
+
+    def deltas(self, *texts: str, logprobs: tuple[OutputLogprob, ...] = ()) -> list[Delta]:
+        start = self.num_tokens
+        return [
+            Delta(self.request.request_id, self.claim.attempt, i, (100 + i,), text, logprobs)
+            for i, text in enumerate(texts, start)
+        ]
+
+    def finished(
+        self,
+        reason: FinishReason = FinishReason.STOP,
+        *,
+        num_tokens: int | None = None,
+        timings: StageTimings | None = None,
+    ) -> Finished:
+        return Finished(
+            self.request.request_id,
+            self.claim.attempt,
+            reason,
+            Usage(7, num_tokens or self.num_tokens, self.usage.num_image_tokens, 2),
+            timings or StageTimings(queue_s=self.claim.waited_s),
+        )
+
+    async def publish(self, *events: GenerateEvent) -> None:
+        """Publish events together; their terminal event counts their tokens."""
+        publication = Publication(self.claim, next(self._numbers), self.num_tokens, events)
+        self.num_tokens += publication.num_new_tokens
+        if isinstance(events[-1], Finished):
+            usage = Usage(7, self.num_tokens, self.usage.num_image_tokens, 2)
+            last = events[-1]
+            end = Finished(last.request_id, last.attempt, last.finish_reason, usage, last.timings)
+            publication = Publication(
+                self.claim, publication.number, publication.num_tokens, (*events[:-1], end)
+            )
+        refused = await self.worker.claims.publish([publication])
+        self.refused = refused.get(self.request.request_id)
+        if self.refused == "cancelled":
+            self.worker.cancelled.set()
+
+
+Script = Callable[[Answer], Awaitable[None]]
+
+
+async def say_hello(answer: Answer) -> None:
+    """The usual script: three tokens."""
+    await answer.start()
+    await answer.say("Hel")
+    await answer.say("lo ")
+    await answer.finish("you")
+
+
+async def talk_on(answer: Answer) -> None:
+    """A script that goes on until it is told to stop."""
+    await answer.start()
+    while answer.refused is None:
+        await answer.say("on ")
+        await asyncio.sleep(0.01)
+
+
+async def say_nothing(answer: Answer) -> None:
+    """A script that starts and then waits to be cancelled."""
+    await answer.start()
+    while answer.refused is None:
+        await asyncio.sleep(0.02)
+        lost = await answer.worker.claims.renew([answer.claim])
+        answer.refused = lost.get(answer.request.request_id)
+    answer.worker.cancelled.set()
+
+
+class ScriptedWorker:
+    """A worker of one model whose engine is a function."""
+
+    def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str, card: ModelCard) -> None:
+        self.script: Script = say_hello
+        self.answers: list[Answer] = []
+        self.cancelled = asyncio.Event()
+        self.card = card
+        self.registry = Registry(redis, prefix)
+        self.images = ImageStore(redis, prefix)
+        self.claims = RequestClaims(
+            redis, redis_blocking, keys_prefix=prefix, model=card.name, worker_id="scripted",
+            lease_s=10.0, max_attempts=3,
+        )  # fmt: skip
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def requests(self):
+        return [answer.request for answer in self.answers]
+
+    async def start(self) -> None:
+        await self.claims.create_group()
+        await self.registry.announce(WorkerRecord("scripted", self.card, "mock"), ttl_s=600)
+        self._tasks.append(asyncio.create_task(self._run()))
+
+    async def _run(self) -> None:
+        while True:
+            for claim in await self.claims.read(64, 0.5):
+                answer = Answer(self, claim)
+                self.answers.append(answer)
+                self._tasks.append(asyncio.ensure_future(self.script(answer)))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for part in (self.claims, self.registry, self.images):
+            await part.close()
+        failures = [
+            result
+            for result in results
+            if isinstance(result, Exception) and not isinstance(result, asyncio.CancelledError)
+        ]
+        assert not failures, failures
+
+
+class RunningGateway:
+    """A gateway that serves, and a client for it."""
+
+    def __init__(
+        self, services: Services, server: DrainingServer, client: httpx.AsyncClient
+    ) -> None:
+        self.services = services
+        self.server = server
+        self.client = client
+
+    @property
+    def url(self) -> str:
+        return str(self.client.base_url)
+
+    async def chat(self, body: dict[str, Any] | None = None, **options: Any) -> httpx.Response:
+        return await self.client.post(CHAT, json=body or make_body(), **options)
+
+    async def stream(self, body: dict[str, Any] | None = None, **options: Any) -> str:
+        """The text of a whole stream."""
+        response = await self.chat({**(body or make_body()), "stream": True}, **options)
+        assert response.status_code == 200, response.text
+        return response.text
+
+
+@asynccontextmanager
+async def run_gateway_on_socket(settings: Settings) -> AsyncIterator[RunningGateway]:
+    """Serve in this event loop."""
+    services = Services(settings)
+    server = create_server(services, create_app(services))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+        assert not task.done(), task
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+            yield RunningGateway(services, server, client)
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def run_worker(
+    redis_url: str, prefix: str, card: ModelCard = CARD
+) -> AsyncIterator[ScriptedWorker]:
+    """A scripted worker that serves."""
+    settings = RedisSettings(url=redis_url)
+    redis, blocking = create_redis(settings), create_redis(settings, blocking=True)
+    worker = ScriptedWorker(redis, blocking, prefix, card)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+        await redis.aclose()
+        await blocking.aclose()

@@ -1,0 +1,35 @@
+"""A gateway and a scripted worker for each test, over the run's Redis."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.factories_gateway import (
+    RunningGateway,
+    ScriptedWorker,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+)
+
+
+@pytest.fixture
+def changes() -> dict[str, dict[str, Any]]:
+    """Settings by group that differ from the tests' defaults; tests override it by parametrization."""
+    return {}
+
+
+@pytest.fixture
+async def worker(redis_server: str, redis_prefix: str) -> AsyncIterator[ScriptedWorker]:
+    async with run_worker(redis_server, redis_prefix) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def gateway(
+    redis_server: str, redis_prefix: str, worker: ScriptedWorker, changes: dict[str, dict[str, Any]]
+) -> AsyncIterator[RunningGateway]:
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    async with run_gateway_on_socket(settings) as gateway:
+        yield gateway
