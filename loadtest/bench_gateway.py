@@ -1,0 +1,299 @@
+"""The price of the way: HTTP, Redis, worker and an instant mock engine, beside a bare FastAPI endpoint.
+
+Called by `vlm bench gateway`. Both targets run at the same time on the same machine and take turns under the
+same client; every number is the median of the rounds. All processes share the machine's cores, the client too.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import psutil
+
+from loadtest.bare_endpoint import NUM_TOKENS
+from loadtest.client import AnswerError, ChatClient
+from loadtest.fleet import ROOT, Server, ServerError, free_port, run_fleet, run_server
+from loadtest.http_load import Job, Result
+from loadtest.pictures import noise_jpeg, to_data_url
+from loadtest.report import Table, in_ms, in_number, show
+from loadtest.scenarios import QUESTIONS, picture_part, text_part, to_body
+
+PICTURE_BYTES = 60_000
+INSTANT = {
+    "VLM_ENGINE__MOCK__VISION_S": "0",
+    "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
+    "VLM_ENGINE__MOCK__DECODE_S": "0",
+    "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
+}
+ROLES = ("gateway", "worker", "redis-server")
+MOST_WARMUP_S = 0.3
+
+
+class BenchError(Exception):
+    """An answer was wrong or missing, so that the numbers would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A kind of request. `is_new`: each one shows a picture that was not seen before."""
+
+    name: str
+    content: list[dict[str, Any]]
+    is_new: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under test and its processes by role."""
+
+    name: str
+    server: Server
+    model: str
+    processes: dict[str, psutil.Process]
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time that each process has used so far."""
+        times = {role: process.cpu_times() for role, process in self.processes.items()}
+        return {role: used.user + used.system for role, used in times.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to measure on both targets."""
+
+    body: Body
+    stream: bool
+    num_connections: int
+
+
+@dataclass(slots=True)
+class Samples:
+    """The rounds of one cell on one target."""
+
+    results: list[Result] = field(default_factory=list)
+    cpu_s: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Requests/s."""
+        return median(result.num_requests / result.seconds for result in self.results)
+
+    @property
+    def p50_s(self) -> float:
+        """Median latency."""
+        return median(result.p50_s for result in self.results)
+
+    @property
+    def p99_s(self) -> float:
+        """99th percentile of the latency."""
+        return median(result.p99_s for result in self.results)
+
+    def cpu_of(self, role: str) -> float:
+        """CPU seconds per request of one process."""
+        return median(
+            used[role] / max(1, result.num_all)
+            for used, result in zip(self.cpu_s, self.results, strict=True)
+        )
+
+
+Measured = dict[tuple[Cell, str], Samples]
+
+
+class LoadClient:
+    """The load client's process; both targets see the same one."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._num_jobs = 0
+        self.psutil = psutil.Process(process.pid)
+
+    def next_number(self) -> int:
+        """The first of a million numbers for new pictures, unused so far."""
+        self._num_jobs += 1
+        return self._num_jobs * 10**6
+
+    def run(self, job: Job) -> Result:
+        """Do one job. Raises: BenchError when an answer was wrong."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError("the load client ended")
+        result = Result(**json.loads(line))
+        if result.error:
+            raise BenchError(result.error)
+        return result
+
+
+def run(seconds: float, rounds: int, connections: list[int], markdown: bool) -> None:
+    """Measure and print the tables; ends the process with 1 if that was not possible."""
+    try:
+        measured = measure(seconds, rounds, connections)
+    except (BenchError, ServerError, AnswerError) as error:
+        sys.exit(f"the benchmark stopped: {error}")
+    show([*to_tables(measured), to_goals(measured)], markdown)
+    print(f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; {machine()}")
+
+
+def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
+    """Measure every cell on both targets, in turns. Raises: BenchError, ServerError, AnswerError."""
+    cells = [
+        Cell(body, stream, number)
+        for body in create_bodies()
+        for stream in (False, True)
+        for number in connections
+    ]
+    measured: Measured = {}
+    with run_bare() as bare, run_vlm_fleet() as fleet, run_client() as client:
+        for number in range(rounds):
+            for cell in cells:
+                # The order within a pair alternates, so that a drift of the machine favours neither.
+                for target in (bare, fleet) if number % 2 == 0 else (fleet, bare):
+                    samples = measured.setdefault((cell, target.name), Samples())
+                    measure_cell(cell, target, client, seconds, samples)
+    return measured
+
+
+def create_bodies() -> list[Body]:
+    """Text, a new picture with every request, and the same picture again and again."""
+    picture = picture_part(to_data_url(noise_jpeg(PICTURE_BYTES)))
+    question = text_part(QUESTIONS[0])
+    return [
+        Body("text", [text_part("Tell me about a lighthouse.")]),
+        Body("new 60 kB picture", [picture, question], is_new=True),
+        Body("repeated 60 kB picture", [picture, question]),
+    ]
+
+
+def measure_cell(
+    cell: Cell, target: Target, client: LoadClient, seconds: float, samples: Samples
+) -> None:
+    """One round of one cell on one target. Raises: BenchError, AnswerError."""
+    job = create_job(cell, target, seconds, client.next_number())
+    before = target.cpu_s() | {"client": _cpu_s(client.psutil)}
+    result = client.run(job)
+    after = target.cpu_s() | {"client": _cpu_s(client.psutil)}
+    samples.results.append(result)
+    samples.cpu_s.append({role: after[role] - before[role] for role in after})
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    used = process.cpu_times()
+    return used.user + used.system
+
+
+def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
+    """The client's orders. One request tells what the answer is, where it is always the same."""
+    body = to_body(target.model, cell.body.content, NUM_TOKENS, stream=False)
+    with ChatClient(target.server.url) as chat:
+        answer = chat.ask(body)
+    if answer.num_tokens != NUM_TOKENS:
+        raise BenchError(f"{target.name} answers with {answer.num_tokens} tokens")
+    text = json.dumps(body | {"stream": cell.stream})
+    return Job(
+        port=target.server.port,
+        body=text,
+        num_connections=cell.num_connections,
+        seconds=seconds,
+        warmup_s=min(MOST_WARMUP_S, seconds / 5),
+        stream=cell.stream,
+        picture_at=text.index("base64,") + len("base64,") if cell.body.is_new else None,
+        first_number=first_number,
+        expected_text=None if cell.body.is_new else answer.text,
+    )
+
+
+@contextmanager
+def run_bare() -> Iterator[Target]:
+    """The bare endpoint in a process of its own."""
+    port = free_port()
+    with run_server(["-m", "loadtest.bare_endpoint", str(port)], port, "/readyz") as server:
+        process = psutil.Process(server.process.pid)
+        yield Target("bare FastAPI", server, "bare", {"bare": process})
+
+
+@contextmanager
+def run_vlm_fleet() -> Iterator[Target]:
+    """The fleet on an engine that takes no time, otherwise with its default settings."""
+    with run_fleet("mock", INSTANT) as server:
+        with ChatClient(server.url) as chat:
+            model = chat.models()[0]
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        yield Target("vlm-fleet", server, model, {role: _find(family, role) for role in ROLES})
+
+
+def _find(family: list[psutil.Process], role: str) -> psutil.Process:
+    found = [process for process in family if _plays(process, role)]
+    if len(found) != 1:
+        raise BenchError(f"{len(found)} processes look like the {role}")
+    return found[0]
+
+
+def _plays(process: psutil.Process, role: str) -> bool:
+    return process.name() == role or role in process.cmdline()
+
+
+@contextmanager
+def run_client() -> Iterator[LoadClient]:
+    """The load client in a process of its own; it ends with its input."""
+    command = [sys.executable, "-m", "loadtest.http_load"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield LoadClient(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
+def to_tables(measured: Measured) -> list[Table]:
+    """One table per kind of request, whole and streamed; one row per number of connections."""
+    tables: dict[str, Table] = {}
+    columns = ["connections", "bare req/s", "p50 ms", "p99 ms", "fleet req/s", "p50 ms", "p99 ms"]
+    columns += ["ratio", "added ms", "CPU ms: bare", "gateway", "worker", "Redis", "client"]
+    for cell in dict.fromkeys(cell for cell, _ in measured):
+        title = f"{cell.body.name}, {'streamed' if cell.stream else 'whole'}"
+        table = tables.setdefault(title, Table(title, columns))
+        bare, fleet = measured[cell, "bare FastAPI"], measured[cell, "vlm-fleet"]
+        table.add(
+            str(cell.num_connections),
+            *(in_number(bare.rate), in_ms(bare.p50_s), in_ms(bare.p99_s)),
+            *(in_number(fleet.rate), in_ms(fleet.p50_s), in_ms(fleet.p99_s)),
+            f"{fleet.rate / bare.rate:.2f}",
+            in_ms(fleet.p50_s - bare.p50_s),
+            in_ms(bare.cpu_of("bare")),
+            *(in_ms(fleet.cpu_of(role)) for role in (*ROLES, "client")),
+        )
+    return list(tables.values())
+
+
+def to_goals(measured: Measured) -> Table:
+    """What the way may cost, and what it does."""
+    table = Table("Goals", ["goal", "wanted", "measured", "met"])
+    for cell in dict.fromkeys(cell for cell, _ in measured):
+        if cell.body.name != "text":
+            continue
+        bare, fleet = measured[cell, "bare FastAPI"], measured[cell, "vlm-fleet"]
+        ratio, added_ms = fleet.rate / bare.rate, (fleet.p50_s - bare.p50_s) * 1000
+        if cell.num_connections == 32:
+            wanted, name = (0.3, "streamed") if cell.stream else (0.25, "whole")
+            is_met = "yes" if ratio >= wanted else "no"
+            table.add(f"32 connections, {name}: ratio", f">= {wanted:.2f}", f"{ratio:.2f}", is_met)
+        if cell.num_connections == 1 and not cell.stream:
+            is_met = "yes" if added_ms <= 1.5 else "no"
+            table.add("1 connection, whole: added ms", "<= 1.50", f"{added_ms:.2f}", is_met)
+    return table
+
+
+def machine() -> str:
+    """The machine in words."""
+    return f"{psutil.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}"

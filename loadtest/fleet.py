@@ -1,0 +1,125 @@
+"""A fleet on this machine for the length of a measurement, started by its command line.
+
+Called by `loadtest.run` and the gateway benchmark. It knows `vlm serve`, its readiness probe and its child
+processes, as anyone with a shell does; it imports nothing of the fleet.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+PAUSE_S = 0.05
+
+
+class ServerError(Exception):
+    """The server under test did not start or did not answer; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process that listens."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+
+@contextmanager
+def run_fleet(engine: str = "mock", environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """`vlm serve` with a Redis of its own, ready to answer; stopped at the end. Raises: ServerError."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
+        arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
+        arguments += ["--data-dir", data_dir, "--host", HOST]
+        with run_server(arguments, port, "/readyz", environment) as server:
+            yield server
+
+
+@contextmanager
+def run_server(
+    arguments: list[str], port: int, probe: str, environment: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """A Python process that answers `probe` with 200; stopped at the end. Raises: ServerError."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_ready(process, port, probe)
+            yield Server(process, port)
+        except ServerError as error:
+            output.seek(0)
+            raise ServerError(
+                f"{error}\n{output.read()[-2000:].decode(errors='replace')}"
+            ) from None
+        finally:
+            stop(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, probe: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _answers(port, probe):
+        if process.poll() is not None:
+            raise ServerError(f"the server ended with exit code {process.returncode}")
+        if time.monotonic() > deadline:
+            raise ServerError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
+        time.sleep(PAUSE_S)
+
+
+def _answers(port: int, probe: str) -> bool:
+    connection = HTTPConnection(HOST, port, timeout=2.0)
+    try:
+        connection.request("GET", probe)
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children: asked first, killed when they outlast their time."""
+    if process.poll() is not None:
+        return
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for child in family:
+        if child.is_running():
+            child.kill()
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]

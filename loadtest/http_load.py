@@ -1,0 +1,225 @@
+"""A closed-loop HTTP/1.1 client that costs little: so many connections, each with one request on the way.
+
+Run as a process of its own by the gateway benchmark, the same for every target: one job per line of standard
+input, one result per line of standard output, both JSON. Every answer is checked to be complete; one that is
+not ends the job. It can do only what the benchmark needs: POST, keep-alive, content-length or chunked.
+"""
+
+import asyncio
+import base64
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import cast
+
+import uvloop
+
+from loadtest.client import PATH
+from loadtest.pictures import HEAD_BYTES, picture_head
+from loadtest.report import percentile
+
+GRACE_S = 15.0
+HEAD_CHARS = HEAD_BYTES * 4 // 3
+END_OF_HEAD = b"\r\n\r\n"
+END_OF_STREAM = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+CONTENT_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n")
+CONTENT = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
+FINISH_REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to send, where, and for how long.
+
+    `picture_at` is where in the body a picture's base64 begins, if each request shall show a new one;
+    `expected_text` is the answer, if it is always the same.
+    """
+
+    port: int
+    body: str
+    num_connections: int
+    seconds: float
+    warmup_s: float = 0.2
+    stream: bool = False
+    picture_at: int | None = None
+    first_number: int = 0
+    expected_text: str | None = None
+    host: str = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of it. `num_all` counts the requests of the warm-up too, the rest does not."""
+
+    num_requests: int = 0
+    num_all: int = 0
+    seconds: float = 0.0
+    p50_s: float = 0.0
+    p99_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Load:
+    """The state that all connections of one job share."""
+
+    job: Job
+    done: asyncio.Future[None]
+    recording_at: float
+    ending_at: float
+    parts: tuple[bytes, bytes]
+    number: int
+    transports: list[asyncio.Transport] = field(default_factory=list)
+    num_busy: int = 0
+    num_all: int = 0
+    latencies_s: list[float] = field(default_factory=list)
+
+    def next_request(self) -> list[bytes]:
+        """The bytes of the next request; a new picture costs the encoding of its first bytes."""
+        before, after = self.parts
+        if self.job.picture_at is None:
+            return [before, after]
+        self.number += 1
+        return [before, base64.b64encode(picture_head(self.number)), after]
+
+    def record(self, sent_at: float, now: float) -> None:
+        """Count a complete answer."""
+        self.num_all += 1
+        if sent_at >= self.recording_at:
+            self.latencies_s.append(now - sent_at)
+
+    def retire(self, error: Exception | None = None) -> None:
+        """A connection has no more to do; the last one, or a fault, ends the job."""
+        self.num_busy -= 1
+        if self.done.done():
+            return
+        if error is not None:
+            self.done.set_exception(error)
+        elif self.num_busy == 0:
+            self.done.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection: sends, reads the answer to its end, checks it, sends again."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._received = b""
+        self._end = -1  # of the answer, once its length is known
+        self._sent_at = 0.0
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the first request."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such base class
+        self._load.transports.append(self._transport)
+        self._load.num_busy += 1
+        self._send()
+
+    def _send(self) -> None:
+        self._received, self._end = b"", -1
+        self._sent_at = time.perf_counter()
+        self._transport.writelines(self._load.next_request())
+
+    def data_received(self, data: bytes) -> None:
+        """Gather the answer; when it is complete, go on or end."""
+        self._received += data
+        if not self._is_complete():
+            return
+        now = time.perf_counter()
+        fault = check_answer(self._received, self._load.job)
+        if fault:
+            self._load.retire(ValueError(fault))
+            return
+        self._load.record(self._sent_at, now)
+        if now < self._load.ending_at:
+            self._send()
+        else:
+            self._load.retire()
+
+    def _is_complete(self) -> bool:
+        if self._load.job.stream and self._received.startswith(b"HTTP/1.1 200"):
+            return self._received.endswith(b"\r\n0\r\n\r\n")
+        if self._end < 0:
+            head = self._received.find(END_OF_HEAD)
+            length = CONTENT_LENGTH.search(self._received) if head >= 0 else None
+            if length is None:
+                return False
+            self._end = head + len(END_OF_HEAD) + int(length[1])
+        return len(self._received) >= self._end
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server ended a connection that still waited for its answer."""
+        if not self._load.done.done() and not self._is_complete():
+            self._load.retire(ConnectionError("the server closed the connection"))
+
+
+def check_answer(answer: bytes, job: Job) -> str:
+    """What is wrong with the answer; empty: nothing."""
+    head, _, body = answer.partition(END_OF_HEAD)
+    if not head.startswith(b"HTTP/1.1 200"):
+        return f"{head[:30].decode(errors='replace')}: {body[:200].decode(errors='replace')}"
+    if job.stream and not body.endswith(END_OF_STREAM):
+        return "the stream has no [DONE]"
+    if FINISH_REASON.findall(body) != [b"length"]:
+        return "the answer is not as long as was asked for"
+    text = "".join(map(json.loads, CONTENT.findall(body)))
+    if not text or job.expected_text not in (None, text):
+        return "the text is not the expected one"
+    return ""
+
+
+async def run_job(job: Job) -> Result:
+    """Keep the target busy for the time that the job names."""
+    now = time.perf_counter()
+    loop = asyncio.get_running_loop()
+    recording_at = now + job.warmup_s
+    load = Load(
+        job,
+        loop.create_future(),
+        recording_at,
+        recording_at + job.seconds,
+        to_parts(job),
+        job.first_number,
+    )
+    try:
+        async with asyncio.timeout(job.warmup_s + job.seconds + GRACE_S):
+            for _ in range(job.num_connections):
+                await loop.create_connection(lambda: Connection(load), job.host, job.port)
+            await load.done
+    except TimeoutError:
+        return Result(error=f"an answer did not come within {GRACE_S:.0f} s")
+    except (OSError, ValueError) as error:
+        return Result(error=f"{type(error).__name__}: {error}")
+    finally:
+        for transport in load.transports:
+            transport.abort()
+    took_s = time.perf_counter() - recording_at
+    latencies_s = load.latencies_s
+    p50_s, p99_s = percentile(latencies_s, 0.5), percentile(latencies_s, 0.99)
+    return Result(len(latencies_s), load.num_all, took_s, p50_s, p99_s)
+
+
+def to_parts(job: Job) -> tuple[bytes, bytes]:
+    """The request's bytes before and after the part that changes."""
+    body = job.body.encode()
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: {job.host}:{job.port}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    ).encode()
+    if job.picture_at is None:
+        return head, body
+    return head + body[: job.picture_at], body[job.picture_at + HEAD_CHARS :]
+
+
+def main() -> None:
+    """Do the jobs that come in, until there are no more."""
+    for line in sys.stdin:
+        result = uvloop.run(run_job(Job(**json.loads(line))))
+        print(json.dumps(asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Pictures for load: random noise, which no format can make smaller, the same for the same seed.
+
+Called by the scenarios and the gateway benchmark. A picture that no cache has seen costs no drawing: only a
+number in a JPEG comment differs, so that its bytes and their hash are new and its pixels are not.
+"""
+
+import base64
+import io
+
+import numpy as np
+from PIL import Image
+
+DATA_URL = "data:image/jpeg;base64,"
+START_OF_IMAGE = b"\xff\xd8"
+COMMENT = b"\xff\xfe"
+COMMENT_BYTES = 14  # with its own two length bytes: 2 + 2 + 14 = 18 in front, whole base64 groups
+HEAD_BYTES = len(START_OF_IMAGE) + len(COMMENT) + COMMENT_BYTES
+
+
+def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
+    """A square JPEG of uniform noise, the first of growing side to reach `num_bytes`."""
+    side = 16
+    while True:
+        pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=85)
+        if buffer.tell() >= num_bytes:
+            return buffer.getvalue()
+        side += 4
+
+
+def numbered(jpeg: bytes, number: int) -> bytes:
+    """The same picture with a comment that holds `number`: new bytes, equal pixels."""
+    return picture_head(number) + jpeg[len(START_OF_IMAGE) :]
+
+
+def to_data_url(jpeg: bytes) -> str:
+    """It as a data URL."""
+    return DATA_URL + base64.b64encode(jpeg).decode()
+
+
+class NumberedUrls:
+    """Data URLs of one picture under ever new numbers, at the cost of a few bytes each."""
+
+    def __init__(self, jpeg: bytes) -> None:
+        self._tail = base64.b64encode(jpeg[len(START_OF_IMAGE) :]).decode()
+
+    def url(self, number: int) -> str:
+        """The data URL of `numbered(jpeg, number)`."""
+        return DATA_URL + base64.b64encode(picture_head(number)).decode() + self._tail
+
+
+def picture_head(number: int) -> bytes:
+    """The first HEAD_BYTES bytes of the picture with this number."""
+    comment = f"{number:0{COMMENT_BYTES - 2}d}".encode()
+    return START_OF_IMAGE + COMMENT + COMMENT_BYTES.to_bytes(2, "big") + comment

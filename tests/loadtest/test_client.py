@@ -1,0 +1,112 @@
+"""The client stamps what arrived when it arrived, and takes no incomplete answer for an answer."""
+
+import time
+
+import pytest
+
+from loadtest.client import Answer, AnswerError, ChatClient
+from loadtest.scenarios import text_part, to_body
+from tests.loadtest.fake_server import WORDS, FakeServer, chunk, completion, event, stream
+
+WHOLE = to_body("fake", [text_part("hello")], max_tokens=3, stream=False)
+STREAMED = to_body("fake", [text_part("hello")], max_tokens=3, stream=True)
+
+
+def ask(fake: FakeServer, body=STREAMED) -> Answer:
+    with ChatClient(fake.url) as client:
+        return client.ask(body)
+
+
+def test_first_text_counts_and_not_the_role(fake):
+    fake.pieces = [chunk(""), 0.05, *stream()[1:]]
+    started_at = time.perf_counter()
+    answer = ask(fake)
+    role_sent_at, text_sent_at = fake.sent_at[0], fake.sent_at[1]
+    assert answer.ttft_s >= text_sent_at - role_sent_at >= 0.05
+    assert started_at + answer.ttft_s < time.perf_counter()
+
+
+def test_each_gap_is_the_one_between_two_tokens(fake):
+    fake.pieces = stream(pause_s=0.03)
+    answer = ask(fake)
+    sent_at = fake.sent_at[1:4]
+    assert len(answer.itl_s) == 2
+    for gap, before, after in zip(answer.itl_s, sent_at, sent_at[1:], strict=False):
+        assert gap == pytest.approx(after - before, abs=0.02)
+
+
+def test_end_to_end_includes_what_comes_after_the_last_text(fake):
+    fake.pieces = [*stream()[:-1], 0.04, event(b"[DONE]")]
+    answer = ask(fake)
+    assert answer.e2e_s >= answer.text_at[-1] + 0.04
+
+
+def test_gap_of_a_chunk_with_several_tokens_is_shared_by_them():
+    answer = Answer(1.0, "abc", "length", {"completion_tokens": 5}, [0.2, 0.4, 0.8])
+    assert answer.itl_s == pytest.approx([0.15] * 4)
+
+
+def test_whole_answer_has_no_time_to_first_token(fake):
+    answer = ask(fake, WHOLE)
+    assert (answer.text, answer.num_tokens, answer.finish_reason) == ("".join(WORDS), 3, "length")
+    assert (answer.ttft_s, answer.itl_s) == (None, [])
+
+
+def test_event_cut_in_two_is_read_as_one(fake):
+    whole = b"".join(piece for piece in stream() if isinstance(piece, bytes))
+    fake.pieces = [whole[:70], 0.02, whole[70:71], 0.02, whole[71:]]
+    assert ask(fake).text == "".join(WORDS)
+
+
+def test_comments_are_no_tokens(fake):
+    fake.pieces = [b": waiting\n\n", *stream()]
+    assert len(ask(fake).text_at) == 3
+
+
+def test_connection_is_kept_for_the_next_request(fake):
+    with ChatClient(fake.url) as client:
+        for body in (WHOLE, STREAMED, STREAMED, WHOLE):
+            client.ask(body)
+    assert len(fake.bodies) == 4
+    assert len(fake.connections) == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        (stream()[:-1], "without"),
+        ([*stream(), chunk("more")], "goes on"),
+        ([event(b"[DONE]")], "lacks"),
+        ([chunk("a"), event({"error": {"code": "engine_failure", "message": "-"}})], "engine_fail"),
+        ([event(b"{]")], "malformed"),
+        ([event({"unknown": 1})], "malformed"),
+    ],
+)
+def test_broken_stream_is_an_error(fake, pieces, message):
+    fake.pieces = pieces
+    with pytest.raises(AnswerError, match=message):
+        ask(fake)
+
+
+@pytest.mark.parametrize("body", [WHOLE, STREAMED])
+def test_refusal_is_an_error_with_its_code(fake, body):
+    fake.status, fake.completion = 429, {"error": {"code": "rate_limit_exceeded", "type": "x"}}
+    with pytest.raises(AnswerError, match="status 429: rate_limit_exceeded"):
+        ask(fake, body)
+
+
+def test_whole_answer_without_text_is_an_error(fake):
+    fake.completion = completion(choices=[{"message": {"content": ""}, "finish_reason": "stop"}])
+    with pytest.raises(AnswerError, match="no text"):
+        ask(fake, WHOLE)
+
+
+def test_dead_server_is_an_error_and_the_next_request_connects_again(fake):
+    with ChatClient(fake.url) as client:
+        fake.completion = "no object"
+        with pytest.raises(AnswerError, match="malformed"):
+            client.ask(WHOLE)
+        fake.completion = completion()
+        assert client.ask(WHOLE).num_tokens == 3
+    with ChatClient("http://127.0.0.1:9") as client, pytest.raises(AnswerError, match="connection"):
+        client.ask(WHOLE)

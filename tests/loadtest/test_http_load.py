@@ -1,0 +1,99 @@
+"""The lean client: keeps its connections busy, counts complete answers only, refuses every other."""
+
+import base64
+import json
+from dataclasses import asdict
+
+import pytest
+
+from loadtest.http_load import Job, check_answer, run_job, to_parts
+from loadtest.pictures import noise_jpeg, numbered, picture_head, to_data_url
+from loadtest.scenarios import picture_part, text_part, to_body
+from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
+
+TEXT = "".join(WORDS)
+
+
+def job(fake=None, stream=False, content=None, **changes) -> Job:
+    body = to_body("fake", content or [text_part("hello")], 3, stream=stream)
+    port = int(fake.url.rpartition(":")[2]) if fake else 1
+    options = {"num_connections": 2, "seconds": 0.2, "warmup_s": 0.05, "expected_text": TEXT}
+    return Job(port, json.dumps(body), stream=stream, **{**options, **changes})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_every_connection_is_used_and_every_answer_counted(fake, streamed):
+    result = await run_job(job(fake, stream=streamed))
+    assert result.error == ""
+    assert 0 < result.num_requests <= result.num_all == len(fake.bodies)
+    assert len(fake.connections) == 2
+    assert 0 < result.p50_s <= result.p99_s < 0.2
+
+
+async def test_warm_up_is_not_counted(fake):
+    result = await run_job(job(fake, seconds=0.05, warmup_s=0.3))
+    assert result.num_requests < result.num_all / 2
+
+
+async def test_latency_is_the_time_to_the_end_of_the_stream(fake):
+    fake.pieces = [*stream(), 0.05]
+    assert (await run_job(job(fake, stream=True, seconds=0.3))).p50_s >= 0.05
+
+
+async def test_each_request_shows_the_next_picture(fake):
+    jpeg = noise_jpeg(2_000)
+    content = [picture_part(to_data_url(numbered(jpeg, 0))), text_part("What?")]
+    body = json.dumps(to_body("fake", content, 3, stream=False))
+    at = body.index("base64,") + len("base64,")
+    await run_job(job(fake, content=content, picture_at=at, first_number=7, num_connections=1))
+    urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in fake.bodies]
+    assert urls[:3] == [to_data_url(numbered(jpeg, number)) for number in (8, 9, 10)]
+    assert len(set(urls)) == len(urls)
+
+
+def test_length_of_a_numbered_request_is_the_one_it_names():
+    jpeg = noise_jpeg(2_000)
+    content = [picture_part(to_data_url(numbered(jpeg, 0)))]
+    order = job(content=content)
+    parts = to_parts(Job(**{**asdict(order), "picture_at": order.body.index("base64,") + 7}))
+    head, _, rest = (parts[0] + base64.b64encode(picture_head(5)) + parts[1]).partition(b"\r\n\r\n")
+    assert f"content-length: {len(rest)}".encode() in head
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": 503},
+        {"completion": completion(choices=[])},
+        {"completion": {"choices": [{"message": {"content": TEXT}, "finish_reason": "stop"}]}},
+        {"completion": {"choices": [{"message": {"content": "no"}, "finish_reason": "length"}]}},
+    ],
+)
+async def test_wrong_whole_answer_ends_the_job(fake, change):
+    for name, value in change.items():
+        setattr(fake, name, value)
+    assert (await run_job(job(fake))).error
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        stream()[:-1],
+        [piece for piece in stream() if piece != chunk(WORDS[1])],
+        [chunk(TEXT), event(b"[DONE]")],
+        [chunk(TEXT), event({"error": {"code": "engine_failure"}})],
+    ],
+)
+async def test_incomplete_stream_ends_the_job(fake, pieces):
+    fake.pieces = pieces
+    assert (await run_job(job(fake, stream=True))).error
+
+
+async def test_absent_server_is_an_error():
+    assert "Refused" in (await run_job(job())).error
+
+
+def test_escaped_text_is_compared_as_text():
+    choice = {"message": {"content": 'a"b\n\u00e9'}, "finish_reason": "length"}
+    answer = b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps({"choices": [choice]}).encode()
+    assert check_answer(answer, job(expected_text='a"b\n\u00e9')) == ""

@@ -1,0 +1,37 @@
+"""Percentiles are values that occurred; tables say the same to people and to documents."""
+
+import math
+
+import pytest
+
+from loadtest.report import Table, in_ms, in_number, percentile, show
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1), (0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100)]
+)
+def test_percentile_is_the_nearest_rank(share, expected):
+    assert percentile(range(100, 0, -1), share) == expected
+
+
+def test_percentile_of_nothing_is_no_number_and_is_shown_as_a_dash():
+    assert math.isnan(percentile([], 0.5))
+    assert in_ms(math.nan) == in_number(math.nan) == "-"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.00123, "0.00"), (1.234, "1.23"), (45.67, "45.7"), (12345.6, "12,346")]
+)
+def test_numbers_have_three_figures(value, text):
+    assert in_number(value) == text
+    assert in_ms(value / 1000) == text
+
+
+@pytest.mark.parametrize("markdown", [True, False])
+def test_table_shows_its_title_and_every_cell(capsys, markdown):
+    table = Table("Latencies", ["scenario", "p50"])
+    table.add("text", "1.23")
+    show([table], markdown)
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("Latencies", "scenario", "p50", "text", "1.23"))
+    assert ("| text | 1.23 |" in printed) == markdown

@@ -1,0 +1,60 @@
+"""`python -m loadtest.run` as a command: Locust users against a server, one table, an honest exit code."""
+
+import subprocess
+import sys
+
+import pytest
+
+from loadtest.fleet import ROOT
+from loadtest.run import Result, read_errors, read_samples, to_table
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "loadtest.run", "--seconds", "2", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_every_scenario_is_asked_and_measured(fake):
+    done = run("--url", fake.url, "--users", "3", "--markdown")
+    assert done.returncode == 0, done.stderr
+    rows = {line.split("|")[1].strip(): line for line in done.stdout.splitlines() if "|" in line}
+    for kind in ("text", "picture", "repeated picture"):
+        assert rows[f"{kind}, whole"].count(" - ") == 6, "no TTFT and no ITL of a whole answer"
+        assert " - " not in rows[f"{kind}, streamed"]
+    assert "all, 0 errors" in rows
+
+
+def test_one_kind_of_fault_fails_the_run_and_is_named(fake):
+    fake.pieces = []
+    done = run("--url", fake.url, "--users", "1")
+    assert done.returncode == 1
+    assert "the stream ended without [DONE]" in done.stderr
+
+
+def test_server_that_is_not_there_fails_the_run():
+    done = run("--url", "http://127.0.0.1:9", "--users", "1", "--seconds", "1")
+    assert done.returncode == 1
+    assert "connection: ConnectionRefusedError" in done.stderr
+
+
+@pytest.mark.parametrize("url", ["http://example.com", "http://10.0.0.1:8000", "127.0.0.1:8000"])
+def test_other_machines_are_never_loaded(url):
+    done = run("--url", url)
+    assert done.returncode == 2
+    assert "only servers on this machine" in done.stderr
+
+
+def test_samples_of_one_scenario_are_gathered(tmp_path):
+    path = tmp_path / "samples"
+    path.write_text('["a", "E2E", [1.0]]\n["a", "E2E", [2.0, 3.0]]\n["b", "ITL", [4.0]]\n')
+    assert read_samples(path) == {"a": {"E2E": [1.0, 2.0, 3.0]}, "b": {"ITL": [4.0]}}
+    assert read_samples(tmp_path / "none") == read_errors(tmp_path / "none") == {}
+
+
+def test_table_has_rates_and_percentiles():
+    values_s = {"text, whole": {"E2E": [0.001 * ms for ms in range(1, 101)], "TTFT": [], "ITL": []}}
+    [row, total] = to_table(Result(0, 10.0, values_s, {"x": 2}), num_users=4).rows
+    assert row == ["text, whole", "10.0", *["-"] * 6, "50.0", "95.0", "99.0"]
+    assert total[:2] == ["all, 2 errors", "10.0"]
