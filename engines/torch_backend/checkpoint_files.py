@@ -13,19 +13,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from engines.chat_template import LLAVA_TEMPLATE
+
 UNK, BOS, EOS, IMAGE, PAD = "<unk>", "<s>", "</s>", "<image>", "<pad>"
-CHAT_TEMPLATE = """\
-{% for message in messages %}\
-{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}\
-{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}\
-{{ '<image>\\n' }}\
-{% endfor %}\
-{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}\
-{{ content['text'] + ' ' }}\
-{% endfor %}\
-{% endfor %}\
-{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
-"""
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
@@ -108,5 +98,5 @@ def write_text_files(directory: Path, config: dict[str, Any]) -> None:
     }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -1,8 +1,10 @@
 """A checkpoint's `config.json`, as Hugging Face's LlavaForConditionalGeneration writes it, made a `VLMConfig`.
 
-Called by the loader. Knows no tensors and no files.
+Called by the loader. Knows no tensors.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 from engines.torch_backend.models.config import (
@@ -66,6 +68,18 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {  # of transformers' configurations
 _TEXT_ACTIVATIONS = ("silu",)
 _VISION_ACTIVATIONS = ("quick_gelu", "gelu")
 _PROJECTOR_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
+
+
+def read_config(directory: Path) -> VLMConfig:
+    """The configuration of a checkpoint. Raises: UnsupportedCheckpoint."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise UnsupportedCheckpoint("the checkpoint has no config.json")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"config.json is no JSON: {error}") from None
+    return vlm_config_from_hf(content)
 
 
 def vlm_config_from_hf(config: dict[str, Any]) -> VLMConfig:

@@ -1,0 +1,231 @@
+"""Picture bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
+
+Called from a pool of threads. Bytes come from strangers: three formats, fixed error texts, no torch.
+Pixels are numpy (3, H, W) float32.
+"""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from engines.base import InvalidImage
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 128_000_000  # the last defence of memory; gateways allow less
+_CANNOT_DECODE = "The picture cannot be decoded; PNG, JPEG and WebP are understood."
+_ALPHA_BANDS = frozenset("Aa")
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
+#: Settings without a say over pixels, and those read below.
+_KNOWN_KEYS = frozenset(
+    [
+        "image_processor_type",
+        "feature_extractor_type",
+        "processor_class",
+        "_valid_processor_keys",
+        "data_format",
+        "input_data_format",
+        "device",
+        "return_tensors",
+        "disable_grouping",
+        "default_to_square",
+        "image_seq_length",
+        "_processor_class",
+        "auto_map",
+        "backend",
+        "pad_size",
+        "antialias",
+        "do_convert_rgb",
+        "do_resize",
+        "size",
+        "resample",
+        "do_center_crop",
+        "crop_size",
+        "do_rescale",
+        "rescale_factor",
+        "do_normalize",
+        "image_mean",
+        "image_std",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """Resize, crop, rescale, normalize. Units: `shortest_edge`, `resize_to` and `crop_to` in pixels."""
+
+    resize_to: tuple[int, int] | None = None  #: (height, width); None: by `shortest_edge`
+    shortest_edge: int | None = 224  #: None and no `resize_to`: sizes stay
+    resample: Image.Resampling = Image.Resampling.BICUBIC
+    crop_to: tuple[int, int] | None = (224, 224)
+    rescale_factor: float | None = 1 / 255
+    mean: tuple[float, ...] | None = _CLIP_MEAN
+    std: tuple[float, ...] | None = _CLIP_STD
+
+    def process(self, data: bytes) -> np.ndarray:
+        """Decode a picture and make its pixels. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
+        image = decode_image(data)
+        size = self._target_size(image)
+        if size != (image.height, image.width):
+            image = image.resize((size[1], size[0]), self.resample)
+        pixels = np.asarray(image).transpose(2, 0, 1)
+        if self.crop_to is not None:
+            pixels = center_crop(pixels, self.crop_to)
+        return self._normalize(pixels)
+
+    def _target_size(self, image: Image.Image) -> tuple[int, int]:
+        if self.resize_to is not None:
+            return self.resize_to
+        if self.shortest_edge is None:
+            return image.height, image.width
+        short, long = sorted((image.width, image.height))
+        longer = int(self.shortest_edge * long / short)
+        if image.width <= image.height:
+            return longer, self.shortest_edge
+        return self.shortest_edge, longer
+
+    def _normalize(self, pixels: np.ndarray) -> np.ndarray:
+        if self.rescale_factor is not None:  # in float64, as transformers does
+            scaled = (pixels.astype(np.float64) * self.rescale_factor).astype(np.float32)
+        else:
+            scaled = pixels.astype(np.float32)
+        if self.mean is not None and self.std is not None:
+            mean = np.array(self.mean, dtype=np.float32)[:, None, None]
+            scaled = (scaled - mean) / np.array(self.std, dtype=np.float32)[:, None, None]
+        return np.ascontiguousarray(scaled)
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """The first frame in RGB, upright, transparency on white. Raises: InvalidImage."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise InvalidImage(f"The picture has more than {MAX_PIXELS} pixels.")
+            image.seek(0)
+            image.load()
+            return _to_rgb(_upright(image))
+    except InvalidImage:
+        raise
+    except Exception:  # decoders of broken files fail in any way that Pillow can
+        raise InvalidImage(_CANNOT_DECODE) from None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # broken metadata is no reason to refuse a sound picture
+        return image
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":
+        # Pillow clips 16-bit grey to white; the upper byte is the picture.
+        wide = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((wide.clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    if _ALPHA_BANDS & set(image.getbands()) or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def center_crop(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The middle of a picture, with black around it where it is smaller. Shapes: (3, H, W), (3, *size)."""
+    height, width = pixels.shape[1:]
+    # Where a side is padded, the odd pixel goes in front; where it is cropped, floor division as in slices.
+    padded = np.zeros((3, max(height, size[0]), max(width, size[1])), dtype=pixels.dtype)
+    top = -((height - padded.shape[1]) // 2)
+    left = -((width - padded.shape[2]) // 2)
+    padded[:, top : top + height, left : left + width] = pixels
+    top += (height - size[0]) // 2
+    left += (width - size[1]) // 2
+    return padded[:, max(0, top) : top + size[0], max(0, left) : left + size[1]]
+
+
+def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
+    """Read the settings of a checkpoint. Raises: UnsupportedCheckpoint, naming what is not understood."""
+    settings = _read_settings(directory)
+    kind = settings.get(
+        "image_processor_type", settings.get("feature_extractor_type", _KNOWN_KINDS[0])
+    )
+    if kind not in _KNOWN_KINDS:
+        raise UnsupportedCheckpoint(
+            f"the image processor is a {kind!r}; CLIPImageProcessor can be run"
+        )
+    for key, value in settings.items():
+        if key not in _KNOWN_KEYS and value not in (None, False):
+            raise UnsupportedCheckpoint(f"the image processor's setting {key}={value!r} is unknown")
+    height_width, shortest_edge = _resize_size(settings)
+    rescales, normalizes = settings.get("do_rescale", True), settings.get("do_normalize", True)
+    processor = ImageProcessor(
+        resize_to=height_width,
+        shortest_edge=shortest_edge,
+        resample=Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC)),
+        crop_to=_crop_size(settings),
+        rescale_factor=float(settings.get("rescale_factor", 1 / 255)) if rescales else None,
+        mean=_channels(settings, "image_mean", _CLIP_MEAN) if normalizes else None,
+        std=_channels(settings, "image_std", _CLIP_STD) if normalizes else None,
+    )
+    made = processor.crop_to or processor.resize_to
+    if made != (image_size, image_size):
+        raise UnsupportedCheckpoint(
+            f"the image processor makes pictures of {made or 'any size'}, but the vision tower "
+            f"takes {image_size} by {image_size}"
+        )
+    return processor
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        file = directory / name
+        if file.is_file():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            # transformers 5 keeps the image processor's settings inside the processor's.
+            settings = content.get("image_processor") if name.startswith("processor") else content
+            if settings:
+                return settings
+    raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
+
+
+def _resize_size(settings: dict[str, Any]) -> tuple[tuple[int, int] | None, int | None]:
+    """(height, width) or the shortest edge, whichever `size` names; neither without `do_resize`."""
+    size = settings.get("size", {"shortest_edge": 224})
+    if not settings.get("do_resize", True):
+        return None, None
+    if isinstance(size, int):
+        return None, size
+    if set(size) == {"shortest_edge"}:
+        return None, int(size["shortest_edge"])
+    if set(size) == {"height", "width"}:
+        return (int(size["height"]), int(size["width"])), None
+    raise UnsupportedCheckpoint(f"the image processor's size {size!r} is not understood")
+
+
+def _crop_size(settings: dict[str, Any]) -> tuple[int, int] | None:
+    if not settings.get("do_center_crop", True):
+        return None
+    size = settings.get("crop_size", 224)
+    if isinstance(size, int):
+        return size, size
+    if set(size) == {"height", "width"}:
+        return int(size["height"]), int(size["width"])
+    raise UnsupportedCheckpoint(f"the image processor's crop_size {size!r} is not understood")
+
+
+def _channels(
+    settings: dict[str, Any], key: str, default: tuple[float, ...]
+) -> tuple[float, float, float]:
+    value = settings.get(key, default)
+    values = (value,) * 3 if isinstance(value, int | float) else tuple(map(float, value))
+    if len(values) != 3:
+        raise UnsupportedCheckpoint(
+            f"the image processor's {key} has {len(values)} channels, not 3"
+        )
+    return values

@@ -1,0 +1,124 @@
+"""From a model's name to an engine that can serve: files, configuration, weights, caches, warm-up.
+
+Called by the engine factory. It must not know the queue or settings.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engines.chat_template import LLAVA_TEMPLATE, ChatTemplate, UnusableTemplate, read_chat_template
+from engines.engine import BatchingEngine
+from engines.factory import EngineSpec, LoadedEngine, Progress
+from engines.prompt import PromptBuilder
+from engines.torch_backend.hub import default_name, resolve_model
+from engines.torch_backend.image_processor import load_image_processor
+from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.processor import TorchProcessor
+from engines.torch_backend.quantization import SCHEMES
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.tokenizer import HfTokenizer
+from engines.torch_backend.weights import load_model
+from shared.protocol import ModelCard
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # flags of /proc/cpuinfo; the last is Arm's
+
+
+def load_engine(spec: EngineSpec) -> LoadedEngine:
+    """Make the engine of a model; blocks until it has answered a warm-up.
+
+    Raises: ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall, ValueError.
+    """
+    phases = _Phases(spec.progress)
+    device = choose_device(spec.device)
+    dtype = choose_dtype(spec.dtype, device)
+    with phases.measure("download"):
+        report = phases.tell("download") if spec.progress else None
+        directory = resolve_model(spec.model, report)
+    with phases.measure("load"):
+        config = read_config(directory)
+        processor = create_processor(directory, config)
+        scheme = None if spec.quantization == "none" else SCHEMES[spec.quantization]
+        model = load_model(directory, config, device, dtype, scheme, phases.tell("load"))
+        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads)
+    with phases.measure("warmup"):
+        runner.warm_up()
+    engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds)
+    processor.max_model_len = engine.max_model_len
+    card = ModelCard(
+        name=spec.served_name or default_name(spec.model),
+        created_at=int(time.time()),
+        max_model_len=engine.max_model_len,
+        vocab_size=config.text.vocab_size,
+        tokens_per_image=config.tokens_per_image,
+    )
+    return LoadedEngine(engine, processor, card)
+
+
+def create_processor(directory: Path, config: VLMConfig) -> TorchProcessor:
+    """Tokenizer, chat template and image processor of a checkpoint. Raises: UnsupportedCheckpoint."""
+    source = read_chat_template(directory) or LLAVA_TEMPLATE
+    tokenizer = HfTokenizer(directory, config.image_token_id, source)
+    try:
+        template = ChatTemplate(source, tokenizer.image_token, tokenizer.special_variables)
+    except UnusableTemplate as error:
+        raise UnsupportedCheckpoint(str(error)) from None
+    builder = PromptBuilder(tokenizer, template, config.image_token_id, config.tokens_per_image)
+    image_processor = load_image_processor(directory, config.vision.image_size)
+    max_model_len = config.text.max_position_embeddings
+    return TorchProcessor(
+        tokenizer, image_processor, builder, max_model_len, config.tokens_per_image
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one. Raises: ValueError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name} is not there; torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes bfloat16 where the device multiplies it fast, else float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    is_fast = device.type == "cuda" or _has_fast_bfloat16(Path("/proc/cpuinfo"))
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def _has_fast_bfloat16(cpuinfo: Path) -> bool:
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    flags = set(next(lines, "").split())
+    return not flags.isdisjoint(_FAST_BFLOAT16)
+
+
+class _Phases:
+    """How long each phase of the start took, told to whoever watches."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress or (lambda phase, share: None)
+
+    def tell(self, phase: str) -> Callable[[float], None]:
+        """A callback for the share of one phase."""
+        return lambda share: self._progress(phase, share)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self._progress(phase, 0.0)
+        yield
+        self.seconds[phase] = time.perf_counter() - started
+        self._progress(phase, 1.0)

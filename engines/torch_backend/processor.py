@@ -1,0 +1,43 @@
+"""What stands before the engine: picture bytes to pixels, messages to prompts.
+
+Made by the loader, called by the worker's pool. Thread-safe: nothing in it changes. It must not know the queue.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.prompt import PromptBuilder
+from engines.runner import Prompt, Tokenizer
+from engines.torch_backend.image_processor import ImageProcessor
+from engines.torch_backend.tokenizer import HfTokenizer
+from shared.protocol import ChatMessage
+
+
+class TorchProcessor:
+    """Keeps the engine's `Processor` protocol for one checkpoint."""
+
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        image_processor: ImageProcessor,
+        prompt_builder: PromptBuilder,
+        max_model_len: int,
+        tokens_per_image: int,
+    ) -> None:
+        self.tokenizer: Tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.tokens_per_image = tokens_per_image
+        self._image_processor = image_processor
+        self._prompt_builder = prompt_builder
+
+    def process_image(self, data: bytes) -> np.ndarray:
+        """Decode and resize one picture. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
+        return self._image_processor.process(data)
+
+    def build_prompt(
+        self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]
+    ) -> Prompt:
+        """Apply the chat template. Raises: InvalidRequest."""
+        return self._prompt_builder.build(messages, images)

@@ -1,0 +1,233 @@
+"""A checkpoint's tokenizer.json: text to ids as transformers would, ids to raw bytes.
+
+Used by the prompt builder and the detokenizer, from any thread. Knows no templates and no tensors.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from engines.prompt import ControlToken
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.token_bytes import ByteDecoder
+
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class HfTokenizer:
+    """Keeps the engine's `Tokenizer` protocol and the prompt builder's.
+
+    `template` is the chat template: added tokens that it spells are control tokens too, special or not.
+    Raises: UnsupportedCheckpoint.
+    """
+
+    def __init__(self, directory: Path, image_token_id: int, template: str = "") -> None:
+        content = _read_tokenizer_json(directory)
+        settings = _read_json(directory / "tokenizer_config.json")
+        self.special_variables = _special_variables(settings)
+        backend = _load_backend(content, settings)
+        self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self._texts = {index: text for text, index in self._ids.items()}
+        if image_token_id not in self._texts:
+            raise UnsupportedCheckpoint(
+                f"the tokenizer has no token with the picture's id {image_token_id}"
+            )
+        self.image_token = self._texts[image_token_id]
+        self.vocab_size = max(self._texts) + 1
+        self.bos_token: str | None = self.special_variables.get("bos_token")
+        self.eos_token_ids: frozenset[int] = frozenset(
+            _eos_token_ids(directory, self._ids, self.special_variables)
+        )
+        self.control_tokens: Mapping[str, ControlToken] = self._find_control_tokens(
+            backend, template
+        )
+        self.prefix_ids: Sequence[int]
+        self.suffix_ids: Sequence[int]
+        self.prefix_ids, self.suffix_ids = self._surrounding_ids(backend, settings)
+        self._encoders = _PieceEncoders(content, set(self.control_tokens))
+        decoder = ByteDecoder(content.get("decoder"))
+        self.drops_leading_space = decoder.drops_leading_space
+        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._bytes = [
+            b""
+            if index in special or index not in self._texts
+            else decoder.decode(self._texts[index])
+            for index in range(self.vocab_size)
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """Ordinary text to ids: control tokens spelled in it stay text; nothing is put around it."""
+        return self.encode_piece(text, None)
+
+    def encode_piece(self, text: str, after: ControlToken | None) -> list[int]:
+        """Plain text that stands behind a control token, or at the start of the prompt."""
+        backend = self._encoders.choose(after)
+        tokens = backend.encode(text, add_special_tokens=False).tokens
+        if any(token in self.control_tokens for token in tokens):
+            # A vocabulary may hold control tokens as plain ones too; single characters cannot make them.
+            tokens = [t for c in text for t in backend.encode(c, add_special_tokens=False).tokens]
+        return [self._ids[token] for token in tokens]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the text; empty for special and unknown tokens."""
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def _find_control_tokens(self, backend: Backend, template: str) -> dict[str, ControlToken]:
+        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        names = {t for t, token in added.items() if token.special or (t.strip() and t in template)}
+        names |= {self.image_token} | {
+            self._texts[i] for i in self.eos_token_ids if i in self._texts
+        }
+        return {
+            name: ControlToken(
+                self._ids[name],
+                name,
+                lstrip=name in added and added[name].lstrip,
+                rstrip=name in added and added[name].rstrip,
+                normalized=name in added and added[name].normalized,
+            )
+            for name in sorted(names)
+            if len(name) > 1
+        }
+
+    def _surrounding_ids(
+        self, backend: Backend, settings: dict[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """What transformers puts before and behind a text: BOS and EOS, by settings or post-processor."""
+        if "add_bos_token" in settings or "add_eos_token" in settings or not backend.post_processor:
+            bos, eos = self.bos_token, self.special_variables.get("eos_token")
+            prefix = [self._ids[bos]] if settings.get("add_bos_token") and bos else []
+            return prefix, [self._ids[eos]] if settings.get("add_eos_token") and eos else []
+        plain = backend.encode("a", add_special_tokens=False).ids
+        full = backend.encode("a", add_special_tokens=True).ids
+        start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        return full[:start], full[start + len(plain) :]
+
+
+class _PieceEncoders:
+    """Backends without control tokens, for pieces of text by what stands before them.
+
+    At the start of a text all normalization applies. Metaspace's `first` puts its space there only; a
+    `Prepend` normalizer also works behind control tokens, but for those found after normalization.
+    """
+
+    def __init__(self, content: dict[str, Any], control_tokens: set[str]) -> None:
+        added = content.get("added_tokens") or []
+        plain = content | {
+            "added_tokens": [t for t in added if t["content"] not in control_tokens],
+            "post_processor": None,
+        }
+        later = plain | {"pre_tokenizer": _never_first(plain.get("pre_tokenizer"))}
+        joined = later | {"normalizer": _without_prepend(plain.get("normalizer"))}
+        self._start = Backend.from_str(json.dumps(plain))
+        self._later = self._start if later == plain else Backend.from_str(json.dumps(later))
+        self._joined = self._later if joined == later else Backend.from_str(json.dumps(joined))
+
+    def choose(self, after: ControlToken | None) -> Backend:
+        """The backend for a piece behind a control token, or at the start."""
+        if after is None:
+            return self._start
+        return self._joined if after.normalized else self._later
+
+
+def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    if pre_tokenizer is None:
+        return None
+    if pre_tokenizer["type"] == "Sequence":
+        steps = [_never_first(step) for step in pre_tokenizer["pretokenizers"]]
+        return pre_tokenizer | {"pretokenizers": steps}
+    if pre_tokenizer.get("prepend_scheme") == "first":
+        return pre_tokenizer | {"prepend_scheme": "never"}
+    return pre_tokenizer
+
+
+def _without_prepend(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return None
+    if normalizer["type"] == "Sequence":
+        steps = [_without_prepend(step) for step in normalizer["normalizers"]]
+        return normalizer | {"normalizers": [step for step in steps if step is not None]}
+    return normalizer
+
+
+def _load_backend(content: dict[str, Any], settings: dict[str, Any]) -> Backend:
+    """The tokenizer with all its special tokens, those that only its settings name included."""
+    if content.get("model", {}).get("type", "BPE") != "BPE":
+        raise UnsupportedCheckpoint(
+            "tokenizer.json is no byte-pair encoding; LLaMA's family uses that"
+        )
+    try:
+        backend = Backend.from_str(json.dumps(content))
+    except Exception as error:  # the library raises bare Exception
+        raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {error}") from None
+    declared = settings.get("added_tokens_decoder") or {}
+    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        backend.add_tokens([_to_added_token(entry)])
+    named = [settings[name] for name in _NAMED if settings.get(name)]
+    backend.add_special_tokens([_to_added_token(token) for token in [*named, *_extras(settings)]])
+    return backend
+
+
+def _extras(settings: dict[str, Any]) -> Iterable[Any]:
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        found = settings.get(key) or []
+        yield from found.values() if isinstance(found, dict) else found
+
+
+def _to_added_token(entry: str | dict[str, Any]) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, special=True, normalized=False)
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(entry["content"], **{flag: bool(entry.get(flag, False)) for flag in flags})
+
+
+def _special_variables(settings: dict[str, Any]) -> dict[str, str]:
+    """What templates know as `bos_token` and so on."""
+    found = {name: settings[name] for name in _NAMED if settings.get(name)}
+    return {n: t["content"] if isinstance(t, dict) else str(t) for n, t in found.items()}
+
+
+def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, str]) -> set[int]:
+    """Where generation ends: as generation_config.json says, else config.json, else the tokenizer."""
+    config = _read_json(directory / "config.json")
+    sources = (
+        _read_json(directory / "generation_config.json"),
+        config,
+        config.get("text_config") or {},
+    )
+    for source in sources:
+        found = source.get("eos_token_id")
+        if found is not None:
+            return {int(i) for i in (found if isinstance(found, list) else [found])}
+    name = variables.get("eos_token")
+    return {ids[name]} if name in ids else set()
+
+
+def _read_tokenizer_json(directory: Path) -> dict[str, Any]:
+    content = _read_json(directory / "tokenizer.json")
+    if not content:
+        raise UnsupportedCheckpoint(
+            "the checkpoint has no tokenizer.json; save its fast tokenizer there"
+        )
+    return content | {"truncation": None, "padding": None}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"{file.name} is no JSON: {error}") from None
