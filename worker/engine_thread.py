@@ -1,0 +1,180 @@
+"""The one thread that calls the engine, and the bridge between it and the event loop.
+
+Nobody polls: commands wake the thread through a condition, and what a step has to say wakes the loop once.
+It must not know Redis or what the events mean.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from engines.base import Engine, EngineError, EngineOutput, EngineRequest, EngineStats
+from engines.factory import LoadedEngine
+
+logger = logging.getLogger(__name__)
+
+
+class EngineBroken(Exception):
+    """The engine raised out of a step: its state is unknown, and the process should end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The engine accepted a request at `at` (`time.monotonic`)."""
+
+    request_id: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The engine refused a request."""
+
+    request_id: str
+    error: EngineError
+
+
+News = Added | Rejected | EngineOutput
+
+
+class EngineThread:
+    """Makes the engine, adds, aborts and steps, all in one thread. Methods are called on the loop."""
+
+    def __init__(
+        self, create: Callable[[], LoadedEngine], on_news: Callable[[list[News]], None]
+    ) -> None:
+        self._create = create
+        self._on_news = on_news
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[LoadedEngine] = self._loop.create_future()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._condition = threading.Condition()
+        self._commands: list[EngineRequest | str] = []  # to add, or the id of what to abort
+        self._is_closing = False
+        self._news: list[News] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.stats = EngineStats()  #: as of the last step
+        self.step_started_at: float | None = None  #: `time.monotonic`; None between steps
+
+    async def start(self) -> LoadedEngine:
+        """Make the engine and begin to serve. Raises: whatever making it raises."""
+        self._thread.start()
+        return await self._loaded
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is going on at this moment."""
+        return self.step_started_at is not None
+
+    def add(self, request: EngineRequest) -> None:
+        """Hand over a request; `Added` or `Rejected` follows."""
+        self._command(request)
+
+    def abort(self, request_id: str) -> None:
+        """Have the engine forget a request. News that are on their way may still arrive."""
+        self._command(request_id)
+
+    async def wait_until_broken(self) -> None:
+        """Return never. Raises: EngineBroken when a step raises."""
+        await asyncio.shield(self._broken)
+
+    async def close(self) -> None:
+        """Close the engine and end the thread; waits for the present step."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._broken.cancel()
+
+    def _command(self, command: EngineRequest | str) -> None:
+        with self._condition:
+            self._commands.append(command)
+            self._condition.notify()
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            loaded = self._create()
+        except BaseException as error:
+            self._call(_fail, self._loaded, error)
+            return
+        self.stats = loaded.engine.stats()
+        self._call(_succeed, self._loaded, loaded)
+        try:
+            self._serve(loaded.engine)
+        except Exception as error:
+            self.step_started_at = None
+            logger.exception("the engine broke")
+            broken = EngineBroken(f"{type(error).__name__}: {error}")
+            self._call(_fail, self._broken, broken)
+        finally:
+            with suppress(Exception):
+                loaded.engine.close()
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            commands = self._next_commands(engine.has_work())
+            if commands is None:
+                return
+            news = [answer for command in commands if (answer := _apply(engine, command))]
+            if engine.has_work():
+                self.step_started_at = time.monotonic()
+                news += engine.step()
+                self.step_started_at = None
+            self.stats = engine.stats()
+            self._tell(news)
+
+    def _next_commands(self, has_work: bool) -> list[EngineRequest | str] | None:
+        with self._condition:
+            while not (self._commands or has_work or self._is_closing):
+                self._condition.wait()
+            if self._is_closing:
+                return None
+            commands, self._commands = self._commands, []
+            return commands
+
+    def _tell(self, news: list[News]) -> None:
+        """Leave news for the loop; wake it only if an earlier wake-up is not still to come."""
+        with self._condition:
+            is_first = not self._news
+            self._news += news
+        if news and is_first:
+            self._call(self._deliver)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # On the loop
+
+    def _deliver(self) -> None:
+        with self._condition:
+            news, self._news = self._news, []
+        self._on_news(news)
+
+
+def _apply(engine: Engine, command: EngineRequest | str) -> News | None:
+    if isinstance(command, str):
+        engine.abort(command)
+        return None
+    try:
+        engine.add(command)
+    except EngineError as error:
+        return Rejected(command.request_id, error)
+    return Added(command.request_id, time.monotonic())
+
+
+def _succeed(future: "asyncio.Future[LoadedEngine]", loaded: LoadedEngine) -> None:
+    if not future.done():
+        future.set_result(loaded)
+
+
+def _fail(future: "asyncio.Future[object]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

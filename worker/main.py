@@ -1,0 +1,188 @@
+"""The worker process: builds the parts from the settings, runs them, ends with a telling exit code.
+
+0: stopped by a signal. 70: a step hung (watchdog). 71: the engine broke. 78: it cannot start as configured.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack
+from secrets import token_hex
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from engines.base import EngineConfig
+from engines.factory import EngineSpec, LoadedEngine, create_engine
+from engines.mock import MockConfig
+from shared.image_store import ImageStore
+from shared.redis_client import create_redis
+from shared.registry import Registry
+from shared.request_claims import RequestClaims
+from shared.settings import EngineSettings, Settings
+from worker.engine_thread import EngineBroken, EngineThread, News
+from worker.health import HealthServer
+from worker.metrics import create_registry
+from worker.preprocess import Preprocessor
+from worker.watchdog import Watchdog
+from worker.worker import Worker
+
+EXIT_BROKEN = 71
+
+#: The engine's thread runs Python too; at the default of 5 ms the loop would wait that long for its turn.
+SWITCH_INTERVAL_S = 0.0005
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(settings: Settings) -> int:
+    """Run one worker until a signal. Returns the exit code."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        uvloop.run(WorkerProcess(settings).run())
+    except EngineBroken as error:
+        logger.critical("%s; ending, so that others continue the requests", error)
+        return EXIT_BROKEN
+    return 0
+
+
+def engine_spec(settings: EngineSettings) -> EngineSpec:
+    """The engine that the settings ask for."""
+    return EngineSpec(
+        kind=settings.kind,
+        model=settings.model,
+        served_name=settings.served_name,
+        device=settings.device,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        num_threads=settings.num_threads,
+        config=EngineConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=settings.block_size,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            max_model_len=settings.max_model_len,
+            enable_prefix_cache=settings.enable_prefix_cache,
+            encoder_cache_bytes=settings.encoder_cache_bytes,
+        ),
+        mock=MockConfig(**settings.mock.model_dump()),
+        progress=_log_progress,
+    )
+
+
+def _log_progress(phase: str, share: float) -> None:
+    logger.info("%s %.0f %%", phase, 100 * share)
+
+
+def worker_name(configured: str) -> str:
+    """The worker's id: the configured one, or host, process and a random part."""
+    return configured or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
+
+
+class WorkerProcess:
+    """Everything in the process: made in order, unmade in reverse."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._worker: Worker | None = None
+        self._registry: CollectorRegistry | None = None
+        self._engine: EngineThread | None = None
+
+    async def run(self) -> None:
+        """Load the engine, serve, stop on a signal. Raises: EngineBroken, and what loading raises."""
+        self._handle_signals()
+        async with AsyncExitStack() as stack:
+            port = await self._start_health(stack)
+            loaded = await self._load_engine(stack)
+            worker = self._create_worker(stack, loaded)
+            self._worker = worker
+            logger.info(
+                "worker %s is ready: %s; health on port %d",
+                worker.worker_id, loaded.card.name, port,
+            )  # fmt: skip
+            await worker.run()
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._worker is None:
+            os._exit(0)  # still loading: nothing is claimed, and loading cannot be interrupted
+        self._worker.stop()
+
+    async def _start_health(self, stack: AsyncExitStack) -> int:
+        server = HealthServer(self._is_alive, self._is_ready, lambda: self._registry)
+        await server.start(self._settings.worker.health_host, self._settings.worker.health_port)
+        stack.push_async_callback(server.close)
+        return server.port
+
+    def _is_alive(self) -> bool:
+        started_at = self._engine.step_started_at if self._engine else None
+        return (
+            started_at is None or time.monotonic() - started_at < self._settings.worker.watchdog_s
+        )
+
+    def _is_ready(self) -> bool:
+        return self._worker is not None and self._worker.is_ready
+
+    async def _load_engine(self, stack: AsyncExitStack) -> LoadedEngine:
+        spec = engine_spec(self._settings.engine)
+        engine = EngineThread(lambda: create_engine(spec), self._hear)
+        self._engine = engine
+        stack.push_async_callback(engine.close)
+        watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)
+        watchdog.start()
+        stack.callback(watchdog.stop)
+        return await engine.start()
+
+    def _hear(self, news: list[News]) -> None:
+        if self._worker is not None:
+            self._worker.hear(news)
+
+    def _create_worker(self, stack: AsyncExitStack, loaded: LoadedEngine) -> Worker:
+        settings = self._settings
+        assert self._engine is not None
+        redis = create_redis(settings.redis)
+        blocking_redis = create_redis(settings.redis, blocking=True)
+        prefix = settings.redis.key_prefix
+        worker_id = worker_name(settings.worker.id)
+        claims = RequestClaims(
+            redis,
+            blocking_redis,
+            keys_prefix=prefix,
+            model=loaded.card.name,
+            worker_id=worker_id,
+            lease_s=settings.worker.lease_s,
+            max_attempts=settings.worker.max_attempts,
+        )
+        images = ImageStore(redis, prefix)
+        registry = Registry(redis, prefix)
+        preprocessor = Preprocessor(
+            loaded.processor, images, settings.limits, settings.worker.preprocess_threads
+        )
+        stack.callback(preprocessor.close)
+        for close in (
+            redis.aclose,
+            blocking_redis.aclose,
+            claims.close,
+            images.close,
+            registry.close,
+        ):
+            stack.push_async_callback(close)
+        self._registry = create_registry(self._engine, claims)
+        return Worker(
+            worker_id,
+            settings.worker,
+            settings.engine,
+            loaded,
+            self._engine,
+            claims,
+            registry,
+            preprocessor,
+        )

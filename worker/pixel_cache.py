@@ -1,0 +1,42 @@
+"""Pictures as the engine wants them, kept for those that come again; bounded in bytes."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+
+class PixelCache:
+    """The pictures used last, by hash. Equal pictures that come at once are made once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._being_made: dict[str, asyncio.Task[Any]] = {}
+
+    async def get(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
+        """The pixels of a hash; `make` gives them and their size where they are not here yet.
+
+        Raises: whatever `make` raises, to everybody who waits for this picture; nothing is kept then.
+        """
+        if image_hash in self._kept:
+            self._kept.move_to_end(image_hash)
+            return self._kept[image_hash][0]
+        task = self._being_made.get(image_hash)
+        if task is None:
+            task = asyncio.create_task(self._make(image_hash, make))
+            self._being_made[image_hash] = task
+        return await asyncio.shield(task)  # who leaves does not take it from the others
+
+    async def _make(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
+        try:
+            pixels, num_bytes = await make()
+        finally:
+            del self._being_made[image_hash]
+        self._kept[image_hash] = (pixels, num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, (_, dropped_bytes) = self._kept.popitem(last=False)
+            self._num_bytes -= dropped_bytes
+        return pixels

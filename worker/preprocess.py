@@ -1,0 +1,139 @@
+"""From a claim to what the engine takes: fetch pictures, decode, resize, template, tokenize.
+
+Work runs in a pool of threads, off the event loop and off the engine's thread. It must not know the queue.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
+
+from engines.base import EngineError, EngineRequest, InvalidImage, InvalidRequest
+from engines.runner import Processor
+from shared.image_store import ImageStore
+from shared.protocol import GenerateRequest, ImageRef, TextPart
+from shared.publication import Claim
+from shared.settings import LimitSettings
+from worker.pixel_cache import PixelCache
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
+#: Up to that many characters, tokenizing takes less time than handing it to another thread.
+MAX_INLINE_CHARS = 2000
+FETCH_PAUSE_S = 0.2
+
+
+class ImageUnavailable(EngineError):
+    """The bytes of a picture are not in the image store."""
+
+
+class Preprocessor:
+    """Prepares requests for one model."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        images: ImageStore,
+        limits: LimitSettings,
+        num_threads: int,
+        max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
+    ) -> None:
+        self._processor = processor
+        self._images = images
+        self._limits = limits
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="preprocess")
+        self._pixels = PixelCache(max_cache_bytes)
+
+    async def prepare(self, claim: Claim, engine_id: str) -> EngineRequest:
+        """The engine's request for a claim, known to it as `engine_id`. Raises: EngineError."""
+        request = claim.request
+        num_chars = check_limits(request, self._limits)
+        images = await asyncio.gather(
+            *(self._image(image, request.cache_salt) for image in request.images)
+        )
+        build = self._processor.build_prompt
+        if num_chars <= MAX_INLINE_CHARS:
+            prompt = build(request.messages, images)
+        else:
+            prompt = await self._in_pool(lambda: build(request.messages, images))
+        return EngineRequest(
+            request_id=engine_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=request.sampling,
+            images=prompt.images,
+            output_token_ids=claim.output_token_ids,
+            cache_salt=request.cache_salt,
+        )
+
+    async def _image(self, image: ImageRef, cache_salt: str) -> tuple[str, Any]:
+        """A picture's identity in the caches, and its pixels."""
+        image_hash = salted_hash(image.sha256, cache_salt)
+        return image_hash, await self._pixels.get(image_hash, lambda: self._make_pixels(image))
+
+    async def _make_pixels(self, image: ImageRef) -> tuple[Any, int]:
+        data = await self._fetch(image.sha256)
+        if len(data) > self._limits.max_image_bytes:
+            raise InvalidImage("a picture has too many bytes")
+        pixels = await self._in_pool(lambda: self._processor.process_image(data))
+        return pixels, getattr(pixels, "nbytes", len(data))
+
+    async def _fetch(self, sha256: str) -> bytes:
+        """The bytes of a picture; waits out an outage of Redis. Raises: ImageUnavailable."""
+        while True:
+            try:
+                data = await self._images.get(sha256)
+                break
+            except RedisError as error:
+                logger.warning("cannot fetch a picture: %s", error)
+                await asyncio.sleep(FETCH_PAUSE_S)
+        if data is None:
+            raise ImageUnavailable("a picture of the request is no longer stored")
+        return data
+
+    async def _in_pool(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        """End the threads; work that has not begun is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def salted_hash(sha256: str, cache_salt: str) -> str:
+    """A picture's identity in the caches: tenants with different salts share nothing."""
+    if not cache_salt:
+        return sha256
+    return hashlib.sha256(f"{cache_salt}\0{sha256}".encode()).hexdigest()
+
+
+def check_limits(request: GenerateRequest, limits: LimitSettings) -> int:
+    """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest.
+
+    Returns the characters of all texts.
+    """
+    sampling = request.sampling
+    num_chars = sum(
+        len(part.text)
+        for message in request.messages
+        for part in message.parts
+        if isinstance(part, TextPart)
+    )
+    checks = (
+        ("messages", len(request.messages), limits.max_messages),
+        ("text characters", num_chars, limits.max_text_chars),
+        ("pictures", len(request.images), limits.max_images),
+        ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
+        ("stop strings", len(sampling.stop), limits.max_stop_strings),
+        ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),
+        ("logprobs", sampling.num_logprobs or 0, limits.max_top_logprobs),
+    )
+    for what, count, most in checks:
+        if count > most:
+            raise InvalidRequest(f"{count} {what} are more than the {most} allowed")
+    return num_chars
