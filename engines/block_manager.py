@@ -152,7 +152,6 @@ class BlockManager:
                 else:
                     self._evictable[block_id] = None
         sequence.block_ids = []
-        sequence.num_published_blocks = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compare all books with the block tables of all sequences. Raises: AssertionError."""

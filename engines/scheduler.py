@@ -55,10 +55,8 @@ class Scheduler:
         """
         batch = Batch()
         self._encoding.clear()
-        num_preemptions = self.num_preemptions
         budget = self._schedule_running(batch, self.max_num_batched_tokens)
-        if num_preemptions == self.num_preemptions:
-            self._schedule_waiting(batch, budget)
+        self._schedule_waiting(batch, budget)
         return batch
 
     def update(self, batch: Batch, choices: list[TokenChoice | None]) -> list[Sequence]:
@@ -132,7 +130,8 @@ class Scheduler:
     def _schedule_waiting(self, batch: Batch, budget: int) -> None:
         """Start waiting sequences in their order while there is budget, a seat, and space for all their tokens.
 
-        One spare block for each running sequence keeps a newcomer from being preempted at once.
+        One spare block for each running sequence keeps a newcomer from being preempted at once. Who has just
+        been preempted is first in the queue and does not fit, so nobody else takes the place either.
         """
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = next(iter(self.waiting.values()))

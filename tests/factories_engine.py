@@ -101,9 +101,11 @@ class CheckingRunner(MockRunner):
         super().__init__(config, mock)
         self._notes: list[object] = [None] * (self.num_blocks * self.block_size)
         self.failures: list[Exception] = []  # raised, one by one, instead of computing
+        self.known_requests: set[str] = set()  # seen and not released yet
 
     def run(self, batch: Batch) -> StepResult:
         assert batch.items
+        self.known_requests |= {item.sequence.request_id for item in batch.items}
         if self.failures:
             raise self.failures.pop()
         for item in batch.items:
@@ -116,6 +118,10 @@ class CheckingRunner(MockRunner):
             for position in range(sequence.num_computed_tokens + item.num_new_tokens):
                 assert self._notes[self._slot(sequence, position)] == note(sequence, position)
         return super().run(batch)
+
+    def release(self, request_id: str) -> None:
+        super().release(request_id)
+        self.known_requests.discard(request_id)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         return sequence.block_ids[position // self.block_size] * self.block_size + (

@@ -91,6 +91,7 @@ def test_a_stop_string_that_overlaps_itself_is_found():
 def test_the_stop_string_that_is_complete_first_wins_and_then_the_longest():
     assert "".join(detokenize([b"xabcd"], ["abcd", "bc"])) == "xa"
     assert "".join(detokenize([b"xabc"], ["c", "abc"])) == "x"
+    assert "".join(detokenize([b"xabc"], ["abc", "c"])) == "x"
 
 
 def test_nothing_is_said_after_the_stop():

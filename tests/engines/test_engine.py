@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,28 +101,72 @@ def test_cached_prompt_tokens_are_reported():
     assert (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens) == (40, 16)
 
 
-def test_the_last_output_has_complete_usage_and_timings():
-    config = MockConfig(vision_s=0.02, decode_s=0.004, num_output_tokens=3)
-    engine = make_engine(mock=config)
-    request = make_request(prompt="x" * 20, images=(make_image(),))
-    last = run_all(engine, request)["r0"].last
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+def find_timings(answer: Transcript) -> list[float]:
+    assert answer.last is not None
+    timings = answer.last.timings
+    assert timings is not None
+    return [timings.queue_s, timings.vision_s, timings.prefill_s, timings.decode_s]
+
+
+def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
+    mock = MockConfig(vision_s=3, prefill_s_per_token=0.5, decode_s=1, num_output_tokens=3)
+    engine = make_engine(mock=mock, max_num_seqs=1, max_num_batched_tokens=16)
+    cat = make_request("cat", "x" * 20, images=(make_image(8),))
+    answers = run_all(engine, cat, make_request("text", "y" * 2))
+    assert find_timings(answers["cat"]) == [0, 3, 1 + 8 + 1 + 2, 2]
+    assert find_timings(answers["text"]) == [17, 0, 1 + 1, 2]
+    assert clock.now == 1000 + 17 + 4
+
+
+def test_only_who_reads_a_picture_is_charged_for_encoding_it(clock: Clock):
+    engine = make_engine(mock=MockConfig(vision_s=3, decode_s=1, num_output_tokens=3))
+    cat = make_request("cat", "x" * 20, images=(make_image(),))
+    answers = run_all(engine, cat, make_request("text", "y" * 20))
+    assert find_timings(answers["cat"]) == [0, 3, 1, 2]
+    assert find_timings(answers["text"]) == [0, 0, 4, 2]
+
+
+def test_a_continued_request_whose_prompt_is_cached_is_counted_and_timed(clock: Clock):
+    engine = make_engine(mock=MockConfig(decode_s=1, num_output_tokens=8))
+    whole = run_all(engine, make_request("a", "x" * 8))["a"]
+    resumed = make_request("b", "x" * 8, output_token_ids=tuple(whole.token_ids[:6]))
+    answer = run_all(engine, resumed)["b"]
+    assert find_timings(answer) == [0, 0, 1, 1]
+    assert answer.first_usage is not None
+    assert answer.first_usage.num_cached_tokens == 8
+    assert engine.stats().num_prompt_tokens == 16
+
+
+def test_the_last_output_has_the_complete_usage():
+    last = run_all(make_engine(num_output_tokens=3), make_request())["r0"].last
     assert last is not None
     assert last.usage is not None
     assert last.usage.num_output_tokens == 3
-    assert last.timings is not None
-    assert last.timings.vision_s >= 0.02
-    assert last.timings.prefill_s >= 0.004
-    assert last.timings.decode_s >= 0.008
-    assert last.timings.queue_s < 0.02
 
 
-def test_waiting_for_a_seat_is_queue_time():
-    engine = make_engine(max_num_seqs=1, mock=MockConfig(decode_s=0.005, num_output_tokens=4))
-    answers = run_all(engine, make_request("a"), make_request("b", "other"))
-    last = answers["b"].last
-    assert last is not None
-    assert last.timings is not None
-    assert last.timings.queue_s >= 0.02
+def test_a_prompt_that_ends_with_an_end_token_is_answered():
+    assert run_all(make_engine(), make_request(prompt=[5, EOS_ID]))["r0"].text
 
 
 def test_stop_strings_end_an_answer_and_are_not_shown():
@@ -370,6 +416,8 @@ class Life:
 
     def __init__(self, config: dict[str, object]) -> None:
         self.engine = make_engine(num_output_tokens=6, **config)
+        assert isinstance(self.engine.runner, CheckingRunner)
+        self.runner = self.engine.runner
         self.requests: dict[str, EngineRequest] = {}
         self.answers: dict[str, Transcript] = {}
 
@@ -437,6 +485,7 @@ def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(da
         life.step()
         life.engine.scheduler.check_integrity()
     assert not life.engine.has_work(), "somebody waits for ever"
+    assert not life.runner.known_requests
     assert life.engine.stats().kv_usage_ratio == 0
     roomy = {"num_kv_blocks": 256, "max_model_len": life.engine.max_model_len}
     for request_id, request in life.requests.items():

@@ -90,6 +90,14 @@ def test_pictures_are_encoded_once_and_then_found():
     assert stats.encoder_cache_bytes == stats.memory_bytes["encoder_cache"] > 0
 
 
+def test_what_is_kept_for_a_request_ends_with_it():
+    engine = make_engine(enable_prefix_cache=False)
+    for prompt in ("x" * 20, "y" * 20):
+        request = make_request(prompt=prompt, images=(make_image(2, 12, "cat"),))
+        assert run_all(engine, request)["r0"].text == answer_alone(request).text
+    assert engine.stats().num_encoder_queries == 2
+
+
 def test_the_encoder_cache_is_bounded():
     engine = make_engine(encoder_cache_bytes=20_000)
     for name in "abcdef":

@@ -105,6 +105,26 @@ def test_a_newcomer_waits_until_all_its_tokens_fit():
     assert shares(run_step(scheduler)) == {"a": 1}
 
 
+def test_a_newcomer_leaves_a_block_to_each_running_sequence():
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(8, "a"))
+    scheduler.add(make_sequence(token_ids=[9] * 8, request_id="b"))
+    assert shares(run_step(scheduler)) == {"a": 8}
+
+
+def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="old"))
+    scheduler.add(make_sequence(7, "young"))
+    run_step(scheduler)
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    scheduler.finish(scheduler.running["old"], FinishReason.ABORT)
+    assert shares(run_step(scheduler))["young"] < 7
+    assert scheduler.running["young"].num_cached_tokens == 0
+    assert (scheduler.blocks.num_query_tokens, scheduler.blocks.num_hit_tokens) == (11, 0)
+
+
 def test_pictures_of_a_step_are_limited_and_a_chunk_ends_before_the_next():
     scheduler = make_scheduler(max_images_per_step=1)
     images = (make_image(2, 4, "cat"), make_image(8, 4, "dog"))
