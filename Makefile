@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable . --group dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[torch]' --group dev
 	touch $(STAMP)
 
 install: $(STAMP)  ## set up .venv with everything

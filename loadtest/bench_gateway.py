@@ -20,7 +20,7 @@ from loadtest.bare_endpoint import NUM_TOKENS
 from loadtest.client import AnswerError, ChatClient
 from loadtest.fleet import ROOT, Server, ServerError, free_port, run_fleet, run_server
 from loadtest.http_load import Job, Result
-from loadtest.pictures import noise_jpeg, to_data_url
+from loadtest.pictures import noise_jpeg, numbered, to_data_url
 from loadtest.report import Table, in_ms, in_number, show
 from loadtest.scenarios import QUESTIONS, picture_part, text_part, to_body
 
@@ -39,7 +39,7 @@ class BenchError(Exception):
     """An answer was wrong or missing, so that the numbers would mean nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Body:
     """A kind of request. `is_new`: each one shows a picture that was not seen before."""
 
@@ -164,7 +164,7 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
 
 def create_bodies() -> list[Body]:
     """Text, a new picture with every request, and the same picture again and again."""
-    picture = picture_part(to_data_url(noise_jpeg(PICTURE_BYTES)))
+    picture = picture_part(to_data_url(numbered(noise_jpeg(PICTURE_BYTES), 0)))
     question = text_part(QUESTIONS[0])
     return [
         Body("text", [text_part("Tell me about a lighthouse.")]),

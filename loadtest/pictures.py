@@ -6,8 +6,8 @@ number in a JPEG comment differs, so that its bytes and their hash are new and i
 
 import base64
 import io
+import random
 
-import numpy as np
 from PIL import Image
 
 DATA_URL = "data:image/jpeg;base64,"
@@ -21,9 +21,9 @@ def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
     """A square JPEG of uniform noise, the first of growing side to reach `num_bytes`."""
     side = 16
     while True:
-        pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        pixels = random.Random(seed).randbytes(3 * side * side)
         buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=85)
+        Image.frombytes("RGB", (side, side), pixels).save(buffer, "JPEG", quality=85)
         if buffer.tell() >= num_bytes:
             return buffer.getvalue()
         side += 4

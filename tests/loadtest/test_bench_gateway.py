@@ -1,0 +1,89 @@
+"""The benchmark runs the real way and the bare endpoint, says what each costs, and counts no wrong answer."""
+
+import pytest
+
+from loadtest.bench_gateway import (
+    BenchError,
+    Body,
+    Cell,
+    Samples,
+    measure,
+    run_client,
+    to_goals,
+    to_tables,
+)
+from loadtest.http_load import Job, Result
+
+TEXT = Body("text", [])
+#: Far below the goals: the machine of a test is busy. What this guards against is a way that got 5x slower.
+LEAST_RATIO = 0.08
+
+
+def samples(rate: float = 100.0, p50_s: float = 0.001, cpu_s: float = 0.05) -> Samples:
+    result = Result(num_requests=round(rate), num_all=round(rate), seconds=1.0, p50_s=p50_s)
+    return Samples(
+        [result], [dict.fromkeys(("bare", "gateway", "worker", "redis-server", "client"), cpu_s)]
+    )
+
+
+def compared(cell: Cell, bare: Samples, fleet: Samples):
+    return {(cell, "bare FastAPI"): bare, (cell, "vlm-fleet"): fleet}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure(seconds=0.3, rounds=1, connections=[8])
+
+
+def test_the_way_is_not_many_times_slower_than_bare_fastapi(measured):
+    cells = {cell for cell, _ in measured}
+    assert len(cells) == 6
+    for cell in cells:
+        ratio = measured[cell, "vlm-fleet"].rate / measured[cell, "bare FastAPI"].rate
+        assert ratio > LEAST_RATIO, f"{cell.body.name}, stream={cell.stream}: {ratio:.2f}"
+
+
+def test_every_process_is_seen_at_work(measured):
+    for (_, target), rounds in measured.items():
+        roles = {"bare"} if target == "bare FastAPI" else {"gateway", "worker", "redis-server"}
+        assert set(rounds.cpu_s[0]) == roles | {"client"}
+        assert sum(rounds.cpu_s[0].values()) > 0
+
+
+def test_tables_name_every_kind_of_request_once(measured):
+    titles = [table.title for table in to_tables(measured)]
+    assert len(titles) == len(set(titles)) == 6
+    assert {
+        len(row) - len(table.columns) for table in to_tables(measured) for row in table.rows
+    } == {0}
+
+
+def test_numbers_are_medians_of_the_rounds():
+    rounds = [samples(rate, p50_s) for rate, p50_s in ((100, 0.3), (900, 0.1), (200, 0.2))]
+    merged = Samples([r.results[0] for r in rounds], [r.cpu_s[0] for r in rounds])
+    assert (merged.rate, merged.p50_s) == (200, 0.2)
+    assert merged.cpu_of("worker") == pytest.approx(0.05 / 200)
+
+
+@pytest.mark.parametrize(
+    ("cell", "fleet", "is_met"),
+    [
+        (Cell(TEXT, False, 32), samples(rate=25), "yes"),
+        (Cell(TEXT, False, 32), samples(rate=24), "no"),
+        (Cell(TEXT, True, 32), samples(rate=30), "yes"),
+        (Cell(TEXT, True, 32), samples(rate=29), "no"),
+        (Cell(TEXT, False, 1), samples(p50_s=0.0024), "yes"),
+        (Cell(TEXT, False, 1), samples(p50_s=0.0026), "no"),
+    ],
+)
+def test_goals_are_judged(cell, fleet, is_met):
+    [row] = to_goals(compared(cell, samples(), fleet)).rows
+    assert row[-1] == is_met
+
+
+def test_wrong_answer_ends_the_benchmark(fake):
+    fake.status = 500
+    port = int(fake.url.rpartition(":")[2])
+    job = Job(port, "{}", num_connections=1, seconds=0.1)
+    with run_client() as client, pytest.raises(BenchError, match="500"):
+        client.run(job)
