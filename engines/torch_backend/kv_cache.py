@@ -41,7 +41,7 @@ def bytes_per_block(config: TextConfig, block_size: int, dtype: torch.dtype) -> 
 def plan_kv_cache(
     text: TextConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int, device_type: str
 ) -> KVCachePlan:
-    """Size the pool: as told, else for two full batches of whole contexts, within free memory.
+    """Size the pool: as told, else for one full batch of whole contexts, within free memory.
 
     A context length that nobody asked for is lowered to what fits.
     Raises: KVCacheTooSmall, with the numbers; ValueError for a context longer than the model's own.
@@ -60,7 +60,7 @@ def plan_kv_cache(
         num_blocks = engine.kv_cache_bytes // block_bytes
     else:
         room = int(free_bytes * FREE_MEMORY_RATIO[device_type]) // block_bytes
-        num_blocks = min(room, 2 * engine.max_num_seqs * blocks_per_sequence)
+        num_blocks = min(room, engine.max_num_seqs * blocks_per_sequence)
     max_model_len = min(wanted_len, num_blocks * engine.block_size)
     if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
         raise KVCacheTooSmall(
@@ -72,7 +72,7 @@ def plan_kv_cache(
 
 
 class KVCachePool:
-    """Key and value tensors of every layer, in blocks."""
+    """Key and value tensors of every layer, in blocks. What nobody has written or cleared is undefined."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class KVCachePool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = torch.empty(shape, dtype=dtype, device=device)
         # views made once: a step takes them for every layer
         self._blocks = [(layer[0], layer[1]) for layer in self._data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]

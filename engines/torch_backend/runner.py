@@ -4,21 +4,21 @@ The torch `ModelRunner`; called by the engine thread alone. Which tokens a step 
 they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
 """
 
-import time
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput, SequenceFailure
+from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput
 from engines.runner import StepResult, TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
-from engines.torch_backend.encoder_cache import EncoderCache, PictureKey
+from engines.torch_backend.encoder_cache import EncoderCache
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.memory import free_bytes
-from engines.torch_backend.models.llava import Llava, PictureSlots
+from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.rotary import RotaryTable
+from engines.torch_backend.picture_encoder import PictureEncoder
 from engines.torch_backend.sampler import sample
 from shared.protocol import SamplingParams
 
@@ -49,10 +49,12 @@ class TorchRunner:
         self._model = model.eval()
         self._device = device
         self._dtype = dtype
-        self._max_images_per_step = config.max_images_per_step
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         self._kv_pool = KVCachePool(text, self.num_blocks, self.block_size, dtype, device)
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
+        self._pictures = PictureEncoder(
+            self._model, self._encoder_cache, config.max_images_per_step, device, dtype
+        )
         tensors = [*model.parameters(), *model.buffers()]
         self._weight_bytes = sum(tensor.nbytes for tensor in tensors)
 
@@ -90,7 +92,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("_model", "_kv_pool", "_rotary"):
+        for name in ("_model", "_pictures", "_kv_pool", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -121,7 +123,7 @@ class TorchRunner:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s = self._encode_missing(ordered)
+        vision_s = self._pictures.encode_missing(ordered)
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
         hidden = self._forward(ordered, plan)
@@ -129,7 +131,7 @@ class TorchRunner:
         choices: list[TokenChoice | None] = [None] * len(items)
         for place, choice in zip(order, drawn, strict=True):
             choices[place] = choice
-        self._unpin_finished(ordered)
+        self._pictures.let_go(ordered)
         return StepResult(choices, vision_s)
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
@@ -138,7 +140,7 @@ class TorchRunner:
         if plan.fresh_blocks is not None:
             self._kv_pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
-        embeddings = self._model.embed(token_ids, self._picture_slots(items, plan.spans))
+        embeddings = self._model.embed(token_ids, self._pictures.place(items, plan.spans))
         attend = partial(paged_attention, self._kv_pool, plan)
         return decoder(embeddings, self._rotary.at(positions), attend)
 
@@ -170,78 +172,6 @@ class TorchRunner:
         for place, choice in zip(sampling, drawn, strict=True):
             choices[place] = choice
         return choices
-
-    def _encode_missing(self, items: list[ScheduledSequence]) -> float:
-        """Encode the pictures that this step reads and no cache holds, all requests' together.
-
-        Every picture that is read is pinned for its request afterwards. Returns: seconds spent encoding.
-        """
-        missing: dict[PictureKey, ImageInput] = {}
-        wanted: list[tuple[str, PictureKey]] = []
-        for item in items:
-            request_id = item.sequence.request_id
-            for image in item.images:
-                key = (item.sequence.cache_salt, image.image_hash)
-                if self._encoder_cache.is_pinned_by(request_id, key):
-                    continue
-                wanted.append((request_id, key))
-                is_known = key in self._encoder_cache or key in missing
-                self._encoder_cache.count_query(hit=is_known)
-                if not is_known:
-                    self._check_pixels(request_id, image)
-                    missing[key] = image
-        started = time.perf_counter()
-        self._encode(list(missing.items()))
-        vision_s = time.perf_counter() - started if missing else 0.0
-        for request_id, key in wanted:
-            self._encoder_cache.pin(request_id, key)
-        return vision_s
-
-    def _check_pixels(self, request_id: str, image: ImageInput) -> None:
-        size = self._model.config.vision.image_size
-        is_fit = tuple(image.pixels.shape) == (3, size, size)
-        if not is_fit or image.num_tokens != self._model.config.tokens_per_image:
-            raise SequenceFailure(request_id, "A picture was not prepared for this model.")
-
-    def _encode(self, missing: list[tuple[PictureKey, ImageInput]]) -> None:
-        """Encode pictures into the cache, at most so many at once as a step may hold in memory."""
-        for start in range(0, len(missing), self._max_images_per_step):
-            part = missing[start : start + self._max_images_per_step]
-            pixels = torch.stack([torch.as_tensor(image.pixels) for _, image in part])
-            features = self._model.encode_images(pixels.to(self._device, self._dtype))
-            for (key, _), picture in zip(part, features, strict=True):
-                # a copy of its own, so that evicting one picture frees its memory
-                self._encoder_cache.put(key, picture.clone())
-        if missing and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else the time would be counted as prefill
-
-    def _picture_slots(
-        self, items: list[ScheduledSequence], spans: list[Span]
-    ) -> list[PictureSlots]:
-        """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
-        slots = []
-        for item, span in zip(items, spans, strict=True):
-            for image in item.images:
-                key = (item.sequence.cache_salt, image.image_hash)
-                features = self._encoder_cache.pin(item.sequence.request_id, key)
-                first = max(image.offset, span.num_computed)
-                last = min(image.offset + image.num_tokens, span.num_context)
-                slots.append(
-                    PictureSlots(
-                        start=span.start + first - span.num_computed,
-                        features=features[first - image.offset : last - image.offset],
-                    )
-                )
-        return slots
-
-    def _unpin_finished(self, items: list[ScheduledSequence]) -> None:
-        """Let go of the pictures whose last slot has been computed."""
-        for item in items:
-            end = item.sequence.num_computed_tokens + item.num_new_tokens
-            for image in item.images:
-                if image.offset + image.num_tokens <= end:
-                    key = (item.sequence.cache_salt, image.image_hash)
-                    self._encoder_cache.unpin(item.sequence.request_id, key)
 
 
 def _to_spans(items: list[ScheduledSequence]) -> list[Span]:
