@@ -206,6 +206,26 @@ def test_warming_up_fits_the_smallest_cache(num_kv_blocks):
     make_runner(pair(), num_kv_blocks=num_kv_blocks).warm_up()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_to_float32(dtype):
+    half = make_model_pair(make_vlm_config(), std=0.15)
+    parts = {"a": [[5], 1, [6, 7]], "b": [2, [8, 9, 10]]}
+
+    def first_logprobs(runner: TorchRunner) -> list[float]:
+        sequences = [
+            make_sequence(name, part, 16 * place, num_logprobs=0, logit_bias={3: 1000.0})
+            for place, (name, part) in enumerate(parts.items())
+        ]
+        steps = [run(runner, *(share(sequence) for sequence in sequences)) for _ in range(4)]
+        return [choice.logprob for step in steps for choice in step.choices]
+
+    expected = first_logprobs(make_runner(half))
+    half.ours.to(dtype)
+    config = EngineConfig(num_kv_blocks=64, block_size=4)
+    found = first_logprobs(TorchRunner(half.ours, config, torch.device("cpu"), dtype))
+    assert found == pytest.approx(expected, abs=0.1)
+
+
 def test_memory_is_told_by_use():
     runner = make_runner(pair(), num_kv_blocks=10)
     memory = runner.memory_bytes()
