@@ -64,6 +64,7 @@ class BlockManager:
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: free, and of no use to anybody
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but published, oldest first
         self._published: dict[bytes, int] = {}
+        self._promised: set[bytes] = set()  # hashes of blocks that the present step fills
 
     @property
     def num_free_blocks(self) -> int:
@@ -92,6 +93,22 @@ class BlockManager:
                 break
             found.append(block_id)
         return found
+
+    def begin_step(self) -> None:
+        """Forget what the step before was to fill."""
+        self._promised.clear()
+
+    def promise(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Note which full blocks the present step computes for the sequence."""
+        if self._enable_prefix_cache:
+            start = sequence.num_computed_tokens
+            first, last = start // self.block_size, (start + num_new_tokens) // self.block_size
+            self._promised.update(self._block_hash(sequence, i) for i in range(first, last))
+
+    def is_promised(self, sequence: Sequence, index: int) -> bool:
+        """Whether the present step computes that block of the sequence for somebody else."""
+        is_sharable = index < (sequence.num_tokens - 1) // self.block_size
+        return is_sharable and self._block_hash(sequence, index) in self._promised
 
     def can_admit(self, sequence: Sequence, prefix: list[int], num_spare_blocks: int) -> bool:
         """Whether all present tokens of the sequence fit beside its prefix, with some blocks to spare."""

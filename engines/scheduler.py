@@ -55,6 +55,7 @@ class Scheduler:
         """
         batch = Batch()
         self._encoding.clear()
+        self.blocks.begin_step()
         budget = self._schedule_running(batch, self.max_num_batched_tokens)
         self._schedule_waiting(batch, budget)
         return batch
@@ -125,6 +126,8 @@ class Scheduler:
             if fits or self._reserve(sequence, start + num_new):
                 batch.items.append(ScheduledSequence(sequence, num_new))
                 budget -= num_new
+                if num_new > 1:
+                    self.blocks.promise(sequence, num_new)
         return budget
 
     def _schedule_waiting(self, batch: Batch, budget: int) -> None:
@@ -136,6 +139,8 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = next(iter(self.waiting.values()))
             prefix = self.blocks.find_prefix(sequence)
+            if self.blocks.is_promised(sequence, len(prefix)):
+                return  # a step later it need not be computed again: choices of one prompt, bursts
             if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
                 return
             start = len(prefix) * self.blocks.block_size
@@ -150,6 +155,7 @@ class Scheduler:
             self.running[sequence.request_id] = sequence
             batch.items.append(ScheduledSequence(sequence, num_new))
             budget -= num_new
+            self.blocks.promise(sequence, num_new)
 
     def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
         """Shorten a share so that it does not reach into a picture that this step cannot encode any more.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engines.base import EngineConfig, EngineOutput, EngineRequest, ImageInput
+from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, ImageInput
 from engines.block_manager import BlockManager
 from engines.engine import BatchingEngine
 from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockTokenizer
@@ -174,7 +174,7 @@ class Transcript:
         return self.last.finish_reason if self.last else None
 
 
-def run_all(engine: BatchingEngine, *requests: EngineRequest) -> dict[str, Transcript]:
+def run_all(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
     """Add the requests together and step until all is said."""
     transcripts = {r.request_id: Transcript(len(r.output_token_ids)) for r in requests}
     for request in requests:
@@ -182,7 +182,8 @@ def run_all(engine: BatchingEngine, *requests: EngineRequest) -> dict[str, Trans
     while engine.has_work():
         for output in engine.step():
             transcripts[output.request_id].append(output)
-        engine.scheduler.check_integrity()
+        if isinstance(engine, BatchingEngine):
+            engine.scheduler.check_integrity()
     return transcripts
 
 

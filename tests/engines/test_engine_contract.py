@@ -9,7 +9,7 @@ import engines.torch_backend  # noqa: F401 - before transformers
 from engines.base import Engine, EngineRequest, InvalidRequest, PromptTooLong
 from shared.protocol import FinishReason
 from tests import factories_engine, factories_torch
-from tests.factories_engine import Transcript
+from tests.factories_engine import Transcript, run_all
 
 CONFIG = factories_torch.make_vlm_config()
 WORDS = list(range(1, 15))
@@ -41,16 +41,6 @@ def create_engine(
     yield create
     for engine in engines:
         engine.close()
-
-
-def run_all(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
-    transcripts = {r.request_id: Transcript(len(r.output_token_ids)) for r in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work():
-        for output in engine.step():
-            transcripts[output.request_id].append(output)
-    return transcripts
 
 
 def answer(engine: Engine, request: EngineRequest) -> Transcript:

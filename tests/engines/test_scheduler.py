@@ -45,6 +45,31 @@ def test_a_prefix_hit_leaves_only_the_rest_to_compute():
     assert scheduler.running["b"].num_cached_tokens == 8
 
 
+def test_a_prefix_that_this_step_computes_is_not_computed_twice():
+    scheduler = make_scheduler()
+    for name in "abc":
+        scheduler.add(make_sequence(11, name))
+    assert shares(run_step(scheduler)) == {"a": 11}
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 3, "c": 3}
+
+
+def test_a_chunk_of_a_running_prefill_is_not_computed_twice():
+    scheduler = make_scheduler(max_num_batched_tokens=16, max_images_per_step=1)
+    images = (make_image(0, 4, "cat"), make_image(8, 4, "dog"))
+    scheduler.add(make_sequence(13, "a", images=images))
+    scheduler.add(make_sequence(13, "b", images=images))
+    assert shares(run_step(scheduler)) == {"a": 8}
+    assert shares(run_step(scheduler)) == {"a": 5}
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 1}
+
+
+def test_without_prefix_cache_equal_prompts_share_a_step():
+    scheduler = make_scheduler(enable_prefix_cache=False)
+    for name in "ab":
+        scheduler.add(make_sequence(11, name))
+    assert shares(run_step(scheduler)) == {"a": 11, "b": 11}
+
+
 def test_the_youngest_is_preempted_and_keeps_its_tokens():
     scheduler = make_scheduler(num_blocks=4, enable_prefix_cache=False)
     old, young = make_sequence(7, "old"), make_sequence(4, "young")
@@ -137,7 +162,8 @@ def test_a_picture_is_counted_once_for_all_who_need_it_in_a_step():
     scheduler = make_scheduler(max_images_per_step=1)
     scheduler.add(make_sequence(10, "a", images=(make_image(2, 4, "cat"),)))
     scheduler.add(make_sequence(12, "b", images=(make_image(4, 4, "cat"),)))
-    scheduler.add(make_sequence(12, "c", images=(make_image(4, 4, "dog"),)))
+    other = [9] * 12
+    scheduler.add(make_sequence(token_ids=other, request_id="c", images=(make_image(4, 4, "dog"),)))
     assert shares(run_step(scheduler)) == {"a": 10, "b": 12, "c": 4}
     assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 8}
 
