@@ -166,11 +166,14 @@ class BatchingEngine(Engine):
         max_tokens = request.sampling.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
+        vocab_size = self.runner.vocab_size
         for token_id in request.sampling.logit_bias:
-            if not 0 <= token_id < self.runner.vocab_size:
+            if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
-                    f"logit_bias names token {token_id}; the vocabulary has {self.runner.vocab_size}"
+                    f"logit_bias names token {token_id}; the vocabulary has {vocab_size}"
                 )
+        if any(not 0 <= token_id < vocab_size for token_id in request.output_token_ids):
+            raise InvalidRequest("the answer was begun with another model's tokens")
         end = 0
         for image in request.images:
             if image.offset < end or image.num_tokens < 1:
