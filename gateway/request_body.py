@@ -18,7 +18,7 @@ from gateway.schemas import ChatCompletionRequest, ChatMessageParam, ContentPart
 
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
-_AT = re.compile(r"(?P<reason>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)

@@ -237,7 +237,8 @@ async def run_gateway_on_socket(settings: Settings) -> AsyncIterator[RunningGate
         assert not task.done(), task
     url = f"http://127.0.0.1:{server.port}"
     try:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20, verify=False) as client:
+            await services.models.refresh()
             yield RunningGateway(services, server, client)
     finally:
         server.should_exit = True

@@ -1,0 +1,161 @@
+"""Events on their way from mailbox to request: order, repeats, gaps, silence, deadlines."""
+
+import asyncio
+
+import pytest
+
+from gateway.generation import ChoiceProgress, Generation, Gone
+from shared.protocol import Delta, ErrorCode, Failed, Finished, FinishReason, Started, Usage
+from tests.factories_gateway import Answer, make_body
+from tests.gateway.test_streams import read_events
+
+
+def delta(index: int, *token_ids: int, attempt: int = 1) -> Delta:
+    return Delta("r", attempt, index, token_ids, "".join(f" {t}" for t in token_ids))
+
+
+def finished(num_tokens: int, attempt: int = 1) -> Finished:
+    return Finished("r", attempt, FinishReason.STOP, Usage(1, num_tokens))
+
+
+def make_generation(*request_ids: str) -> tuple[Generation, list[Generation]]:
+    closed: list[Generation] = []
+    return Generation("m", request_ids or ("r",), float("inf"), closed.append), closed
+
+
+def test_tokens_pass_once_and_in_order():
+    progress = ChoiceProgress("r")
+    events = [delta(0, 1), delta(0, 1), delta(1, 2, 3), delta(1, 2, 3), delta(2, 3), delta(3, 4)]
+    passed = [event for event in events if progress.accept(event) is not None]
+    assert [event.token_ids for event in passed] == [(1,), (2, 3), (4,)]
+
+
+def test_a_later_attempt_supersedes_an_earlier_one():
+    progress = ChoiceProgress("r")
+    assert progress.accept(Started("r", 1, Usage(1)))
+    assert progress.accept(delta(0, 1))
+    assert progress.accept(Started("r", 2, Usage(1))) is None
+    assert progress.accept(delta(1, 2, attempt=2))
+    assert progress.accept(delta(2, 9, attempt=1)) is None
+    assert progress.accept(finished(2, attempt=2))
+
+
+@pytest.mark.parametrize("overlap", [delta(0, 9, attempt=2), delta(1, 2, 3, attempt=2)])
+def test_two_different_answers_are_never_spliced(overlap):
+    progress = ChoiceProgress("r")
+    for event in (delta(0, 1), delta(1, 2)):
+        progress.accept(event)
+    failed = progress.accept(overlap)
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.WORKER_LOST
+    assert progress.accept(delta(2, 3)) is None
+
+
+@pytest.mark.parametrize("event", [delta(2, 3), finished(2)])
+def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
+    progress = ChoiceProgress("r")
+    progress.accept(delta(0, 1))
+    assert progress.accept(event) is None
+    assert progress.has_gap
+    log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2), delta(2, 3, attempt=2)]
+    news = progress.replay(log)
+    assert [e.token_ids for e in news if isinstance(e, Delta)] == [(2,), (3,)]
+    assert not progress.has_gap
+
+
+def test_nothing_passes_after_the_end():
+    progress = ChoiceProgress("r")
+    assert progress.accept(finished(0))
+    for event in (delta(0, 1), finished(0), Failed("r", 2, ErrorCode.CANCELLED, "x")):
+        assert progress.accept(event) is None
+
+
+async def test_receive_gives_all_that_came_together():
+    generation, _ = make_generation("a", "b")
+    generation.deliver(0, delta(0, 1))
+    generation.deliver(1, delta(0, 2))
+    assert [index for index, _ in await generation.receive()] == [0, 1]
+    assert await generation.receive(timeout_s=0.01) == []
+
+
+async def test_close_is_idempotent_and_wakes_the_receiver():
+    generation, closed = make_generation()
+    waiting = asyncio.ensure_future(generation.receive())
+    await asyncio.sleep(0)
+    generation.close()
+    generation.close()
+    with pytest.raises(Gone):
+        await waiting
+    assert closed == [generation]
+    assert generation.unsettled_ids == ["r"]
+
+
+async def test_a_settled_choice_is_not_cancelled():
+    generation, _ = make_generation("a", "b")
+    generation.deliver(0, finished(0))
+    generation.fail(1, ErrorCode.DEADLINE_EXCEEDED, "late")
+    assert generation.unsettled_ids == ["b"]
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_events_that_the_mailbox_lost_are_read_from_the_log(gateway, worker, redis, changes):
+    [key] = gateway.services.mailbox._last_ids
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("one ")
+        gone = await redis.copy(key, key + "-aside")
+        assert gone
+        await redis.delete(key)  # what is posted now is lost
+        await answer.say("two ")
+        await redis.rename(key + "-aside", key)
+        await answer.finish("three")
+
+    worker.script = script
+    *chunks, done = read_events(await gateway.stream())
+    assert done == "[DONE]"
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert text == "one two three"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_an_end_that_the_mailbox_lost_is_found(gateway, worker, redis, changes):
+    [key] = gateway.services.mailbox._last_ids
+
+    async def script(answer: Answer) -> None:
+        await redis.delete(key)
+        await answer.finish("found")
+
+    worker.script = script
+    answer = (await gateway.chat()).json()
+    assert answer["choices"][0]["message"]["content"] == "found"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_a_request_that_redis_forgot_ends_with_an_error(gateway, worker, redis, changes):
+    async def script(answer: Answer) -> None:
+        async for key in redis.scan_iter(f"*request:{answer.request.request_id}"):
+            await redis.delete(key)
+
+    worker.script = script
+    response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_ends_at_its_deadline(gateway, worker, changes, stream):
+    worker.script = lambda answer: asyncio.sleep(0)
+    response = await gateway.chat(make_body(stream=stream))
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_unwanted_events_are_counted(gateway, worker):
+    await gateway.chat()
+    gateway.services.dispatcher._deliver([delta(0, 1)])
+    text = (await gateway.client.get("/metrics")).text
+    assert "vlm_dropped_events_total 1.0" in text
