@@ -70,7 +70,9 @@ class _Wire(asyncio.Protocol):
         except hiredis.ProtocolError as error:
             self.fail(ConnectionError(f"not the protocol of Redis: {error}"))
             return
-        if self._answer is not None and len(self._replies) >= self._num_wanted:
+        if self._answer is None:
+            self.fail(ConnectionError("Redis answers what nobody asked"))
+        elif len(self._replies) >= self._num_wanted:
             replies, self._replies = self._replies, []
             answer, self._answer = self._answer, None
             if not answer.done():

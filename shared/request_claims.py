@@ -25,20 +25,11 @@ from shared.protocol import (
     decode_request,
 )
 from shared.publication import Claim, Publication
+from shared.publisher import Publisher, refusals
 from shared.redis_client import retry_idempotent
-from shared.redis_keys import (
-    AFTER_END_S,
-    DEAD_TTL_S,
-    GROUP,
-    MAX_DEAD_ENTRIES,
-    MAX_MAILBOX_ENTRIES,
-    QUEUE_TTL_S,
-    RELEASED,
-    RedisKeys,
-    to_ms,
-)
+from shared.redis_keys import GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
 from shared.redis_link import RedisLink, RedisSender
-from shared.scripts import CLAIM, FINISH, PUBLISH, REAP, RELEASE, RENEW
+from shared.scripts import CLAIM, REAP, RELEASE, RENEW
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +59,7 @@ class RequestClaims:
         worker_id: str,
         lease_s: float,
         max_attempts: int,
+        ghost_after_s: float = GHOST_AFTER_S,
     ) -> None:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
@@ -77,9 +69,15 @@ class RequestClaims:
         self._worker_id = worker_id
         self._lease_s = lease_s
         self._max_attempts = max_attempts
+        self._ghost_after_s = ghost_after_s
+        self._publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: set[bytes] = set()  # entries that this worker knows to be its own
         self.num_claims: Counter[str] = Counter()  #: by kind: new, reclaimed, reconciled
-        self.num_fenced = 0
+
+    @property
+    def num_fenced(self) -> int:
+        """Publications refused because another worker owns the request."""
+        return self._publisher.num_fenced
 
     # Claiming
 
@@ -112,7 +110,7 @@ class RequestClaims:
     async def reconcile(self) -> list[Claim]:
         """Claim what Redis counts as ours but whose naming never reached us. Raises: RedisError."""
         claims: list[Claim] = []
-        for entry_id in await self._unknown_entries(GHOST_AFTER_S):
+        for entry_id in await self._unknown_entries(self._ghost_after_s):
             entries = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
             if entries:
                 claims += await self._claim_entries(entries, "reconciled", 0)
@@ -215,66 +213,13 @@ class RequestClaims:
         end = Publication(claim, 1, len(claim.output_token_ids), (failed,), reason)
         await retry_idempotent(lambda: self.publish([end]))
 
-    # Publishing
-
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Send events: per gateway one call for requests that go on and one for those that end.
-
-        Returns the requests that were refused and why: gone, cancelled, ended, fenced or gap. They are no
-        longer ours. Sending the same publications again after an error changes nothing.
-
-        Raises: RedisError.
-        """
-        batches: dict[tuple[str, bool], list[Publication]] = {}
+        """Send events; see `Publisher.publish`. Requests that end or are refused are no longer held."""
+        refused = await self._publisher.publish(publications)
         for publication in publications:
-            key = (publication.claim.request.reply_to, publication.terminal is not None)
-            batches.setdefault(key, []).append(publication)
-        calls = [
-            (self._finish if ends else self._continue)(reply_to, batch)
-            for (reply_to, ends), batch in batches.items()
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        refused: dict[str, str] = {}
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-            refused |= answer
-        return refused
-
-    async def _continue(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
-        keys = [self._keys.mailbox(self._model, reply_to)]
-        arguments: list[str | bytes | int] = [MAX_MAILBOX_ENTRIES]
-        for item in batch:
-            keys += self._request_keys(item.claim)
-            arguments += item.to_item()
-        verdicts = await self._sender.run(PUBLISH, keys, arguments)
-        return self._refused([item.claim for item in batch], verdicts)
-
-    async def _finish(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
-        mailbox = self._keys.mailbox(self._model, reply_to)
-        keys = [self._queue, mailbox, self._keys.dead(self._model)]
-        arguments: list[str | bytes | int] = [
-            *(GROUP, to_ms(AFTER_END_S), MAX_MAILBOX_ENTRIES),
-            *(self._worker_id, to_ms(DEAD_TTL_S), MAX_DEAD_ENTRIES),
-        ]
-        for item in batch:
-            keys += self._request_keys(item.claim)
-            arguments += item.to_ending()
-        verdicts = await self._sender.run(FINISH, keys, arguments)
-        self._held.difference_update(item.claim.entry_id for item in batch)
-        return self._refused([item.claim for item in batch], verdicts)
-
-    def _request_keys(self, claim: Claim) -> tuple[str, str]:
-        request_id = claim.request.request_id
-        return self._keys.request(self._model, request_id), self._keys.log(self._model, request_id)
-
-    def _refused(self, claims: Sequence[Claim], verdicts: list[bytes]) -> dict[str, str]:
-        refused: dict[str, str] = {}
-        for claim, verdict in zip(claims, verdicts, strict=True):
-            if verdict != b"ok":
-                refused[claim.request.request_id] = verdict.decode()
+            claim = publication.claim
+            if publication.terminal is not None or claim.request.request_id in refused:
                 self._held.discard(claim.entry_id)
-                self.num_fenced += verdict == b"fenced"
         return refused
 
     # Leases
@@ -287,7 +232,9 @@ class RequestClaims:
         for claim in claims:
             keys.append(self._keys.request(self._model, claim.request.request_id))
             arguments += (claim.attempt, claim.entry_id)
-        return self._refused(claims, await self._sender.run(RENEW, keys, arguments))
+        refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
+        self._held.difference_update(c.entry_id for c in claims if c.request.request_id in refused)
+        return refused
 
     async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
         """Give requests back for others to take at once; returns how many. Raises: RedisError.

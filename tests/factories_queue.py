@@ -22,6 +22,7 @@ from shared.protocol import (
     Usage,
 )
 from shared.publication import Claim, Publication
+from shared.redis_keys import GROUP, RedisKeys
 from shared.request_claims import RequestClaims
 from shared.request_queue import RequestQueue
 
@@ -67,6 +68,7 @@ class Ends:
 
     def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str) -> None:
         self.redis, self.redis_blocking, self.prefix = redis, redis_blocking, prefix
+        self.keys = RedisKeys(prefix)
         self.queue = RequestQueue(redis, prefix)
         self.mailbox = Mailbox(redis_blocking, prefix, GATEWAY)
         self._closers: list[Callable[[], Awaitable[None]]] = [
@@ -83,7 +85,7 @@ class Ends:
         return request
 
     def worker(self, worker_id: str, **changes: Any) -> RequestClaims:
-        options = {"model": MODEL, "lease_s": 10.0, "max_attempts": 3, **changes}
+        options: dict[str, Any] = {"model": MODEL, "lease_s": 10.0, "max_attempts": 3, **changes}
         claims = RequestClaims(
             self.redis, self.redis_blocking, keys_prefix=self.prefix, worker_id=worker_id, **options
         )
@@ -94,6 +96,20 @@ class Ends:
         await worker.create_group()
         [claim] = await worker.read(1, 1.0)
         return claim
+
+    async def let_lease_run_out(self, claim: Claim) -> None:
+        """As if nobody had renewed it for an hour."""
+        await self.redis.xclaim(
+            *(self.keys.queue(MODEL), GROUP, "nobody", 0, [claim.entry_id]),
+            idle=3_600_000,
+            justid=True,
+        )
+
+    async def take_over(self, worker: RequestClaims, claim: Claim) -> Claim:
+        """The claim of the next worker, after the first one's lease has run out."""
+        await self.let_lease_run_out(claim)
+        [later] = await worker.reclaim(1)
+        return later
 
     async def next_events(self) -> tuple[GenerateEvent, ...]:
         return await anext(self._events)

@@ -26,6 +26,7 @@ class PixelCache:
         task = self._being_made.get(image_hash)
         if task is None:
             task = asyncio.create_task(self._make(image_hash, make))
+            task.add_done_callback(_look_at_error)
             self._being_made[image_hash] = task
         return await asyncio.shield(task)  # who leaves does not take it from the others
 
@@ -40,3 +41,9 @@ class PixelCache:
             _, (_, dropped_bytes) = self._kept.popitem(last=False)
             self._num_bytes -= dropped_bytes
         return pixels
+
+
+def _look_at_error(task: "asyncio.Task[Any]") -> None:
+    """Nobody may be left to hear of it; asyncio would complain."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,136 @@
+"""A gateway's mailbox: what workers post arrives, across outages, and what could be missing is told."""
+
+import asyncio
+
+import pytest
+
+import shared.mailbox
+from shared.mailbox import Mailbox
+from shared.protocol import ErrorCode, Failed, encode
+from shared.redis_keys import RedisKeys
+
+
+@pytest.fixture
+async def open_mailbox(redis_blocking, redis_prefix):
+    opened = []
+
+    def create(**options) -> Mailbox:
+        opened.append(Mailbox(redis_blocking, redis_prefix, "g", **options))
+        return opened[-1]
+
+    yield create
+    for mailbox in opened:
+        await mailbox.close()
+
+
+@pytest.fixture
+def post(redis, redis_prefix):
+    """Post one event, named by its request, as a worker does."""
+
+    async def post(name: str, model: str = "m") -> None:
+        event = Failed(name, 1, ErrorCode.CANCELLED, "")
+        key = RedisKeys(redis_prefix).mailbox(model, "g")
+        await redis.xadd(key, {"events": b"[" + encode(event) + b"]"}, nomkstream=True)
+
+    return post
+
+
+async def names(events, count: int) -> list[str]:
+    async with asyncio.timeout(10):
+        return [(await anext(events))[0].request_id for _ in range(count)]
+
+
+async def test_events_of_all_models_come_in_order(open_mailbox, post):
+    mailbox = open_mailbox()
+    await mailbox.open(["m", "n"])
+    events = mailbox.events()
+
+    await post("1")
+    await post("2")
+    assert await names(events, 2) == ["1", "2"]
+    await post("3", model="n")
+    assert await names(events, 1) == ["3"]
+
+
+async def test_a_model_opened_later_is_heard_at_once(open_mailbox, post):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+    waiting = asyncio.create_task(names(mailbox.events(), 1))
+    await asyncio.sleep(0.02)  # lets the reader block; nothing depends on it
+
+    await mailbox.open(["m", "n"])
+    await post("late", model="n")
+
+    assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+
+
+async def test_the_reader_goes_on_where_it_was_after_its_connection_broke(
+    open_mailbox, post, redis
+):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+    events = mailbox.events()
+    await post("1")
+    assert await names(events, 1) == ["1"]
+    waiting = asyncio.create_task(names(events, 2))
+    await asyncio.sleep(0.02)
+
+    await redis.client_kill_filter(_type="normal", skipme=True)
+    await post("2")
+    await post("3")
+
+    assert await waiting == ["2", "3"]
+
+
+async def test_entries_trimmed_before_they_were_read_are_told(
+    open_mailbox, post, redis, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(shared.mailbox, "MAX_ENTRIES_PER_READ", 4)
+    gaps: list[str] = []
+    mailbox = open_mailbox(on_gap=gaps.append)
+    await mailbox.open(["m"])
+    events = mailbox.events()
+    for number in range(4):
+        await post(str(number))
+    assert await names(events, 4) == ["0", "1", "2", "3"]
+    assert gaps == []
+
+    for number in range(4, 12):
+        await post(str(number))
+    await redis.xtrim(RedisKeys(redis_prefix).mailbox("m", "g"), maxlen=5, approximate=False)
+
+    assert await names(events, 5) == ["7", "8", "9", "10", "11"]
+    assert gaps == ["m"]
+
+
+async def test_a_mailbox_that_redis_lost_is_made_again_and_told(
+    open_mailbox, post, redis, redis_prefix
+):
+    lost = asyncio.Event()
+    mailbox = open_mailbox(on_gap=lambda model: lost.set(), renew_every_s=0.02)
+    await mailbox.open(["m"])
+    waiting = asyncio.create_task(names(mailbox.events(), 1))
+
+    await redis.delete(RedisKeys(redis_prefix).mailbox("m", "g"))
+    await asyncio.wait_for(lost.wait(), 5.0)
+    await post("again")
+
+    assert await waiting == ["again"]
+
+
+async def test_an_unreadable_entry_is_skipped(open_mailbox, post, redis, redis_prefix):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": b"[{}]"})
+    await post("1")
+
+    assert await names(mailbox.events(), 1) == ["1"]
+
+
+async def test_a_closed_mailbox_leaves_nothing(open_mailbox, redis, redis_prefix):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+
+    await mailbox.close()
+
+    assert await redis.exists(RedisKeys(redis_prefix).mailbox("m", "g")) == 0

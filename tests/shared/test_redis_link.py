@@ -1,0 +1,135 @@
+"""The wire to Redis: commands share a write, nothing hangs, nothing is repeated behind one's back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.redis_client import create_redis, retry_idempotent
+from shared.redis_link import RedisLink, RedisSender
+from shared.settings import RedisSettings
+
+
+@pytest.fixture
+async def sender(redis):
+    sender = RedisSender(redis)
+    yield sender
+    await sender.close()
+
+
+async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
+    exchange = sender._link.exchange
+    batches = []
+
+    async def watch(commands):
+        batches.append(len(commands))
+        return await exchange(commands)
+
+    monkeypatch.setattr(sender._link, "exchange", watch)
+    replies = await asyncio.gather(*(sender.execute("ECHO", number) for number in range(10)))
+
+    assert replies == [str(number).encode() for number in range(10)]
+    assert batches == [10]
+
+
+async def test_an_error_reply_is_its_callers_alone(sender):
+    good, bad = await asyncio.gather(
+        sender.execute("PING"), sender.execute("NONSENSE"), return_exceptions=True
+    )
+
+    assert good == b"PONG"
+    assert isinstance(bad, ResponseError)
+
+
+async def test_a_caller_that_leaves_disturbs_no_other(sender):
+    leaving = asyncio.create_task(sender.execute("ECHO", "a"))
+    staying = asyncio.create_task(sender.execute("ECHO", "b"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+
+    assert await staying == b"b"
+
+
+async def test_an_interrupted_read_leaves_no_reply_for_the_next(redis_blocking):
+    link = RedisLink(redis_blocking)
+    reading = asyncio.create_task(link.execute("BLPOP", "nothing", 30))
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    await asyncio.wait([reading])
+
+    assert await link.execute("ECHO", "b") == b"b"
+    link.close()
+
+
+async def test_a_connection_that_redis_closed_is_opened_again(redis, sender):
+    await sender.execute("PING")
+    await redis.client_kill_filter(_type="normal", skipme=True)
+
+    assert await retry_idempotent(lambda: sender.execute("PING")) == b"PONG"
+
+
+class FakeServer(asyncio.Protocol):
+    """Says one thing to whoever connects, and nothing after that."""
+
+    def __init__(self, greeting: bytes) -> None:
+        self.greeting = greeting
+
+    def connection_made(self, transport):
+        if self.greeting:
+            transport.write(self.greeting)
+
+
+@asynccontextmanager
+async def link_to_fake(tmp_path, greeting: bytes) -> AsyncIterator[RedisLink]:
+    path = str(tmp_path / "s")
+    loop = asyncio.get_running_loop()
+    server = await loop.create_unix_server(lambda: FakeServer(greeting), path)
+    client = create_redis(RedisSettings(url=f"unix://{path}", command_timeout_s=0.1))
+    link = RedisLink(client)
+    try:
+        yield link
+    finally:
+        link.close()
+        await client.aclose()
+        server.close()
+        await server.wait_closed()
+        await asyncio.sleep(0.01)  # lets both ends of the connection close
+
+
+async def test_a_silent_server_is_given_up_in_time(tmp_path):
+    async with link_to_fake(tmp_path, b"") as link:
+        started_at = time.monotonic()
+        with pytest.raises(RedisTimeoutError):
+            await link.execute("PING")
+        assert time.monotonic() - started_at < 1.0
+
+
+async def test_what_does_not_speak_redis_is_refused(tmp_path):
+    async with link_to_fake(tmp_path, b"HTTP/1.1 400 Bad Request\r\n\r\n") as link:
+        with pytest.raises(RedisConnectionError):
+            await link.execute("PING")
+
+
+async def test_only_lost_calls_are_repeated():
+    calls = []
+
+    async def fail_twice():
+        calls.append(1)
+        if len(calls) < 3:
+            raise RedisConnectionError
+        return "done"
+
+    async def refuse():
+        calls.append(1)
+        raise ResponseError
+
+    assert await retry_idempotent(fail_twice) == "done"
+    calls.clear()
+    with pytest.raises(ResponseError):
+        await retry_idempotent(refuse)
+    assert len(calls) == 1

@@ -1,0 +1,92 @@
+"""Pictures and workers: what is put is found, what is not renewed goes away."""
+
+from hashlib import sha256
+
+import pytest
+
+from shared.image_store import ImageStore
+from shared.protocol import ModelCard
+from shared.redis_keys import RedisKeys
+from shared.registry import Registry, WorkerRecord
+
+PICTURE = b"a picture"
+DIGEST = sha256(PICTURE).hexdigest()
+
+
+@pytest.fixture
+async def store(redis, redis_prefix):
+    store = ImageStore(redis, redis_prefix)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def registry(redis, redis_prefix):
+    registry = Registry(redis, redis_prefix)
+    yield registry
+    await registry.close()
+
+
+def make_record(worker_id: str = "w1", model: str = "m") -> WorkerRecord:
+    return WorkerRecord(worker_id, ModelCard(model, 1, 128, 100), "mock")
+
+
+async def test_a_picture_is_found_by_its_hash(store):
+    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+
+    assert await store.get(DIGEST) == PICTURE
+    assert await store.get("0" * 64) is None
+
+
+async def test_bytes_that_are_not_those_of_the_hash_are_not_given_out(store, redis, redis_prefix):
+    await redis.set(RedisKeys(redis_prefix).image(DIGEST), b"another picture", px=1000)
+
+    assert await store.get(DIGEST) is None
+
+
+async def test_a_known_picture_is_kept_longer_without_its_bytes(
+    store, redis, redis_prefix, monkeypatch
+):
+    key = RedisKeys(redis_prefix).image(DIGEST)
+    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+    sent = []
+    run = store._sender.run
+
+    async def watch(script, keys, arguments):
+        sent.append(arguments[1])
+        return await run(script, keys, arguments)
+
+    monkeypatch.setattr(store._sender, "run", watch)
+    await store.put_all([(DIGEST, PICTURE)], ttl_s=600)
+    assert await redis.ttl(key) > 500
+    await store.put_all([(DIGEST, PICTURE)], ttl_s=1)
+    assert await redis.ttl(key) > 500
+    assert sent == [b"", b""]
+
+    await redis.delete(key)
+    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+    assert sent[2:] == [b"", PICTURE]
+    assert await store.get(DIGEST) == PICTURE
+
+
+async def test_workers_are_seen_until_they_fall_silent(registry, redis, redis_prefix):
+    await registry.announce(make_record("w1"), ttl_s=60)
+    await registry.announce(make_record("w2", "n"), ttl_s=60)
+    assert {record.worker_id for record in await registry.workers()} == {"w1", "w2"}
+
+    await redis.delete(RedisKeys(redis_prefix).worker("w2"))  # expired
+    assert [record.worker_id for record in await registry.workers()] == ["w1"]
+    await registry.withdraw("w1")
+
+    assert await registry.workers() == []
+    assert [card.name for card in await registry.models()] == ["m", "n"]
+
+
+async def test_all_that_is_kept_expires(store, registry, redis, redis_prefix):
+    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+    await registry.announce(make_record(), ttl_s=60)
+
+    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
+
+    assert len(keys) == 5
+    assert [key for key in keys if await redis.ttl(key) < 0] == []
