@@ -8,6 +8,7 @@ token). Locust rounds what it shows; with `--samples FILE` every single value is
 
 import json
 import random
+import time
 from itertools import count
 from typing import Any, ClassVar, TextIO
 
@@ -37,15 +38,22 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 
 class Samples:
-    """Every measured value, written to a file if one is named."""
+    """Every measured value, and at the end how long it took, written to a file if one is named."""
 
     file: ClassVar[TextIO | None] = None
+    started_at: ClassVar[float] = 0.0
 
     @classmethod
     def write(cls, scenario: str, metric: str, values_s: list[float]) -> None:
         """Write down values. Units: seconds."""
         if cls.file is not None and values_s:
             cls.file.write(json.dumps([scenario, metric, values_s]) + "\n")
+
+
+@events.spawning_complete.add_listener
+def start_clock(**_: Any) -> None:
+    """All users are there."""
+    Samples.started_at = time.perf_counter()
 
 
 @events.test_start.add_listener
@@ -55,11 +63,13 @@ def open_samples(environment: Environment, **_: Any) -> None:
     Samples.file = open(path, "w") if path else None  # noqa: SIM115 - closed by close_samples
 
 
-@events.quit.add_listener
+@events.test_stop.add_listener
 def close_samples(**_: Any) -> None:
     """End the file of samples."""
+    Samples.write("", "run", [time.perf_counter() - Samples.started_at])
     if Samples.file is not None:
         Samples.file.close()
+        Samples.file = None
 
 
 class ChatUser(User):

@@ -6,6 +6,7 @@ number in a JPEG comment differs, so that its bytes and their hash are new and i
 
 import base64
 import io
+import math
 import random
 
 from PIL import Image
@@ -19,7 +20,7 @@ HEAD_BYTES = len(START_OF_IMAGE) + len(COMMENT) + COMMENT_BYTES
 
 def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
     """A square JPEG of uniform noise, the first of growing side to reach `num_bytes`."""
-    side = 16
+    side = math.isqrt(num_bytes)  # about 0.8 bytes for a pixel
     while True:
         pixels = random.Random(seed).randbytes(3 * side * side)
         buffer = io.BytesIO()
