@@ -9,6 +9,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.panel import Panel
 
@@ -76,7 +77,7 @@ async def _run(settings: Settings, num_workers: int) -> None:
             {task, asyncio.ensure_future(started.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
     if started.is_set():
-        show_screen(settings, num_workers)
+        show_screen(settings, served_model(settings), num_workers)
     await task
     console.print("stopped")
 
@@ -104,16 +105,23 @@ def base_url(settings: Settings) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def show_screen(settings: Settings, num_workers: int) -> None:
+def served_model(settings: Settings) -> str:
+    """The name under which the gateway offers the model."""
+    keys = [key.get_secret_value() for key in settings.gateway.api_keys]
+    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    listing = httpx.get(f"{base_url(settings)}/v1/models", headers=headers, trust_env=False)
+    return listing.raise_for_status().json()["data"][0]["id"]
+
+
+def show_screen(settings: Settings, model: str, num_workers: int) -> None:
     """Say what runs and how to use it; the curl works as it stands."""
-    engine = settings.engine
-    model = engine.served_name or ("mock" if engine.kind == "mock" else engine.model)
     url = base_url(settings)
     console.print(
         Panel(
-            f"[bold]{model}[/bold] on {num_workers} worker(s), engine {engine.kind}\n"
-            f"{url}/v1   OpenAI API (base_url of any client)\n"
-            f"{url}/metrics   Prometheus     {url}/docs   API reference",
+            f"[bold]{model}[/bold] on {num_workers} worker(s), engine {settings.engine.kind}\n"
+            f"{url}/v1        base_url of any OpenAI client\n"
+            f"{url}/metrics   Prometheus\n"
+            f"{url}/docs      API reference",
             title="vlm-fleet is ready",
             expand=False,
         )
@@ -122,7 +130,8 @@ def show_screen(settings: Settings, num_workers: int) -> None:
     console.print(
         sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True
     )
-    console.print(f'\nor: vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."')
+    chat = f'vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
+    console.print(f"\nor: {chat}", soft_wrap=True)
     console.print("\nCtrl-C stops everything.", style="dim")
 
 

@@ -149,10 +149,10 @@ def run_chat(
             conversation = Conversation(client, chosen, max_tokens, temperature)
             for text in [question] if question else _typed_questions(console):
                 for piece in conversation.ask(text, images):
-                    console.print(piece, end="", markup=False)
+                    console.print(piece, end="", markup=False, soft_wrap=True)
                 console.print()
                 line = format_timings(conversation.timings, conversation.usage)
-                console.print(line, style="dim", markup=False)
+                console.print(line, style="dim", markup=False, soft_wrap=True)
                 images = []  # shown once; the conversation remembers them
         except httpx.ConnectError:
             raise ChatError(f"nothing answers at {url}; start a server with `vlm serve`") from None
