@@ -31,7 +31,6 @@ class ControlToken:
     text: str
     lstrip: bool = False
     rstrip: bool = False
-    normalized: bool = False  #: found after normalization, which then does not start anew behind it
 
 
 class PromptTokenizer(Protocol):
@@ -42,8 +41,8 @@ class PromptTokenizer(Protocol):
     prefix_ids: Sequence[int]  #: put before every text, where the template does not begin with BOS
     suffix_ids: Sequence[int]
 
-    def encode_piece(self, text: str, after: ControlToken | None) -> list[int]:
-        """Plain text that stands behind a control token, or at the start of the prompt."""
+    def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
+        """Plain text at the start of a prompt, or behind a control token."""
         ...
 
 
@@ -94,17 +93,13 @@ class PromptBuilder:
         adds_special = not (bos and rendered.startswith(bos))
         ids: list[int] = list(tokenizer.prefix_ids) if adds_special else []
         offsets: list[int] = []
-        previous: ControlToken | None = None
-        for piece, control in self._spelling.cut(rendered):
-            piece = piece.replace(guard, "")
-            if piece:
-                ids += tokenizer.encode_piece(piece, previous)
+        for number, (piece, control) in enumerate(self._spelling.cut(rendered)):
+            ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
             if control is not None and control.id == self._image_token_id:
                 offsets.append(len(ids))
                 ids += [control.id] * self._tokens_per_image
             elif control is not None:
                 ids.append(control.id)
-            previous = control
         return (ids + list(tokenizer.suffix_ids) if adds_special else ids), offsets
 
 

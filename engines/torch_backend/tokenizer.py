@@ -4,7 +4,7 @@ Used by the prompt builder and the detokenizer, from any thread. Knows no templa
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class HfTokenizer:
         )
         self.prefix_ids: Sequence[int]
         self.suffix_ids: Sequence[int]
-        self.prefix_ids, self.suffix_ids = self._surrounding_ids(backend, settings)
-        self._encoders = _PieceEncoders(content, set(self.control_tokens))
+        self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
+        self._encoders = _PieceEncoders(content, self.control_tokens.keys())
         decoder = ByteDecoder(content.get("decoder"))
         self.drops_leading_space = decoder.drops_leading_space
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -69,11 +69,11 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ordinary text to ids: control tokens spelled in it stay text; nothing is put around it."""
-        return self.encode_piece(text, None)
+        return self.encode_piece(text, is_first=True)
 
-    def encode_piece(self, text: str, after: ControlToken | None) -> list[int]:
-        """Plain text that stands behind a control token, or at the start of the prompt."""
-        backend = self._encoders.choose(after)
+    def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
+        """Plain text at the start of a prompt, or behind a control token."""
+        backend = self._encoders.first if is_first else self._encoders.later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
             # A vocabulary may hold control tokens as plain ones too; single characters cannot make them.
@@ -96,50 +96,35 @@ class HfTokenizer:
                 name,
                 lstrip=name in added and added[name].lstrip,
                 rstrip=name in added and added[name].rstrip,
-                normalized=name in added and added[name].normalized,
             )
             for name in sorted(names)
             if len(name) > 1
         }
 
-    def _surrounding_ids(
-        self, backend: Backend, settings: dict[str, Any]
-    ) -> tuple[list[int], list[int]]:
-        """What transformers puts before and behind a text: BOS and EOS, by settings or post-processor."""
-        if "add_bos_token" in settings or "add_eos_token" in settings or not backend.post_processor:
-            bos, eos = self.bos_token, self.special_variables.get("eos_token")
-            prefix = [self._ids[bos]] if settings.get("add_bos_token") and bos else []
-            return prefix, [self._ids[eos]] if settings.get("add_eos_token") and eos else []
-        plain = backend.encode("a", add_special_tokens=False).ids
-        full = backend.encode("a", add_special_tokens=True).ids
-        start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
-        return full[:start], full[start + len(plain) :]
+
+def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and behind a text, such as BOS."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+    return full[:start], full[start + len(plain) :]
 
 
 class _PieceEncoders:
-    """Backends without control tokens, for pieces of text by what stands before them.
+    """Backends without control tokens, for pieces of text at the start of a prompt and for later ones.
 
-    At the start of a text all normalization applies. Metaspace's `first` puts its space there only; a
-    `Prepend` normalizer also works behind control tokens, but for those found after normalization.
+    They differ where Metaspace puts a space before the `first` piece only.
     """
 
-    def __init__(self, content: dict[str, Any], control_tokens: set[str]) -> None:
+    def __init__(self, content: dict[str, Any], control_tokens: Set[str]) -> None:
         added = content.get("added_tokens") or []
         plain = content | {
             "added_tokens": [t for t in added if t["content"] not in control_tokens],
             "post_processor": None,
         }
         later = plain | {"pre_tokenizer": _never_first(plain.get("pre_tokenizer"))}
-        joined = later | {"normalizer": _without_prepend(plain.get("normalizer"))}
-        self._start = Backend.from_str(json.dumps(plain))
-        self._later = self._start if later == plain else Backend.from_str(json.dumps(later))
-        self._joined = self._later if joined == later else Backend.from_str(json.dumps(joined))
-
-    def choose(self, after: ControlToken | None) -> Backend:
-        """The backend for a piece behind a control token, or at the start."""
-        if after is None:
-            return self._start
-        return self._joined if after.normalized else self._later
+        self.first = Backend.from_str(json.dumps(plain))
+        self.later = self.first if later == plain else Backend.from_str(json.dumps(later))
 
 
 def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -151,15 +136,6 @@ def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
     if pre_tokenizer.get("prepend_scheme") == "first":
         return pre_tokenizer | {"prepend_scheme": "never"}
     return pre_tokenizer
-
-
-def _without_prepend(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    if normalizer is None or normalizer["type"] == "Prepend":
-        return None
-    if normalizer["type"] == "Sequence":
-        steps = [_without_prepend(step) for step in normalizer["normalizers"]]
-        return normalizer | {"normalizers": [step for step in steps if step is not None]}
-    return normalizer
 
 
 def _load_backend(content: dict[str, Any], settings: dict[str, Any]) -> Backend:
@@ -175,8 +151,11 @@ def _load_backend(content: dict[str, Any], settings: dict[str, Any]) -> Backend:
     declared = settings.get("added_tokens_decoder") or {}
     for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         backend.add_tokens([_to_added_token(entry)])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     named = [settings[name] for name in _NAMED if settings.get(name)]
-    backend.add_special_tokens([_to_added_token(token) for token in [*named, *_extras(settings)]])
+    for token in map(_to_added_token, [*named, *_extras(settings)]):
+        if token.content not in known:  # adding it again would change how it is found
+            backend.add_special_tokens([token])
     return backend
 
 
