@@ -28,9 +28,9 @@ class InvalidRequest(EngineError):
 
 
 class SequenceFailure(Exception):
-    """A step failed because of one sequence, which alone ends in an error; the others are computed again.
+    """A step failed because of one sequence, which alone ends; the others are computed again.
 
-    Raised by `ModelRunner.run` before it changes any state of the others. The message reaches the client.
+    Raised by `ModelRunner.run` before it changes any state of others. The client sees the message.
     """
 
     def __init__(self, request_id: str, message: str) -> None:

@@ -1,8 +1,8 @@
 """Which KV block belongs to whom, and which blocks hold a prefix that others may share.
 
-Called by the scheduler. It must not know tensors, budgets or queues: blocks are numbers, a prefix is a chain
-of hashes. A hash covers everything that a block's keys and values depend on: the blocks before it, its token
-ids, every picture that touches it and where, and the tenant's salt at the root.
+Called by the scheduler. It must not know tensors, budgets or queues: blocks are numbers, prefixes
+chains of hashes. A hash covers all that a block's keys and values depend on: the blocks before it,
+its token ids, every picture that touches it and where, and the tenant's salt at the root.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from engines.sequence import Sequence, SequenceStatus
 
 @dataclass(slots=True)
 class Block:
-    """`block_size` KV slots. A published block has a hash, is full and computed, and never changes."""
+    """`block_size` KV slots. A published one has a hash, is full and computed, never changes."""
 
     ref_count: int = 0
     block_hash: bytes | None = None
@@ -32,9 +32,9 @@ def hash_root(cache_salt: str) -> bytes:
 def hash_block(
     parent: bytes, token_ids: list[int], start: int, images: Iterable[ImageInput]
 ) -> bytes:
-    """The hash of the block whose first token has position `start` and whose parent has hash `parent`.
+    """The hash of a block whose first token has position `start`, behind a block hashed `parent`.
 
-    A picture counts by its hash and by where it lies relative to the block, for its slots all have one id.
+    A picture counts by its hash and its place relative to the block, for its slots have one id.
     """
     digest = blake2b(parent, digest_size=32)
     digest.update(array("q", token_ids))
@@ -76,7 +76,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The published blocks with the longest prefix of the sequence, its last token never among them.
+        """The published blocks with the longest prefix of the sequence, without its last token.
 
         That token has to be computed even when all is known, because the next one is drawn from it.
         """
@@ -111,7 +111,7 @@ class BlockManager:
         return is_sharable and self._block_hash(sequence, index) in self._promised
 
     def can_admit(self, sequence: Sequence, prefix: list[int], num_spare_blocks: int) -> bool:
-        """Whether all present tokens of the sequence fit beside its prefix, with some blocks to spare."""
+        """Whether all tokens of the sequence fit beside its prefix, with some blocks to spare."""
         num_taken = sum(self._blocks[block_id].ref_count == 0 for block_id in prefix)
         num_missing = self.num_blocks_for(sequence.num_tokens) - len(prefix)
         return num_missing + num_taken + num_spare_blocks <= self.num_free_blocks
@@ -134,7 +134,7 @@ class BlockManager:
             self.num_hit_tokens += sequence.num_computed_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Lend blocks until the table holds `num_tokens`; False, and nothing is lent, if too few are free."""
+        """Lend blocks until the table holds `num_tokens`; False, and none lent, if too few."""
         num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
         if num_missing <= 0:
             return True
@@ -144,7 +144,7 @@ class BlockManager:
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        """Let others find the blocks that the sequence has filled and computed since the last call."""
+        """Let others find the blocks that the sequence has filled since the last call."""
         if not self._enable_prefix_cache:
             return
         size = self.block_size
@@ -159,7 +159,7 @@ class BlockManager:
             sequence.num_published_blocks = index + 1
 
     def free(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back. The end of a prefix goes before its beginning when space is short."""
+        """Take the sequence's blocks back, so that a prefix is evicted from its end."""
         for block_id in reversed(sequence.block_ids):
             block = self._blocks[block_id]
             block.ref_count -= 1

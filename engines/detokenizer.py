@@ -1,7 +1,7 @@
 """Tokens to text while they come, exactly: the pieces add up to the decoding of the whole.
 
-Called by the engine, one object per answer. It must not know models, sequences or the wire. A character
-whose bytes are not all there is held back, and so is text that may yet become a stop string.
+Called by the engine, one object per answer. It must not know models, sequences or the wire. A
+character whose bytes are not all there is held back; so is text that may become a stop string.
 """
 
 from codecs import utf_8_decode
@@ -22,7 +22,7 @@ class Detokenizer:
         self.is_stopped = False
 
     def append(self, token_id: int) -> str:
-        """Take the next token; returns the text that it completes. Cost does not grow with the answer."""
+        """Take the next token; returns the text that it completes, at a constant cost."""
         data = self._token_bytes(token_id)
         if self._drops_space and data:
             self._drops_space = False
@@ -34,7 +34,7 @@ class Detokenizer:
         return self._release(text) if self._stops else text
 
     def finish(self) -> str:
-        """The rest of the text: what was held back, with U+FFFD for the bytes of an incomplete character."""
+        """The rest: what was held back, with U+FFFD for the bytes of an incomplete character."""
         text, _ = utf_8_decode(self._incomplete, "replace", True)
         self._incomplete = b""
         released = self._release(text) if self._stops else text
@@ -42,7 +42,7 @@ class Detokenizer:
         return released + rest
 
     def _release(self, text: str) -> str:
-        """What of the held and the new text can be part of no stop string, or lies before the first one.
+        """What of the text can be part of no stop string any more, or lies before the first one.
 
         The first one is the one that is complete first; of several, the longest.
         """
@@ -65,7 +65,7 @@ class Detokenizer:
 
 
 class StopString:
-    """Finds one string in a stream of characters, at a cost per character that is constant on average.
+    """Finds one string in a stream of characters, at a constant cost per character on average.
 
     Source: Knuth, Morris, Pratt, "Fast pattern matching in strings", 1977.
     """
@@ -78,7 +78,7 @@ class StopString:
             self._borders.append(self._extend(self._borders[-1], character))
 
     def advance(self, character: str) -> bool:
-        """Take the next character; returns whether the string is complete, which ends the search."""
+        """Take the next character; returns whether the string is complete, which ends it."""
         self.num_matched = self._extend(self.num_matched, character)
         return self.num_matched == len(self.text)
 

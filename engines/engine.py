@@ -1,7 +1,7 @@
 """The engine: scheduler, runner and detokenizers, put together to one step.
 
-Called by the worker's engine thread, over a mock or a torch runner alike. It must not know tensors, Redis or
-HTTP. Clock readings are `time.perf_counter` and never leave this object; durations do.
+Called by the worker's engine thread, over a mock or a torch runner alike. It must not know tensors,
+Redis or HTTP. Clock readings are `time.perf_counter` and stay here; durations leave.
 """
 
 import time
@@ -77,7 +77,7 @@ class BatchingEngine(Engine):
             self._generations[request.request_id] = generation
             self.scheduler.add(sequence)
         else:
-            # No text: the rest of it went out with the last token, before the earlier attempt was lost.
+            # No text: the rest of it went out with the last token of the attempt that was lost.
             self._finished_early.append(
                 EngineOutput(
                     request.request_id,
@@ -89,7 +89,7 @@ class BatchingEngine(Engine):
             )
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and free what it holds. Idempotent; unknown ids are ignored; no output follows."""
+        """Forget a request and free what it holds; no output follows. Idempotent."""
         if request_id in self._generations:
             self._forget(request_id)
         self._finished_early = [
@@ -99,7 +99,7 @@ class BatchingEngine(Engine):
     def step(self) -> list[EngineOutput]:
         """One forward pass of the batch. Returns what each of its requests has to say.
 
-        Raises: whatever the runner raises that is not the fault of one request; the engine is lost then.
+        Raises: what the runner raises and no single request is to blame for; the engine is lost.
         """
         self._num_steps += 1
         outputs, self._finished_early = self._finished_early, []
@@ -189,7 +189,7 @@ class BatchingEngine(Engine):
         return space if max_tokens is None else min(max_tokens, space)
 
     def _note_step(self, batch: Batch, result: StepResult, started_at: float) -> None:
-        """First scheduling and time spent on pictures, while the shares still say what they read."""
+        """First scheduling and time for pictures, while the shares still say what they read."""
         for item in batch.items:
             sequence = item.sequence
             if sequence.num_output_tokens > sequence.num_restored_tokens:

@@ -1,6 +1,7 @@
 """From a description of an engine to an engine that is loaded and ready.
 
-Called by the worker and by tools. It must not know settings or Redis; torch is imported only when asked for.
+Called by the worker and by tools. It must not know settings or Redis; torch is imported only when
+asked for.
 """
 
 import time
@@ -13,7 +14,7 @@ from engines.mock import MockConfig, create_mock_engine
 from engines.runner import Processor
 from shared.protocol import ModelCard
 
-#: Called with a phase (`download`, `load`, `quantize`, `warmup`) and the share of it that is done, 0..1.
+#: Called with a phase (`download`, `load`, `quantize`, `warmup`) and its share done, 0..1.
 Progress = Callable[[str, float], None]
 
 

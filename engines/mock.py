@@ -1,8 +1,8 @@
 """An engine without a model: real scheduling, blocks and text, pretended arithmetic.
 
-For tests, load tests and the development of everything around the engine. An answer is the SHAKE-128 stream of
-its prompt, read as words, so that a token depends on prompt, pictures, seed and position and on nothing else:
-batched, preempted or taken over by another worker, the answer is the same.
+For tests, load tests and the development of everything around the engine. It must not know torch.
+An answer is the SHAKE-128 stream of its prompt, read as words, so that a token depends on prompt,
+pictures, seed and position alone: batched, preempted or taken over, the answer is the same.
 """
 
 import io
@@ -48,7 +48,7 @@ class MockConfig:
 
 
 class MockTokenizer:
-    """A token per byte of any text, and a token per word of the answers; words bring their leading space."""
+    """A token per byte of any text, and one per word of the answers, with its leading space."""
 
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS_ID})
@@ -69,7 +69,7 @@ class MockTokenizer:
 
 
 class MockProcessor:
-    """Prompts in a template of its own. A picture is opened, not decoded: the mock never looks at pixels."""
+    """Prompts in a template of its own. Pictures are opened, not decoded: no pixel is looked at."""
 
     max_model_len = MAX_MODEL_LEN
 
@@ -108,7 +108,7 @@ class MockProcessor:
 
 
 class MockRunner:
-    """Pretends to compute steps: draws words, counts pictures, and sleeps as long as a model would take."""
+    """Pretends to compute steps: draws words, counts pictures, sleeps as long as a model takes."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = MAX_MODEL_LEN
@@ -127,7 +127,7 @@ class MockRunner:
         self._num_encoder_hits = 0
 
     def run(self, batch: Batch) -> StepResult:
-        """Draw the next token of each sequence that has caught up; sleeps for the simulated time."""
+        """Draw a token for each sequence that has caught up; sleeps for the simulated time."""
         choices = [self._choose(item.sequence) if item.samples else None for item in batch.items]
         num_prefill_tokens = 0
         num_images = 0
@@ -216,7 +216,7 @@ class MockRunner:
 
 
 def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
-    """The first bytes of the answer to a prompt: a pure function of tokens, pictures and, unless greedy, seed."""
+    """The start of an answer: a pure function of prompt, pictures and, unless greedy, seed."""
     seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else None
     pictures = [(image.offset, image.image_hash) for image in sequence.images]
     stream = shake_128(repr((seed, sequence.num_prompt_tokens, pictures)).encode())

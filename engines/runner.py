@@ -44,7 +44,7 @@ class ModelRunner(Protocol):
     def run(self, batch: Batch) -> StepResult:
         """Compute every scheduled token and draw the next one where a sequence has caught up.
 
-        Raises: SequenceFailure, DeviceOutOfMemory; whatever else it raises is the end of the engine.
+        Raises: SequenceFailure, DeviceOutOfMemory; anything else is the end of the engine.
         """
         ...
 

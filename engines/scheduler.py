@@ -1,8 +1,9 @@
 """Who computes how many tokens in the next step.
 
-Called by the engine. It must not know tensors, text or clocks. One loop over one token budget: first the
-running sequences, oldest first, then the waiting ones. Prefill in chunks, prefix hits, preemption and the
-taking over of a request are all the same thing: `num_computed_tokens` has to catch up with `num_tokens`.
+Called by the engine. It must not know tensors, text or clocks. One loop over one token budget:
+the running sequences, oldest first, then the waiting ones. Prefill in chunks, prefix hits,
+preemption and taking over a request are the same thing: `num_computed_tokens` has to catch up with
+`num_tokens`.
 """
 
 from collections import OrderedDict
@@ -17,8 +18,8 @@ from shared.protocol import FinishReason
 class Scheduler:
     """Owns every sequence from `add` until it is finished or removed.
 
-    No sequence waits for ever: the oldest running one can always take every block from the younger ones,
-    and `add` is only given sequences whose longest form fits into the pool.
+    No sequence waits for ever: the oldest running one can always take every block from the younger
+    ones, and `add` is only given sequences whose longest form fits into the pool.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Reserve blocks for the next step and say what it computes.
 
-        When the step fails, it may be called again without `update`: it computes the same tokens then.
+        When the step fails, it may be called again without `update`; nothing is computed twice.
         """
         batch = Batch()
         self._encoding.clear()
@@ -61,7 +62,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, choices: list[TokenChoice | None]) -> list[Sequence]:
-        """Note what a step has computed; returns the sequences that it finished, whose blocks are free again."""
+        """Note what a step has computed; returns the sequences that it finished, blocks freed."""
         finished: list[Sequence] = []
         block_size = self.blocks.block_size
         for item, choice in zip(batch.items, choices, strict=True):
@@ -131,10 +132,10 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, batch: Batch, budget: int) -> None:
-        """Start waiting sequences in their order while there is budget, a seat, and space for all their tokens.
+        """Start waiting sequences in order while there is budget, a seat, and space for all tokens.
 
-        One spare block for each running sequence keeps a newcomer from being preempted at once. Who has just
-        been preempted is first in the queue and does not fit, so nobody else takes the place either.
+        One spare block for each running sequence keeps a newcomer from being preempted at once. Who
+        has just been preempted is first in the queue and does not fit, so nobody takes that place.
         """
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = next(iter(self.waiting.values()))
@@ -158,7 +159,7 @@ class Scheduler:
             self.blocks.promise(sequence, num_new)
 
     def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
-        """Shorten a share so that it does not reach into a picture that this step cannot encode any more.
+        """Shorten a share so that it does not reach into a picture that this step cannot encode.
 
         A running sequence's runner still holds the picture in whose middle it stopped.
         """
@@ -175,7 +176,7 @@ class Scheduler:
         return num_new
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get the blocks for a running sequence, from the youngest ones if need be, itself at last."""
+        """Get blocks for a running sequence, from the youngest if need be, itself at last."""
         while not self.blocks.grow(sequence, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
@@ -184,7 +185,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of a running sequence; it keeps its tokens and waits before all others."""
+        """Take a running sequence's blocks; it keeps its tokens and waits before all others."""
         del self.running[sequence.request_id]
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
