@@ -1,0 +1,198 @@
+"""Workers in this process, around a mock engine, with defaults."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, EngineStats
+from engines.factory import EngineSpec, LoadedEngine, create_engine
+from engines.mock import MockConfig
+from shared.image_store import ImageStore
+from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest
+from shared.registry import Registry
+from shared.settings import EngineSettings, LimitSettings, WorkerSettings
+from tests.factories_queue import MODEL, Ends
+from worker.engine_thread import EngineBroken, EngineThread
+from worker.preprocess import Preprocessor
+from worker.worker import Worker
+
+
+class StoppableEngine(Engine):
+    """Any engine, whose steps can be held up or made to raise."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.added: list[EngineRequest] = []
+        self.company: list[int] = []  #: how many others were there when each was added
+        self.aborted: list[str] = []
+        self.threads: set[int] = set()
+
+    def add(self, request: EngineRequest) -> None:
+        self.threads.add(threading.get_ident())
+        stats = self.engine.stats()
+        self.engine.add(request)
+        self.company.append(stats.num_running + stats.num_waiting)
+        self.added.append(request)
+
+    def abort(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        self.aborted.append(request_id)
+        self.engine.abort(request_id)
+
+    def step(self) -> list[EngineOutput]:
+        self.threads.add(threading.get_ident())
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return self.engine.step()
+
+    def has_work(self) -> bool:
+        return self.engine.has_work()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.engine.close()
+
+
+def load_mock(max_num_seqs: int = 8, **mock: Any) -> LoadedEngine:
+    """A mock engine under test's control, serving `MODEL`."""
+    loaded = create_engine(
+        EngineSpec(
+            kind="mock",
+            served_name=MODEL,
+            config=EngineConfig(max_num_seqs=max_num_seqs),
+            mock=MockConfig(**mock),
+        )
+    )
+    return LoadedEngine(StoppableEngine(loaded.engine), loaded.processor, loaded.card)
+
+
+class RunningWorker:
+    """A worker that serves in this process."""
+
+    def __init__(self, worker: Worker, engine: StoppableEngine, thread: EngineThread) -> None:
+        self.worker, self.engine, self.thread = worker, engine, thread
+        self.task = asyncio.create_task(worker.run())
+
+    async def stop(self) -> None:
+        self.worker.stop()
+        await self.task
+
+    async def vanish(self) -> None:
+        """As if the process had been killed: no goodbye, no release."""
+        self.task.cancel()
+
+        async def say_nothing(*args: object, **options: object) -> int:
+            return 0
+
+        self.worker.claims.release = say_nothing  # type: ignore[method-assign]
+        self.worker.claims.leave = say_nothing  # type: ignore[method-assign, assignment]
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+@asynccontextmanager
+async def run_worker(
+    ends: Ends, worker_id: str = "w", *, max_num_seqs: int = 8, mock: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[RunningWorker]:  # fmt: skip
+    """Run a worker until the block ends."""
+    options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
+    worker_settings = WorkerSettings(**options)
+    async with AsyncExitStack() as stack:
+        running: list[RunningWorker] = []
+        thread = EngineThread(
+            lambda: load_mock(max_num_seqs, **(mock or {})),
+            lambda news: running[0].worker.hear(news),
+        )
+        stack.push_async_callback(thread.close)
+        loaded = await thread.start()
+        assert isinstance(loaded.engine, StoppableEngine)
+        stack.callback(loaded.engine.gate.set)
+        images, registry = ImageStore(ends.redis, ends.prefix), Registry(ends.redis, ends.prefix)
+        preprocessor = Preprocessor(loaded.processor, images, LimitSettings(), 2)
+        for close in (images.close, registry.close):
+            stack.push_async_callback(close)
+        stack.callback(preprocessor.close)
+        claims = ends.worker(
+            worker_id, lease_s=worker_settings.lease_s, max_attempts=worker_settings.max_attempts,
+            ghost_after_s=0.5,
+        )  # fmt: skip
+        worker = Worker(
+            worker_id, worker_settings, EngineSettings(kind="mock", max_num_seqs=max_num_seqs),
+            loaded, thread, claims, registry, preprocessor,
+        )  # fmt: skip
+        running.append(RunningWorker(worker, loaded.engine, thread))
+        try:
+            yield running[0]
+        finally:
+            loaded.engine.gate.set()
+            if not running[0].task.done():
+                worker.stop()
+                worker.stop()
+            with suppress(EngineBroken, asyncio.CancelledError):
+                await running[0].task
+
+
+class Answers:
+    """What a gateway hears, by request."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.events: dict[str, list[GenerateEvent]] = {}
+        self._heard = asyncio.Condition()
+        self._task = asyncio.create_task(self._read(ends))
+
+    async def _read(self, ends: Ends) -> None:
+        while True:
+            batch = await ends.next_events()
+            async with self._heard:
+                for event in batch:
+                    self.events.setdefault(event.request_id, []).append(event)
+                self._heard.notify_all()
+
+    async def wait_for(
+        self, request: GenerateRequest, ready: Callable[[list[GenerateEvent]], bool]
+    ) -> list[GenerateEvent]:
+        def heard() -> list[GenerateEvent]:
+            return self.events.get(request.request_id, [])
+
+        async with asyncio.timeout(20), self._heard:
+            await self._heard.wait_for(lambda: ready(heard()))
+        return heard()
+
+    async def end(self, request: GenerateRequest) -> list[GenerateEvent]:
+        """All events of a request, once it has ended."""
+        return await self.wait_for(
+            request, lambda events: any(isinstance(e, Finished | Failed) for e in events)
+        )
+
+    async def tokens(self, request: GenerateRequest, count: int) -> list[GenerateEvent]:
+        """The events of a request, once it has so many output tokens."""
+        return await self.wait_for(request, lambda events: len(token_ids(events)) >= count)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+def token_ids(events: list[GenerateEvent]) -> list[int]:
+    """The output tokens; fails on a gap or a repetition."""
+    tokens: list[int] = []
+    for event in events:
+        if isinstance(event, Delta):
+            assert event.index == len(tokens)
+            tokens += event.token_ids
+    return tokens
+
+
+def text(events: list[GenerateEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta))

@@ -1,0 +1,367 @@
+"""A worker in this process: real Redis, real loops, a mock engine under the test's hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from io import BytesIO
+
+import pytest
+from PIL import Image
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from shared.image_store import ImageStore
+from shared.protocol import (
+    Delta,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    ImageRef,
+    SamplingParams,
+    Started,
+)
+from shared.redis_keys import GROUP
+from shared.registry import Registry
+from tests.factories_queue import MODEL, Ends, make_request, open_ends
+from tests.factories_worker import Answers, run_worker, text, token_ids
+from worker.engine_thread import EngineBroken
+
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
+
+
+@pytest.fixture
+async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
+    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
+        yield ends
+
+
+@pytest.fixture
+async def answers(ends: Ends) -> AsyncIterator[Answers]:
+    answers = Answers(ends)
+    yield answers
+    await answers.close()
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    """Wait until a condition of Redis or the worker holds."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+def make_picture(colour: str = "red") -> tuple[bytes, ImageRef]:
+    buffer = BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    data = buffer.getvalue()
+    return data, ImageRef(sha256(data).hexdigest(), "image/png", 8, 8, len(data))
+
+
+async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
+    async with run_worker(ends):
+        request = await ends.enqueue(
+            make_request(sampling=SamplingParams(max_tokens=8, temperature=0.0))
+        )
+        events = await answers.end(request)
+
+    assert isinstance(events[0], Started)
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason is FinishReason.LENGTH
+    assert finished.usage.num_output_tokens == len(token_ids(events)) == 8
+    assert finished.usage.num_prompt_tokens == events[0].usage.num_prompt_tokens > 0
+    assert finished.timings.preprocess_s > 0
+    assert finished.timings.queue_s >= 0
+    assert [type(e) for e in events[1:-1]] == [Delta] * (len(events) - 2)
+
+
+async def test_a_picture_comes_from_the_store_and_is_decoded_once(ends, answers):
+    data, ref = make_picture()
+    store = ImageStore(ends.redis, ends.prefix)
+    await store.put_all([(ref.sha256, data)], 60)
+    async with run_worker(ends) as running:
+        requests = [await ends.enqueue(make_request(images=(ref,))) for _ in range(3)]
+        for request in requests:
+            assert isinstance((await answers.end(request))[-1], Finished)
+        pixels = [added.images[0].pixels for added in running.engine.added]
+        assert all(each is pixels[0] for each in pixels)
+        assert running.engine.added[0].images[0].image_hash == ref.sha256
+    await store.close()
+
+
+async def test_tenants_share_no_cache_entry(ends, answers):
+    data, ref = make_picture()
+    store = ImageStore(ends.redis, ends.prefix)
+    await store.put_all([(ref.sha256, data)], 60)
+    async with run_worker(ends) as running:
+        for salt in ("", "tenant"):
+            await answers.end(await ends.enqueue(make_request(images=(ref,), cache_salt=salt)))
+        first, second = (added.images[0].image_hash for added in running.engine.added)
+        assert first != second
+    await store.close()
+
+
+async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
+    _, missing = make_picture("blue")
+    junk = b"no picture"
+    broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
+    store = ImageStore(ends.redis, ends.prefix)
+    await store.put_all([(broken.sha256, junk)], 60)
+    cases = [
+        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE),
+        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE),
+        (make_request("x" * 20_000), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+        (
+            make_request(sampling=SamplingParams(logit_bias={10**9: 1.0})),
+            ErrorCode.INVALID_REQUEST,
+        ),
+        (make_request(sampling=SamplingParams(stop=("a",) * 99)), ErrorCode.INVALID_REQUEST),
+    ]
+    async with run_worker(ends):
+        for request, code in cases:
+            [failed] = await answers.end(await ends.enqueue(request))
+            assert isinstance(failed, Failed)
+            assert failed.code is code
+            assert failed.message
+        assert isinstance((await answers.end(await ends.enqueue()))[-1], Finished)
+    assert await ends.queue.depth(MODEL) == 0
+    await store.close()
+
+
+async def test_a_worker_claims_no_more_than_its_engine_can_run(ends):
+    async with run_worker(ends, max_num_seqs=2) as running:
+        running.engine.gate.clear()
+        for _ in range(5):
+            await ends.enqueue()
+
+        async def has_two() -> bool:
+            return len(running.worker._flights) == 2
+
+        await until(has_two)
+        await asyncio.sleep(0.1)  # more loops than would be needed to claim another
+        pending = await ends.redis.xpending(ends.keys.queue(MODEL), GROUP)
+        assert pending["pending"] == 2
+
+
+async def test_a_cancelled_request_leaves_the_engine(ends, answers):
+    async with run_worker(ends, mock=SLOW) as running:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 3)
+
+        await ends.queue.cancel(MODEL, [request.request_id])
+
+        async def is_idle() -> bool:
+            return not running.engine.has_work() and len(running.worker._flights) == 0
+
+        await until(is_idle, 2.0)
+        assert running.engine.aborted
+
+
+async def test_a_request_past_its_deadline_is_ended_while_it_runs(ends, answers):
+    async with run_worker(ends, mock=SLOW) as running:
+        request = await ends.enqueue(make_request(sampling=LONG), timeout_s=0.3)
+
+        events = await answers.end(request)
+
+        assert isinstance(events[-1], Failed)
+        assert events[-1].code is ErrorCode.DEADLINE_EXCEEDED
+        assert token_ids(events)
+
+        async def is_idle() -> bool:
+            return not running.engine.has_work()
+
+        await until(is_idle)
+
+
+async def test_another_worker_continues_at_the_exact_token(ends, answers):
+    async with run_worker(ends, "reference") as reference:
+        whole = await ends.enqueue(make_request("count", sampling=LONG))
+        expected = await answers.end(whole)
+        await reference.stop()
+
+    async with run_worker(ends, "first", mock=SLOW) as first:
+        request = await ends.enqueue(make_request("count", sampling=LONG))
+        await answers.tokens(request, 5)
+        await first.vanish()
+    [entry] = await ends.redis.xpending_range(ends.keys.queue(MODEL), GROUP, "-", "+", 1)
+    await ends.redis.xclaim(
+        *(ends.keys.queue(MODEL), GROUP, "first", 0, [entry["message_id"]]),
+        idle=60_000,
+        justid=True,
+    )
+    async with run_worker(ends, "second") as second:
+        events = await answers.end(request)
+        assert 5 <= len(second.engine.added[0].output_token_ids) < 200
+
+    assert token_ids(events) == token_ids(expected)
+    assert text(events) == text(expected)
+    assert {event.attempt for event in events} == {1, 2}
+    assert isinstance(events[-1], Finished)
+
+
+async def test_a_stop_lets_running_requests_finish(ends, answers):
+    async with run_worker(ends, mock={"decode_s": 0.005, "num_output_tokens": 60}) as running:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 1)
+
+        await running.stop()
+
+        assert isinstance((await answers.end(request))[-1], Finished)
+    registry = Registry(ends.redis, ends.prefix)
+    assert await registry.workers() == []
+    await registry.close()
+
+
+async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, answers):
+    async with run_worker(ends, "first", mock=SLOW, drain_s=0.0) as first:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 3)
+        async with run_worker(ends, "second"):
+            await first.stop()
+            async with asyncio.timeout(3.0):  # the lease is ten seconds
+                events = await answers.end(request)
+    assert isinstance(events[-1], Finished)
+    assert len(token_ids(events)) == 200
+    state = await ends.queue.state(MODEL, request.request_id)
+    assert state is not None
+    assert state.attempt == 2
+
+
+async def test_a_second_stop_ends_at_once(ends, answers):
+    async with run_worker(ends, mock=SLOW, drain_s=60.0) as running:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 1)
+        running.worker.stop()
+        running.worker.stop()
+        await asyncio.wait_for(running.task, 2.0)
+
+    state = await ends.queue.state(MODEL, request.request_id)
+    assert state is not None
+    assert state.state == "queued"
+
+
+async def test_a_broken_engine_fails_nobody(ends, answers):
+    async with run_worker(ends, "first", mock=SLOW) as first:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 2)
+        first.engine.error = RuntimeError("device lost")
+        with pytest.raises(EngineBroken, match="device lost"):
+            await first.task
+
+    async with run_worker(ends, "second"):
+        events = await answers.end(request)
+    assert isinstance(events[-1], Finished)
+    assert len(token_ids(events)) == 200
+
+
+async def test_a_wedged_engine_loses_its_lease(ends, answers):
+    async with run_worker(ends, "wedged", lease_s=0.6, mock=SLOW) as wedged:
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 2)
+        wedged.engine.gate.clear()
+        async with run_worker(ends, "healthy", lease_s=0.6):
+            events = await answers.end(request)
+            assert isinstance(events[-1], Finished)
+            assert len(token_ids(events)) == 200
+            wedged.engine.gate.set()
+
+            async def has_let_go() -> bool:
+                return len(wedged.worker._flights) == 0
+
+            await until(has_let_go)
+    assert len(token_ids(answers.events[request.request_id])) == 200
+
+
+async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
+    suspect = await ends.enqueue()
+    claim = await ends.claim(ends.worker("victim"))
+    async with run_worker(ends, mock=SLOW, max_attempts=2) as running:
+        bystander = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(bystander, 1)
+        await ends.let_lease_run_out(claim)
+
+        async def is_parked() -> bool:
+            return suspect.request_id in {f.request_id for f in running.worker._flights.all()}
+
+        await until(is_parked)
+        later = await ends.enqueue()
+        for request in (bystander, suspect, later):
+            assert isinstance((await answers.end(request))[-1], Finished)
+
+    order = [added.request_id.partition("@")[0] for added in running.engine.added]
+    assert order == [bystander.request_id, suspect.request_id, later.request_id]
+    assert running.engine.company == [0, 0, 0]
+
+
+async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeypatch):
+    async with run_worker(ends, mock={"decode_s": 0.002, "num_output_tokens": 200}) as running:
+        sender = running.worker.claims._sender
+        run = sender.run
+        is_out = False
+
+        async def fail_while_out(*args):
+            if is_out:
+                raise RedisConnectionError("refused")
+            return await run(*args)
+
+        monkeypatch.setattr(sender, "run", fail_while_out)
+        request = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(request, 2)
+        is_out = True
+
+        async def has_computed_all() -> bool:
+            return not running.engine.has_work()
+
+        await until(has_computed_all)
+        assert not any(isinstance(e, Finished) for e in answers.events[request.request_id])
+        is_out = False
+        events = await answers.end(request)
+
+    assert len(token_ids(events)) == 200
+
+
+async def test_consecutive_tokens_share_an_event_when_publishing_is_slow(
+    ends, answers, monkeypatch
+):
+    async with run_worker(ends) as running:
+        publish = running.worker.claims.publish
+
+        async def publish_slowly(publications):
+            await asyncio.sleep(0.05)
+            return await publish(publications)
+
+        monkeypatch.setattr(running.worker.claims, "publish", publish_slowly)
+        request = await ends.enqueue(make_request(sampling=LONG))
+        events = await answers.end(request)
+
+    assert len(token_ids(events)) == 200
+    assert len(events) < 50
+
+
+async def test_a_worker_is_seen_by_gateways(ends):
+    registry = Registry(ends.redis, ends.prefix)
+    async with run_worker(ends, "w", max_num_seqs=3) as running:
+
+        async def is_announced() -> bool:
+            return bool(await registry.workers())
+
+        await until(is_announced)
+        [record] = await registry.workers()
+        assert (record.worker_id, record.card.name, record.engine) == ("w", MODEL, "mock")
+        assert record.max_num_seqs == 3
+        assert running.worker.is_ready
+        await running.stop()
+        assert not running.worker.is_ready
+    await registry.close()
+
+
+async def test_nothing_is_left_in_redis_without_an_expiry(ends, answers):
+    async with run_worker(ends):
+        for _ in range(5):
+            await answers.end(await ends.enqueue())
+    keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
+    assert [key for key in keys if await ends.redis.ttl(key) < 0] == []
+    pending = await ends.redis.xpending(ends.keys.queue(MODEL), GROUP)
+    assert pending["pending"] == 0
+    assert await ends.queue.depth(MODEL) == 0
