@@ -38,6 +38,8 @@ class Served:
         for process in family:
             if process.is_running():
                 process.kill()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 def start_fleet(data_dir: Path, *arguments: str, engine: str = "mock", **variables: str) -> Served:
