@@ -72,7 +72,7 @@ class RequestClaims:
         self._ghost_after_s = ghost_after_s
         self._publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: set[bytes] = set()  # entries that this worker knows to be its own
-        self.num_claims: Counter[str] = Counter()  #: by kind: new, reclaimed, reconciled
+        self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
     @property
     def num_fenced(self) -> int:

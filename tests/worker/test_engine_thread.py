@@ -1,0 +1,124 @@
+"""The bridge between loop and engine: one thread, no polling, one wake-up a step."""
+
+import asyncio
+import threading
+
+import pytest
+
+from engines.base import EngineOutput, EngineRequest
+from shared.protocol import SamplingParams
+from tests.factories_worker import StoppableEngine, load_mock
+from worker.engine_thread import Added, EngineBroken, EngineThread, News, Rejected
+
+
+class Listener:
+    """Keeps the news of an engine thread."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[News]] = []
+        self.threads: set[int] = set()
+        self._heard = asyncio.Event()
+
+    def hear(self, news: list[News]) -> None:
+        self.batches.append(news)
+        self.threads.add(threading.get_ident())
+        self._heard.set()
+
+    @property
+    def news(self) -> list[News]:
+        return [item for batch in self.batches for item in batch]
+
+    async def until_finished(self, count: int = 1) -> None:
+        async with asyncio.timeout(10):
+            while (
+                sum(isinstance(n, EngineOutput) and bool(n.finish_reason) for n in self.news)
+                < count
+            ):
+                self._heard.clear()
+                await self._heard.wait()
+
+
+def make_engine_request(request_id: str = "a", **sampling) -> EngineRequest:
+    return EngineRequest(
+        request_id, [1, 2, 3], SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **sampling})
+    )
+
+
+@pytest.fixture
+async def bridge():
+    listener = Listener()
+    thread = EngineThread(load_mock, listener.hear)
+    loaded = await thread.start()
+    assert isinstance(loaded.engine, StoppableEngine)
+    yield thread, listener, loaded.engine
+    loaded.engine.gate.set()
+    await thread.close()
+
+
+async def test_all_calls_are_made_by_one_thread_and_all_news_come_on_the_loop(bridge):
+    thread, listener, engine = bridge
+    thread.add(make_engine_request())
+    await listener.until_finished()
+    thread.abort("a")
+    await thread.close()
+
+    assert len(engine.threads) == 1
+    assert listener.threads == {threading.get_ident()}
+    assert not engine.threads & listener.threads
+
+
+async def test_acceptance_comes_before_output_and_refusal_instead_of_it(bridge):
+    thread, listener, _ = bridge
+    thread.add(make_engine_request("bad", logit_bias={10**9: 1.0}))
+    thread.add(make_engine_request("good"))
+    await listener.until_finished()
+
+    by_id = {name: [n for n in listener.news if n.request_id == name] for name in ("bad", "good")}
+    assert [type(item) for item in by_id["bad"]] == [Rejected]
+    assert type(by_id["good"][0]) is Added
+    assert all(type(item) is EngineOutput for item in by_id["good"][1:])
+
+
+async def test_steps_that_the_loop_was_too_busy_to_hear_of_come_in_one_batch(bridge):
+    thread, listener, engine = bridge
+    thread.add(make_engine_request(max_tokens=20))
+    while engine.stats().num_steps < 20:
+        pass  # the loop is busy, the thread goes on
+    await listener.until_finished()
+
+    assert len(listener.batches) <= 3
+
+
+async def test_an_aborted_request_is_heard_of_no_more(bridge):
+    thread, listener, engine = bridge
+    engine.gate.clear()
+    thread.add(make_engine_request("a", max_tokens=1000))
+    thread.abort("a")
+    thread.add(make_engine_request("b"))
+    engine.gate.set()
+    await listener.until_finished()
+
+    assert not any(
+        n.request_id == "a" and isinstance(n, EngineOutput) and n.finish_reason
+        for n in listener.news
+    )
+
+
+async def test_an_engine_that_raises_is_broken(bridge):
+    thread, _, engine = bridge
+    engine.error = RuntimeError("device lost")
+    thread.add(make_engine_request())
+
+    with pytest.raises(EngineBroken, match="device lost"):
+        await asyncio.wait_for(thread.wait_until_broken(), 5)
+    assert not thread.is_stepping
+
+
+async def test_an_engine_that_cannot_be_made_is_told():
+    def fail():
+        raise FileNotFoundError("no such model")
+
+    thread = EngineThread(fail, lambda news: None)
+    with pytest.raises(FileNotFoundError):
+        await thread.start()
+    await thread.close()

@@ -1,0 +1,103 @@
+"""What waits to be published merges without losing or repeating anything."""
+
+import asyncio
+
+import pytest
+
+from engines.base import EngineOutput
+from shared.protocol import (
+    Delta,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    OutputLogprob,
+    StageTimings,
+    Started,
+    TokenLogprob,
+    Usage,
+)
+from shared.publication import Claim
+from tests.factories_queue import make_request
+from worker.flight import Flight
+from worker.outbox import Outbox
+
+
+def make_flight(**changes) -> Flight:
+    fields = {
+        "request": make_request(), "entry_id": b"1-0", "attempt": 2, "failures": 0,
+        "is_last_chance": False, "output_token_ids": (), "waited_s": 1.0, "remaining_s": 60.0,
+    }  # fmt: skip
+    return Flight.of(Claim(**{**fields, **changes}), now=100.0)
+
+
+def delta(flight: Flight, index: int, *tokens: int) -> Delta:
+    logprobs = tuple(OutputLogprob(TokenLogprob(str(token), -1.0)) for token in tokens)
+    return Delta(flight.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
+
+
+async def test_consecutive_deltas_become_one():
+    flight, outbox = make_flight(), Outbox()
+    started = Started(flight.request_id, 2, Usage(3))
+    finished = Finished(flight.request_id, 2, FinishReason.STOP, Usage(3, 3))
+    for event in (started, delta(flight, 0, 1), delta(flight, 1, 2, 3), finished):
+        outbox.post(flight, event)
+
+    [publication] = await outbox.take()
+
+    assert publication.events == (started, delta(flight, 0, 1, 2, 3), finished)
+    assert (publication.number, publication.num_tokens) == (1, 0)
+    assert publication.terminal is finished
+
+
+async def test_publications_are_numbered_and_know_the_tokens_before_them():
+    flight, outbox = make_flight(output_token_ids=(9, 9)), Outbox()
+    outbox.post(flight, delta(flight, 2, 1, 2))
+    [first] = await outbox.take()
+    outbox.post(flight, delta(flight, 4, 3))
+    [second] = await outbox.take()
+
+    assert (first.number, first.num_tokens, first.num_new_tokens) == (1, 2, 2)
+    assert (second.number, second.num_tokens, second.num_new_tokens) == (2, 4, 1)
+
+
+async def test_nothing_counts_after_the_end():
+    flight, outbox = make_flight(), Outbox()
+    failed = Failed(flight.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
+    outbox.post(flight, failed)
+    await outbox.take()
+    outbox.post(flight, delta(flight, 0, 1))
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(outbox.take(), 0.01)
+
+
+async def test_what_is_dropped_is_not_said():
+    flight, other, outbox = make_flight(), make_flight(), Outbox()
+    outbox.post(flight, delta(flight, 0, 1))
+    outbox.post(other, delta(other, 0, 2))
+    outbox.drop(flight)
+
+    assert [publication.claim for publication in await outbox.take()] == [other.claim]
+
+
+def test_stages_of_the_worker_are_added_to_those_of_the_engine():
+    flight = make_flight(waited_s=1.0)
+    flight.started_at, flight.added_at = 100.5, 100.75
+    output = EngineOutput(
+        flight.engine_id, 1, (5,), "x", usage=Usage(3, 2), finish_reason=FinishReason.STOP,
+        timings=StageTimings(queue_s=0.25, vision_s=2.0, prefill_s=3.0, decode_s=4.0),
+    )  # fmt: skip
+
+    events = flight.events(output)
+
+    assert [type(event) for event in events] == [Started, Delta, Finished]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].timings == StageTimings(1.75, 0.25, 2.0, 3.0, 4.0)
+
+
+def test_a_failed_sequence_ends_its_request_alone():
+    flight = make_flight()
+    [failed] = flight.events(EngineOutput(flight.engine_id, error="no memory"))
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.message) == (ErrorCode.ENGINE_FAILURE, "no memory")
