@@ -78,6 +78,7 @@ class ChatUser(User):
     abstract = True
     wait_time = between(0.0, 0.1)
     scenario: Scenario
+    is_streamed = False
 
     def on_start(self) -> None:
         """Connect, and learn the model's name."""
@@ -103,19 +104,15 @@ class ChatUser(User):
         raise NotImplementedError
 
     @task
-    def ask_whole(self) -> None:
-        """One question whose answer comes in one piece."""
-        self.ask(f"{self.scenario.name}, whole", stream=False)
+    def ask_next(self) -> None:
+        """One question; its answer comes in one piece and as it is made, in turns."""
+        self.is_streamed = not self.is_streamed
+        self.ask(f"{self.scenario.name}, {'streamed' if self.is_streamed else 'whole'}")
 
-    @task
-    def ask_streamed(self) -> None:
-        """One question whose answer comes as it is made."""
-        self.ask(f"{self.scenario.name}, streamed", stream=True)
-
-    def ask(self, name: str, stream: bool) -> None:
+    def ask(self, name: str) -> None:
         """Ask one question; tell Locust of each latency, or of the fault."""
         content = self.scenario.content(self.draw)
-        body = to_body(self.model, content, self.options.max_tokens, stream)
+        body = to_body(self.model, content, self.options.max_tokens, self.is_streamed)
         try:
             answer = self.chat.ask(body)
         except AnswerError as error:

@@ -57,6 +57,8 @@ def main() -> int:
     show([to_table(result, options.users)], options.markdown)
     for error, number in result.errors.items():
         print(f"{number} x {error}", file=sys.stderr)
+    if not result.num_requests:
+        print("no request was answered", file=sys.stderr)
     return 1 if result.exit_code or result.errors or not result.num_requests else 0
 
 

@@ -11,7 +11,7 @@ from loadtest.run import Result, read_errors, read_samples, to_table
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "loadtest.run", "--seconds", "2", *arguments],
+        [sys.executable, "-m", "loadtest.run", "--seconds", "3", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -58,3 +58,9 @@ def test_table_has_rates_and_percentiles():
     [row, total] = to_table(Result(0, 10.0, values_s, {"x": 2}), num_users=4).rows
     assert row == ["text, whole", "10.0", *["-"] * 6, "50.0", "95.0", "99.0"]
     assert total[:2] == ["all, 2 errors", "10.0"]
+
+
+def test_fleet_of_its_own_is_started_loaded_and_stopped():
+    done = run("--users", "3")
+    assert done.returncode == 0, done.stderr
+    assert "all, 0 errors" in done.stdout
