@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
 from shared.settings_table import to_markdown
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,3 +47,19 @@ def test_every_module_on_the_map_exists():
         for name in re.findall(r"`([a-z_]+/?)`", text):
             path = ROOT / package / name
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{package}{name}"
+
+
+def table_row(name: str) -> set[str]:
+    [row] = [line for line in README.splitlines() if line.startswith(f"| {name} |")]
+    return set(re.findall(r"`([^`]+)`", row.split("|", 2)[2]))
+
+
+def test_fields_that_change_nothing_are_listed_completely():
+    assert table_row("accepted, changes nothing") == set(IGNORED_FIELDS)
+
+
+def test_fields_that_work_are_listed_completely():
+    listed = set().union(*(table_row(row) for row in ("sampling", "length", "output", "labels")))
+    fields = set(ChatCompletionRequest.__struct_fields__)
+    supported = fields - set(IGNORED_FIELDS) - set(NEUTRAL_VALUES) - {"model", "messages"}
+    assert {name.split(".")[0] for name in listed} == supported
