@@ -25,10 +25,13 @@ class Admission:
         """Let one in. Raises: Overloaded."""
         if self.is_draining:
             raise Overloaded(
-                "The server is shutting down.", code="server_overloaded", retry_after_s=1
+                "draining",
+                "The server is shutting down.",
+                code="server_overloaded",
+                retry_after_s=1,
             )
         if self.num_open >= self.max_open:
-            raise self.overloaded()
+            raise self.overloaded("open_requests")
         self.num_open += 1
 
     def __exit__(
@@ -41,9 +44,10 @@ class Admission:
         self.num_open -= 1
         self._ended_at.append(time.monotonic())
 
-    def overloaded(self) -> Overloaded:
+    def overloaded(self, reason: str) -> Overloaded:
         """The error for one request too many."""
         return Overloaded(
+            reason,
             "The server is overloaded; retry later.",
             code="server_overloaded",
             retry_after_s=self.retry_after_s(),

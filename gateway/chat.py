@@ -64,8 +64,8 @@ class ChatCompletions:
         context = context_of(scope)
         exchange = Exchange(scope, receive, send, self.settings.send_timeout_s)
         run = ChatRun(StageClock(context.received_at))
-        outcome = "cancelled"
         error: ApiError | None = None
+        outcome = "cancelled"
         try:
             with self.admission:
                 await self._serve(run, exchange, context)
@@ -80,11 +80,15 @@ class ChatCompletions:
             logger.exception("a chat request failed")
             error = unexpected()
         finally:
-            if error is not None:
-                outcome = "rejected" if isinstance(error, Overloaded) else error.code or "error"
-            self.metrics.record_outcome(run.model, outcome)
+            self.metrics.record_outcome(run.model, self._outcome(error) or outcome)
         if error is not None:
             await fail(exchange, error)
+
+    def _outcome(self, error: ApiError | None) -> str | None:
+        if isinstance(error, Overloaded):
+            self.metrics.record_rejection(error.reason)
+            return "rejected"
+        return error and error.code
 
     async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
         request = await self.intake.read(exchange, context)

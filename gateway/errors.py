@@ -96,10 +96,14 @@ class NotFound(ApiError):
 
 
 class Overloaded(ApiError):
-    """Not now: the queue is full, the gateway stops, or Redis is away."""
+    """Not now: the queue is full, the gateway stops, or Redis is away. `reason` is a label of the metrics."""
 
     status = 503
     type = "server_error"
+
+    def __init__(self, reason: str, message: str, *, code: str, retry_after_s: int) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class ServerError(ApiError):
@@ -150,7 +154,10 @@ def unexpected() -> ApiError:
 def unavailable() -> ApiError:
     """The error while Redis cannot be reached."""
     return Overloaded(
-        "The service is temporarily unavailable.", code="service_unavailable", retry_after_s=1
+        "redis",
+        "The service is temporarily unavailable.",
+        code="service_unavailable",
+        retry_after_s=1,
     )
 
 

@@ -111,8 +111,7 @@ class Intake:
         try:
             return await self.dispatcher.submit(split_choices(generate, count), timeout_s)
         except QueueFull:
-            self.metrics.record_rejection("queue_full")
-            raise self.admission.overloaded() from None
+            raise self.admission.overloaded("queue_full") from None
 
     async def _load_images(
         self, sources: list[ImageSource], clock: StageClock

@@ -227,7 +227,9 @@ class RunningGateway:
 
 
 @asynccontextmanager
-async def run_gateway_on_socket(settings: Settings) -> AsyncIterator[RunningGateway]:
+async def run_gateway_on_socket(
+    settings: Settings, *, refresh: bool = True
+) -> AsyncIterator[RunningGateway]:
     """Serve in this event loop."""
     services = Services(settings)
     server = create_server(services, create_app(services))
@@ -237,8 +239,11 @@ async def run_gateway_on_socket(settings: Settings) -> AsyncIterator[RunningGate
         assert not task.done(), task
     url = f"http://127.0.0.1:{server.port}"
     try:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20, verify=False) as client:
-            await services.models.refresh()
+        async with httpx.AsyncClient(
+            base_url=url, trust_env=False, timeout=20, verify=False
+        ) as client:
+            if refresh:
+                await services.models.refresh()
             yield RunningGateway(services, server, client)
     finally:
         server.should_exit = True

@@ -1,0 +1,111 @@
+"""Pictures at the door: headers read without decoding, strict base64, bounds."""
+
+import base64
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from gateway.errors import InvalidRequest
+from gateway.image_header import ImageRefused, check_header, read_header
+from gateway.images import ImageLoader, ImageSource, decode_base64
+from shared.settings import LimitSettings
+from tests.factories_pictures import data_url, encoded
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 300), (640, 480), (3000, 17)])
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("PNG", {}),
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("JPEG", {"exif": b"Exif\0\0" + bytes(200)}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+        ("WEBP", {"exif": b"Exif\0\0" + bytes(20)}),
+    ],
+)
+def test_the_header_says_what_a_decoder_says(size, format, options):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "red").save(buffer, format, **options)
+    header = read_header(buffer.getvalue())
+    assert header.media_type == f"image/{format.lower()}"
+    assert (header.width, header.height) == size
+
+
+@given(
+    st.binary(max_size=200),
+    st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF0000WEBP", b""]),
+)
+def test_no_bytes_break_the_reader(data, start):
+    try:
+        header = read_header(start + data)
+    except ImageRefused:
+        return
+    assert header.width >= 0
+    assert header.height >= 0
+
+
+@given(st.integers(0, 2**31), st.integers(0, 2**31))
+def test_accepted_sizes_are_within_all_limits(width, height):
+    limits = LimitSettings()
+    header = type(read_header(encoded()))("image/png", width, height)
+    try:
+        check_header(header, limits)
+    except ImageRefused:
+        return
+    assert 1 <= width * height <= limits.max_image_pixels
+    assert max(width, height) <= limits.max_image_side
+    assert max(width, height) <= min(width, height) * limits.max_image_aspect
+
+
+@given(st.binary(max_size=300))
+def test_base64_comes_back_as_it_went(data):
+    assert decode_base64(base64.b64encode(data).decode()) == data
+
+
+@pytest.mark.parametrize("num_bytes", [786_432, 786_431, 786_433, 2_000_000])
+def test_large_base64_is_decoded_in_slices(num_bytes):
+    data = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    assert decode_base64(base64.b64encode(data).decode()) == data
+
+
+@pytest.mark.parametrize("junk", [" ", "\n", "=", "-", "é", "%3D"])
+@pytest.mark.parametrize("where", [0, 1_048_575, 1_048_576, 1_500_000])
+def test_junk_is_found_in_any_slice(junk, where):
+    text = base64.b64encode(bytes(1_500_000)).decode()
+    with pytest.raises(ImageRefused):
+        decode_base64(text[:where] + junk + text[where + len(junk) :])
+
+
+async def test_large_pictures_are_decoded_off_the_event_loop():
+    noise = Image.effect_noise((700, 700), 100)
+    buffer = io.BytesIO()
+    noise.save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert len(url) > 256 * 1024
+    loader = ImageLoader(LimitSettings(), None)
+    [image] = await loader.load_all([ImageSource(url, "p")])
+    loader.close()
+    assert image.data == buffer.getvalue()
+    assert (image.ref.width, image.ref.height) == (700, 700)
+
+
+async def test_the_bytes_decide_and_not_the_media_type():
+    loader = ImageLoader(LimitSettings(), None)
+    url = data_url(format="JPEG").replace("image/jpeg", "IMAGE/PNG;name=x")
+    [image] = await loader.load_all([ImageSource(url, "p")])
+    loader.close()
+    assert image.ref.media_type == "image/jpeg"
+
+
+async def test_a_refused_picture_is_named():
+    loader = ImageLoader(LimitSettings(max_image_bytes=10), None)
+    with pytest.raises(InvalidRequest) as raised:
+        await loader.load_all([ImageSource(data_url(), "messages.[3].content.[1].image_url")])
+    loader.close()
+    assert raised.value.param == "messages.[3].content.[1].image_url"
+    assert raised.value.code == "image_too_large"

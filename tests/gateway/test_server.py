@@ -1,0 +1,229 @@
+"""The server: bounds on headers, probes, drain, overload, Redis away, models."""
+
+import asyncio
+import signal
+
+import pytest
+
+from gateway import server as server_module
+from shared.protocol import ModelCard
+from tests.factories_gateway import (
+    CARD,
+    Answer,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    say_hello,
+)
+from tests.gateway.test_disconnects import wait_for
+from tests.gateway.test_streams import read_events
+
+
+async def talk(gateway, *pieces: bytes) -> bytes:
+    """Send raw bytes; what comes back until the server hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (START, b"a: " + b"b" * 40_000, b"\r\n\r\n"),
+        (START + b"a: " + b"b" * 40_000 + b"\r\n\r\n",),
+        (START + b"".join(b"h%d: x\r\n" % i for i in range(200)) + b"\r\n",),
+        (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\n\r\n",),
+        (b"nonsense\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding : chunked\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n folded\r\n\r\n",),
+    ],
+    ids=lambda pieces: str(pieces[0][:30]),
+)  # fmt: skip
+async def test_what_is_not_plain_http_is_refused_and_hung_up_on(gateway, pieces):
+    answer = await talk(gateway, *pieces)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert b'"code":"invalid_http"' in answer
+
+
+async def test_headers_that_do_not_come_are_not_waited_for(gateway, monkeypatch):
+    monkeypatch.setattr(server_module, "HEADER_TIMEOUT_S", 0.2)
+    assert await talk(gateway) == b""
+    assert await talk(gateway, START) == b""
+
+
+async def test_requests_one_after_the_other_share_a_connection(gateway):
+    request = START.replace(b"close", b"keep-alive") + b"\r\n"
+    answer = await talk(gateway, request + request + START + b"\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+
+
+async def test_probes_tell_whether_a_worker_is_there(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as gateway:
+        assert (await gateway.client.get("/healthz")).json() == {"status": "ok"}
+        response = await gateway.client.get("/readyz")
+        assert (response.status_code, response.json()) == (503, {"status": "no worker"})
+        async with run_worker(redis_server, redis_prefix):
+            await gateway.services.models.refresh()
+            assert (await gateway.client.get("/readyz")).status_code == 200
+
+
+async def test_a_model_without_a_worker_keeps_its_requests_in_the_queue(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_worker(redis_server, redis_prefix) as first:
+        await first.registry.withdraw("scripted")
+    async with run_gateway_on_socket(settings) as gateway:
+        assert (await gateway.client.get("/readyz")).status_code == 503
+        waiting = asyncio.ensure_future(gateway.chat())
+        await wait_for(lambda: gateway.services.dispatcher.num_open == 1)
+        async with run_worker(redis_server, redis_prefix):
+            assert (await waiting).status_code == 200
+
+
+async def test_a_model_that_comes_later_is_found_at_once(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as gateway:
+        assert (await gateway.chat()).status_code == 404
+        async with run_worker(redis_server, redis_prefix):
+            await asyncio.sleep(0.11)  # as long as unknown names are not looked up again
+            assert (await gateway.chat()).status_code == 200
+
+
+async def test_models_are_listed_and_shown(gateway):
+    listing = (await gateway.client.get("/v1/models")).json()
+    shown = (await gateway.client.get("/v1/models/tiny")).json()
+    assert listing == {"object": "list", "data": [shown]}
+    assert shown == {
+        "id": "tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "vlm-fleet",
+        "max_model_len": 512,
+        "supports_images": True,
+    }
+
+
+async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix):
+    card = ModelCard("org/name", CARD.created_at, 512, 1000, supports_images=False)
+    settings = make_settings(redis_server, redis_prefix)
+    async with (
+        run_worker(redis_server, redis_prefix, card),
+        run_gateway_on_socket(settings) as gateway,
+    ):
+        assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
+        assert (await gateway.chat({**make_body(), "model": "org/name"})).status_code == 200
+
+
+async def test_pictures_for_a_model_without_eyes_are_refused(redis_server, redis_prefix):
+    card = ModelCard("tiny", CARD.created_at, 512, 1000, supports_images=False)
+    settings = make_settings(redis_server, redis_prefix)
+    content = [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]
+    async with (
+        run_worker(redis_server, redis_prefix, card),
+        run_gateway_on_socket(settings) as gateway,
+    ):
+        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "unsupported_image"
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 2}}])
+async def test_one_request_too_many_is_sent_away(gateway, worker, changes):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await go_on.wait()
+        await say_hello(answer)
+
+    worker.script = script
+    accepted = [asyncio.ensure_future(gateway.chat()) for _ in range(2)]
+    await wait_for(lambda: len(worker.answers) == 2)
+    response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "server_overloaded"
+    assert 1 <= int(response.headers["retry-after"]) <= 30
+    go_on.set()
+    assert [(await request).status_code for request in accepted] == [200, 200]
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_admission_rejections_total{reason="open_requests"} 1.0' in text
+    assert 'vlm_requests_total{model="other",outcome="rejected"} 1.0' in text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_full_queue_sends_away(redis_server, redis_prefix, n):
+    settings = make_settings(redis_server, redis_prefix, limits={"max_queue_depth": 2})
+    async with run_worker(redis_server, redis_prefix):
+        pass  # the model is known now, and nobody serves it
+    async with run_gateway_on_socket(settings) as gateway:
+        accepted = [asyncio.ensure_future(gateway.chat()) for _ in range(3 - n)]
+        await wait_for(lambda: gateway.services.dispatcher.num_open == 3 - n)
+        response = await gateway.chat(make_body(n=n))
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "server_overloaded"
+        assert response.headers["retry-after"]
+        text = (await gateway.client.get("/metrics")).text
+        assert 'vlm_admission_rejections_total{reason="queue_full"} 1.0' in text
+        async with run_worker(redis_server, redis_prefix):
+            assert [(await request).status_code for request in accepted] == [200] * (3 - n)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_redis_away_is_told_quickly(worker, redis_prefix, stream):
+    settings = make_settings("unix:///nonexistent/redis.sock", redis_prefix)
+    async with run_gateway_on_socket(settings, refresh=False) as gateway:
+        async with asyncio.timeout(3):
+            response = await gateway.chat(make_body(stream=stream))
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "service_unavailable"
+        assert response.headers["retry-after"] == "1"
+        assert (await gateway.client.get("/readyz")).json() == {"status": "no redis"}
+        assert (await gateway.client.get("/healthz")).status_code == 200
+
+
+async def test_open_requests_are_finished_before_the_end(gateway, worker):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await go_on.wait()
+        await answer.finish("done")
+
+    worker.script = script
+    open_request = asyncio.ensure_future(gateway.stream())
+    await wait_for(lambda: len(worker.answers) == 1)
+    gateway.server.handle_exit(signal.SIGTERM, None)
+    assert (await gateway.client.get("/readyz")).json() == {"status": "draining"}
+    refused = await gateway.chat()
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    go_on.set()
+    *_, done = read_events(await open_request)
+    assert done == "[DONE]"
+    await wait_for(lambda: gateway.server.should_exit)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"drain_s": 0.2}}])
+async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, changes):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+
+    worker.script = script
+    open_request = asyncio.ensure_future(gateway.stream())
+    await wait_for(lambda: len(worker.answers) == 1)
+    gateway.server.handle_exit(signal.SIGTERM, None)
+    *_, last = read_events(await open_request)
+    assert last["error"]["code"] == "cancelled"
