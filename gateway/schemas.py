@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-NO_VALUE = Raw(b"")
+Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -35,8 +35,8 @@ class ImageUrl(RequestStruct, frozen=True, kw_only=True):
 class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
     """Cache hints that some clients attach to parts; they change no answer."""
 
-    cache_control: Raw = NO_VALUE
-    prompt_cache_breakpoint: Raw = NO_VALUE
+    cache_control: Ignored = UNSET
+    prompt_cache_breakpoint: Ignored = UNSET
 
 
 class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
@@ -77,7 +77,7 @@ class ChatMessageParam(RequestStruct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[ContentPart], Meta(min_length=1)]
     name: Annotated[str, Meta(max_length=64)] | None = None  #: changes nothing
-    annotations: Raw = NO_VALUE  #: changes nothing
+    annotations: Ignored = UNSET  #: changes nothing
     refusal: str | None = None  #: changes nothing
     audio: Any = None
     function_call: Any = None
@@ -94,14 +94,14 @@ class StreamOptions(RequestStruct, frozen=True, kw_only=True):
 class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
     """Fields that clients send and that change no answer here, whatever they hold."""
 
-    store: Raw = NO_VALUE
-    service_tier: Raw = NO_VALUE
-    parallel_tool_calls: Raw = NO_VALUE
-    safety_identifier: Raw = NO_VALUE
-    prompt_cache_key: Raw = NO_VALUE
-    prompt_cache_options: Raw = NO_VALUE
-    prompt_cache_retention: Raw = NO_VALUE
-    verbosity: Raw = NO_VALUE
+    store: Ignored = UNSET
+    service_tier: Ignored = UNSET
+    parallel_tool_calls: Ignored = UNSET
+    safety_identifier: Ignored = UNSET
+    prompt_cache_key: Ignored = UNSET
+    prompt_cache_options: Ignored = UNSET
+    prompt_cache_retention: Ignored = UNSET
+    verbosity: Ignored = UNSET
 
 
 class NeutralFields(IgnoredFields, frozen=True, kw_only=True):

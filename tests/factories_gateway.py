@@ -22,8 +22,8 @@ from shared.protocol import (
     GenerateEvent,
     ModelCard,
     OutputLogprob,
-    Started,
     StageTimings,
+    Started,
     Usage,
 )
 from shared.publication import Claim, Publication

@@ -1,0 +1,137 @@
+"""The official client works unchanged: sync, async, streamed, with pictures, and its errors."""
+
+import asyncio
+
+import openai
+import pytest
+
+from shared.protocol import ErrorCode
+from tests.factories_gateway import MODEL, Answer
+from tests.factories_pictures import data_url
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+PICTURE = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "what is it?"},
+            {"type": "image_url", "image_url": {"url": data_url(), "detail": "high"}},
+        ],
+    }
+]
+
+
+@pytest.fixture
+async def client(gateway):
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+async def test_an_answer(client, worker):
+    answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert answer.choices[0].message.content == "Hello you"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == 10
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer._request_id.startswith("req_")
+
+
+async def test_an_answer_about_a_picture_and_the_turn_after_it(client, worker):
+    answer = await client.chat.completions.create(model=MODEL, messages=PICTURE)
+    echoed = answer.choices[0].message.model_dump()
+    again = [*PICTURE, echoed, {"role": "user", "content": "and now?"}]
+    await client.chat.completions.create(model=MODEL, messages=again)
+    assert [len(request.images) for request in worker.requests] == [1, 1]
+    assert [message.role for message in worker.requests[1].messages] == [
+        "user",
+        "assistant",
+        "user",
+    ]
+
+
+async def test_a_stream(client, worker):
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello you"
+    assert chunks[-1].usage.completion_tokens == 3
+
+
+async def test_the_streaming_helper(client, worker):
+    async with client.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
+        answer = await stream.get_final_completion()
+    assert answer.choices[0].message.content == "Hello you"
+
+
+async def test_the_sync_client(gateway, worker):
+    def ask() -> tuple[str | None, str]:
+        http = openai.DefaultHttpxClient(trust_env=False)
+        with openai.OpenAI(
+            base_url=f"{gateway.url}/v1", api_key="none", http_client=http
+        ) as client:
+            answer = client.chat.completions.create(model=MODEL, messages=MESSAGES)  # type: ignore[arg-type]
+            stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)  # type: ignore[arg-type]
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            return answer.choices[0].message.content, text
+
+    assert await asyncio.to_thread(ask) == ("Hello you", "Hello you")
+
+
+async def test_models(client, worker):
+    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("nobody")
+
+
+async def test_errors_become_the_clients_own(client, worker):
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="nobody", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=1000)
+    assert (bad.value.param, bad.value.type) == ("n", "invalid_request_error")
+    assert bad.value.request_id
+
+
+async def test_an_error_in_mid_stream_is_raised(client, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await heard.wait()
+        await answer.fail(ErrorCode.WORKER_LOST, "The worker was lost.")
+
+    heard = asyncio.Event()
+    worker.script = script
+    stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    texts: list[str] = []
+
+    async def read() -> None:
+        async for chunk in stream:
+            texts.append(chunk.choices[0].delta.content or "")
+            if texts[-1]:
+                heard.set()
+
+    with pytest.raises(openai.APIError, match=r"The worker was lost\."):
+        await read()
+    assert "".join(texts) == "half"
+
+
+async def test_the_client_leaves_a_stream_early(client, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        while answer.refused is None:
+            await answer.say("on ")
+            await asyncio.sleep(0.01)
+
+    worker.script = script
+    stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    async with asyncio.timeout(5):
+        await worker.cancelled.wait()
