@@ -10,18 +10,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from statistics import median
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import psutil
 
 from loadtest.bare_endpoint import NUM_TOKENS
 from loadtest.client import AnswerError, ChatClient
+from loadtest.comparison import (
+    BARE,
+    FLEET,
+    ROLES,
+    Body,
+    Cell,
+    Measured,
+    Samples,
+    to_cpu_table,
+    to_goals,
+    to_tables,
+)
 from loadtest.fleet import ROOT, Server, ServerError, free_port, run_fleet, run_server
 from loadtest.http_load import Job, Result
 from loadtest.pictures import noise_jpeg, numbered, to_data_url
-from loadtest.report import Table, in_ms, in_number, show
+from loadtest.report import show
 from loadtest.scenarios import QUESTIONS, picture_part, text_part, to_body
 
 PICTURE_BYTES = 60_000
@@ -31,21 +41,11 @@ INSTANT = {
     "VLM_ENGINE__MOCK__DECODE_S": "0",
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
 }
-ROLES = ("gateway", "worker", "redis-server")
 MOST_WARMUP_S = 0.3
 
 
 class BenchError(Exception):
     """An answer was wrong or missing, so that the numbers would mean nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Body:
-    """A kind of request. `is_new`: each one shows a picture that was not seen before."""
-
-    name: str
-    content: list[dict[str, Any]]
-    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,48 +61,6 @@ class Target:
         """CPU time that each process has used so far."""
         times = {role: process.cpu_times() for role, process in self.processes.items()}
         return {role: used.user + used.system for role, used in times.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One thing to measure on both targets."""
-
-    body: Body
-    stream: bool
-    num_connections: int
-
-
-@dataclass(slots=True)
-class Samples:
-    """The rounds of one cell on one target."""
-
-    results: list[Result] = field(default_factory=list)
-    cpu_s: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Requests/s."""
-        return median(result.num_requests / result.seconds for result in self.results)
-
-    @property
-    def p50_s(self) -> float:
-        """Median latency."""
-        return median(result.p50_s for result in self.results)
-
-    @property
-    def p99_s(self) -> float:
-        """99th percentile of the latency."""
-        return median(result.p99_s for result in self.results)
-
-    def cpu_of(self, role: str) -> float:
-        """CPU seconds per request of one process."""
-        return median(
-            used[role] / max(1, result.num_all)
-            for used, result in zip(self.cpu_s, self.results, strict=True)
-        )
-
-
-Measured = dict[tuple[Cell, str], Samples]
 
 
 class LoadClient:
@@ -139,7 +97,7 @@ def run(seconds: float, rounds: int, connections: list[int], markdown: bool) -> 
         measured = measure(seconds, rounds, connections)
     except (BenchError, ServerError, AnswerError) as error:
         sys.exit(f"the benchmark stopped: {error}")
-    show([*to_tables(measured), to_goals(measured)], markdown)
+    show([*to_tables(measured), to_cpu_table(measured), to_goals(measured)], markdown)
     print(f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; {machine()}")
 
 
@@ -217,7 +175,7 @@ def run_bare() -> Iterator[Target]:
     port = free_port()
     with run_server(["-m", "loadtest.bare_endpoint", str(port)], port, "/readyz") as server:
         process = psutil.Process(server.process.pid)
-        yield Target("bare FastAPI", server, "bare", {"bare": process})
+        yield Target(BARE, server, "bare", {"bare": process})
 
 
 @contextmanager
@@ -227,7 +185,7 @@ def run_vlm_fleet() -> Iterator[Target]:
         with ChatClient(server.url) as chat:
             model = chat.models()[0]
         family = psutil.Process(server.process.pid).children(recursive=True)
-        yield Target("vlm-fleet", server, model, {role: _find(family, role) for role in ROLES})
+        yield Target(FLEET, server, model, {role: _find(family, role) for role in ROLES})
 
 
 def _find(family: list[psutil.Process], role: str) -> psutil.Process:
@@ -253,45 +211,6 @@ def run_client() -> Iterator[LoadClient]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
-
-
-def to_tables(measured: Measured) -> list[Table]:
-    """One table per kind of request, whole and streamed; one row per number of connections."""
-    tables: dict[str, Table] = {}
-    columns = ["connections", "bare req/s", "p50 ms", "p99 ms", "fleet req/s", "p50 ms", "p99 ms"]
-    columns += ["ratio", "added ms", "CPU ms: bare", "gateway", "worker", "Redis", "client"]
-    for cell in dict.fromkeys(cell for cell, _ in measured):
-        title = f"{cell.body.name}, {'streamed' if cell.stream else 'whole'}"
-        table = tables.setdefault(title, Table(title, columns))
-        bare, fleet = measured[cell, "bare FastAPI"], measured[cell, "vlm-fleet"]
-        table.add(
-            str(cell.num_connections),
-            *(in_number(bare.rate), in_ms(bare.p50_s), in_ms(bare.p99_s)),
-            *(in_number(fleet.rate), in_ms(fleet.p50_s), in_ms(fleet.p99_s)),
-            f"{fleet.rate / bare.rate:.2f}",
-            in_ms(fleet.p50_s - bare.p50_s),
-            in_ms(bare.cpu_of("bare")),
-            *(in_ms(fleet.cpu_of(role)) for role in (*ROLES, "client")),
-        )
-    return list(tables.values())
-
-
-def to_goals(measured: Measured) -> Table:
-    """What the way may cost, and what it does."""
-    table = Table("Goals", ["goal", "wanted", "measured", "met"])
-    for cell in dict.fromkeys(cell for cell, _ in measured):
-        if cell.body.name != "text":
-            continue
-        bare, fleet = measured[cell, "bare FastAPI"], measured[cell, "vlm-fleet"]
-        ratio, added_ms = fleet.rate / bare.rate, (fleet.p50_s - bare.p50_s) * 1000
-        if cell.num_connections == 32:
-            wanted, name = (0.3, "streamed") if cell.stream else (0.25, "whole")
-            is_met = "yes" if ratio >= wanted else "no"
-            table.add(f"32 connections, {name}: ratio", f">= {wanted:.2f}", f"{ratio:.2f}", is_met)
-        if cell.num_connections == 1 and not cell.stream:
-            is_met = "yes" if added_ms <= 1.5 else "no"
-            table.add("1 connection, whole: added ms", "<= 1.50", f"{added_ms:.2f}", is_met)
-    return table
 
 
 def machine() -> str:

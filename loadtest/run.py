@@ -39,6 +39,11 @@ class Result:
     errors: dict[str, int] = field(default_factory=dict)
 
     @property
+    def num_errors(self) -> int:
+        """Requests that were not answered completely."""
+        return sum(self.errors.values())
+
+    @property
     def num_requests(self) -> int:
         """Complete answers."""
         return sum(len(metrics["E2E"]) for metrics in self.values_s.values())
@@ -91,35 +96,40 @@ def loopback_url(text: str) -> str:
 def run_locust(url: str, options: argparse.Namespace) -> Result:
     """Run Locust headless to its end and read what it wrote."""
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as directory:
-        samples, failures = Path(directory, "samples"), Path(directory, "stats_failures.csv")
-        command = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless"]
-        command += [
-            "--host",
-            url,
-            "--users",
-            str(options.users),
-            "--spawn-rate",
-            str(options.users),
-        ]
-        command += ["--run-time", f"{max(1, round(options.seconds))}s", "--seed", str(options.seed)]
-        command += ["--stop-timeout", str(STOP_TIMEOUT_S), "--samples", str(samples)]
-        command += [
-            "--csv",
-            str(Path(directory, "stats")),
-            "--loglevel",
-            "WARNING",
-            "--only-summary",
-        ]
+        samples = Path(directory, "samples")
         done = subprocess.run(
-            command,
+            locust_command(url, options, samples, Path(directory, "stats")),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             timeout=options.seconds + GRACE_S,
         )
-        return Result(
-            done.returncode, options.seconds, read_samples(samples), read_errors(failures)
-        )
+        values_s = read_samples(samples)
+        errors = read_errors(Path(directory, "stats_failures.csv"))
+    if done.returncode and not errors:
+        print(done.stderr, file=sys.stderr)
+    [took_s] = values_s.pop("", {}).get("run", [options.seconds])
+    return Result(done.returncode, took_s, values_s, errors)
+
+
+def locust_command(url: str, options: argparse.Namespace, samples: Path, stats: Path) -> list[str]:
+    """The command line of Locust."""
+    flags = {
+        "--locustfile": LOCUSTFILE,
+        "--host": url,
+        "--users": options.users,
+        "--spawn-rate": options.users,
+        "--run-time": f"{max(1, round(options.seconds))}s",
+        "--stop-timeout": STOP_TIMEOUT_S,
+        "--seed": options.seed,
+        "--samples": samples,
+        "--csv": stats,
+        "--loglevel": "WARNING",
+    }
+    pairs = [str(word) for flag in flags.items() for word in flag]
+    return [sys.executable, "-m", "locust", "--headless", *pairs]
 
 
 def read_samples(path: Path) -> dict[str, dict[str, list[float]]]:
@@ -142,17 +152,19 @@ def read_errors(path: Path) -> dict[str, int]:
 
 
 def to_table(result: Result, num_users: int) -> Table:
-    """One row per scenario: requests/s and the percentiles of each latency."""
-    columns = [f"{metric} p{share * 100:.0f}" for metric in METRICS for share in SHARES]
-    title = f"{num_users} users, {result.seconds:.0f} s; milliseconds"
-    table = Table(title, ["scenario", "requests/s", *columns])
+    """For each scenario its requests/s and the percentiles of each latency."""
+    title = f"{num_users} users, {result.seconds:.0f} s, {result.num_errors} errors; milliseconds"
+    shares = [f"p{share * 100:.0f}" for share in SHARES]
+    table = Table(title, ["scenario", "latency", "requests/s", "values", *shares])
     for scenario, metrics in sorted(result.values_s.items()):
         rate = in_number(len(metrics["E2E"]) / result.seconds)
-        cells = [in_ms(percentile(metrics[name], share)) for name in METRICS for share in SHARES]
-        table.add(scenario, rate, *cells)
-    num_errors = sum(result.errors.values())
+        for metric in METRICS:
+            values_s = metrics.get(metric, [])
+            if values_s:
+                cells = [in_ms(percentile(values_s, share)) for share in SHARES]
+                table.add(scenario, metric, rate, f"{len(values_s):,}", *cells)
     total = in_number(result.num_requests / result.seconds)
-    table.add(f"all, {num_errors} errors", total, *[""] * len(columns))
+    table.add("all", "", total, f"{result.num_requests:,}", *[""] * len(SHARES))
     return table
 
 

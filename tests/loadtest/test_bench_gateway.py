@@ -2,16 +2,8 @@
 
 import pytest
 
-from loadtest.bench_gateway import (
-    BenchError,
-    Body,
-    Cell,
-    Samples,
-    measure,
-    run_client,
-    to_goals,
-    to_tables,
-)
+from loadtest.bench_gateway import BenchError, measure, run_client
+from loadtest.comparison import BARE, FLEET, Body, Cell, Samples, to_cpu_table, to_goals, to_tables
 from loadtest.http_load import Job, Result
 
 TEXT = Body("text", [])
@@ -27,7 +19,7 @@ def samples(rate: float = 100.0, p50_s: float = 0.001, cpu_s: float = 0.05) -> S
 
 
 def compared(cell: Cell, bare: Samples, fleet: Samples):
-    return {(cell, "bare FastAPI"): bare, (cell, "vlm-fleet"): fleet}
+    return {(cell, BARE): bare, (cell, FLEET): fleet}
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +31,24 @@ def test_the_way_is_not_many_times_slower_than_bare_fastapi(measured):
     cells = {cell for cell, _ in measured}
     assert len(cells) == 6
     for cell in cells:
-        ratio = measured[cell, "vlm-fleet"].rate / measured[cell, "bare FastAPI"].rate
+        ratio = measured[cell, FLEET].rate / measured[cell, BARE].rate
         assert ratio > LEAST_RATIO, f"{cell.body.name}, stream={cell.stream}: {ratio:.2f}"
 
 
 def test_every_process_is_seen_at_work(measured):
     for (_, target), rounds in measured.items():
-        roles = {"bare"} if target == "bare FastAPI" else {"gateway", "worker", "redis-server"}
+        roles = {"bare"} if target == BARE else {"gateway", "worker", "redis-server"}
         assert set(rounds.cpu_s[0]) == roles | {"client"}
         assert sum(rounds.cpu_s[0].values()) > 0
 
 
 def test_tables_name_every_kind_of_request_once(measured):
-    titles = [table.title for table in to_tables(measured)]
+    tables = to_tables(measured)
+    titles = [table.title for table in tables]
     assert len(titles) == len(set(titles)) == 6
-    assert {
-        len(row) - len(table.columns) for table in to_tables(measured) for row in table.rows
-    } == {0}
+    assert len(to_cpu_table(measured).rows) == 6
+    for table in (*tables, to_cpu_table(measured)):
+        assert all(len(row) == len(table.columns) for row in table.rows)
 
 
 def test_numbers_are_medians_of_the_rounds():
