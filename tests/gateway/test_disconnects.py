@@ -59,6 +59,7 @@ async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
     await writer.drain()
     await wait_for(lambda: gateway.services.admission.num_open == 1)
     writer.close()
+    await writer.wait_closed()
     await wait_for(lambda: gateway.services.admission.num_open == 0)
     assert worker.answers == []
 

@@ -1,6 +1,7 @@
 """The server: bounds on headers, probes, drain, overload, Redis away, models."""
 
 import asyncio
+import contextlib
 import signal
 
 import pytest
@@ -31,6 +32,8 @@ async def talk(gateway, *pieces: bytes) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
