@@ -4,6 +4,8 @@ Records expire by themselves. A model stays known for a day after its last worke
 workers are all restarting keeps queueing. It must not know how a worker works.
 """
 
+import asyncio
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -41,12 +43,14 @@ class Registry:
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
         """Say that a worker is there, for `ttl_s` from now."""
         keys, execute, name = self._keys, self._sender.execute, record.card.name
-        await execute("SET", keys.worker(record.worker_id), encode(record), "PX", to_ms(ttl_s))
-        await execute("SADD", keys.workers, record.worker_id)
-        await execute("SET", keys.model(name), encode(record.card), "PX", to_ms(MODEL_TTL_S))
-        await execute("SADD", keys.models, name)
-        await execute("PEXPIRE", keys.workers, to_ms(MODEL_TTL_S))
-        await execute("PEXPIRE", keys.models, to_ms(MODEL_TTL_S))
+        await asyncio.gather(
+            execute("SET", keys.worker(record.worker_id), encode(record), "PX", to_ms(ttl_s)),
+            execute("SADD", keys.workers, record.worker_id),
+            execute("SET", keys.model(name), encode(record.card), "PX", to_ms(MODEL_TTL_S)),
+            execute("SADD", keys.models, name),
+            execute("PEXPIRE", keys.workers, to_ms(MODEL_TTL_S)),
+            execute("PEXPIRE", keys.models, to_ms(MODEL_TTL_S)),
+        )
 
     async def withdraw(self, worker_id: str) -> None:
         """Say that a worker is gone."""
@@ -63,7 +67,7 @@ class Registry:
         found = await self._members(self._keys.models, self._keys.model)
         return sorted((decode_card(data) for data in found), key=lambda card: card.name)
 
-    async def _members(self, index: str, key_of) -> list[bytes]:
+    async def _members(self, index: str, key_of: Callable[[str], str]) -> list[bytes]:
         """The values of a set's members; members whose value has expired leave the set."""
         names = await retry_idempotent(lambda: self._sender.execute("SMEMBERS", index))
         if not names:

@@ -96,13 +96,20 @@ class RequestClaims:
 
     async def reclaim(self, count: int) -> list[Claim]:
         """Claim up to `count` requests whose lease has run out. Raises: RedisError."""
-        command = ("XAUTOCLAIM", self._queue, GROUP, self._worker_id, to_ms(self._lease_s))
+        # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
+        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(self._lease_s), "-", "+", count)
         try:
-            reply = await self._sender.execute(*command, "0-0", "COUNT", count)
+            idle = await self._sender.execute(*command)
         except ResponseError as error:
             await self._handle_missing_queue(error)
             return []
-        entries = [entry for entry in reply[1] if entry]
+        if not idle:
+            return []
+        # Of several workers that saw the same entry one gets it: taking it resets its idle time.
+        claim = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(self._lease_s))
+        entries = [
+            entry for entry in await self._sender.execute(*claim, *(i[0] for i in idle)) if entry
+        ]
         for entry_id, _ in entries:
             self._held.discard(entry_id)  # our own, if we let its lease run out
         return await self._claim_entries(entries, "reclaimed", count)

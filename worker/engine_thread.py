@@ -17,6 +17,10 @@ from engines.factory import LoadedEngine
 
 logger = logging.getLogger(__name__)
 
+#: Steps may be far shorter than it takes to say how the engine is.
+STATS_EVERY_S = 0.005
+CLOSE_WITHIN_S = 5.0
+
 
 class EngineBroken(Exception):
     """The engine raised out of a step: its state is unknown, and the process should end."""
@@ -57,7 +61,7 @@ class EngineThread:
         self._is_closing = False
         self._news: list[News] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.stats = EngineStats()  #: as of the last step
+        self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None between steps
 
     async def start(self) -> LoadedEngine:
@@ -83,12 +87,12 @@ class EngineThread:
         await asyncio.shield(self._broken)
 
     async def close(self) -> None:
-        """Close the engine and end the thread; waits for the present step."""
+        """Close the engine and end the thread; waits for the present step, but not for ever."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
         self._broken.cancel()
 
     def _command(self, command: EngineRequest | str) -> None:
@@ -118,16 +122,20 @@ class EngineThread:
                 loaded.engine.close()
 
     def _serve(self, engine: Engine) -> None:
+        looked_at = 0.0
         while True:
             commands = self._next_commands(engine.has_work())
             if commands is None:
                 return
             news = [answer for command in commands if (answer := _apply(engine, command))]
             if engine.has_work():
-                self.step_started_at = time.monotonic()
+                self.step_started_at = now = time.monotonic()
                 news += engine.step()
                 self.step_started_at = None
-            self.stats = engine.stats()
+                if now - looked_at > STATS_EVERY_S:
+                    self.stats, looked_at = engine.stats(), now
+            if not engine.has_work():
+                self.stats = engine.stats()
             self._tell(news)
 
     def _next_commands(self, has_work: bool) -> list[EngineRequest | str] | None:

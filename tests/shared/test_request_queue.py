@@ -271,6 +271,33 @@ async def test_a_renewed_lease_is_not_reclaimed(ends):
     assert await second.reclaim(8) == []
 
 
+async def test_a_lost_request_is_found_behind_many_that_are_alive(ends):
+    holder = ends.worker("a")
+    await holder.create_group()
+    for _ in range(60):
+        await ends.enqueue()
+    claims = await holder.read(60, 1.0)
+    await ends.let_lease_run_out(claims[-1])
+
+    [later] = await ends.worker("b").reclaim(1)
+
+    assert later.request == claims[-1].request
+
+
+async def test_workers_that_reclaim_at_once_share_what_is_there(ends):
+    holder = ends.worker("a")
+    await holder.create_group()
+    for _ in range(6):
+        await ends.enqueue()
+    for claim in await holder.read(6, 1.0):
+        await ends.let_lease_run_out(claim)
+
+    taken = await asyncio.gather(*(ends.worker(name).reclaim(6) for name in "bcd"))
+
+    ids = [claim.request.request_id for claims in taken for claim in claims]
+    assert len(ids) == len(set(ids)) == 6
+
+
 async def test_finishing_twice_says_ok_and_is_heard_once(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()

@@ -1,0 +1,145 @@
+"""The requests that this worker has claimed, from take-off until they are ended or let go.
+
+Called by the worker's loops, on the event loop. It must not know Redis: what is to be told goes into the
+outbox, what comes in are claims.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from engines.base import EngineError, InvalidImage, PromptTooLong
+from shared.protocol import ErrorCode
+from shared.publication import Claim
+from worker.engine_thread import Added, EngineThread, News, Rejected
+from worker.flight import Flight
+from worker.outbox import Outbox
+from worker.preprocess import ImageUnavailable, Preprocessor
+
+logger = logging.getLogger(__name__)
+
+_CODES: tuple[tuple[type[EngineError], ErrorCode], ...] = (
+    (ImageUnavailable, ErrorCode.IMAGE_UNAVAILABLE),
+    (InvalidImage, ErrorCode.INVALID_IMAGE),
+    (PromptTooLong, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    (EngineError, ErrorCode.INVALID_REQUEST),
+)
+
+
+class Flights:
+    """What is in the air. `changed` is set whenever room may have come or the last one may have landed."""
+
+    def __init__(
+        self, engine: EngineThread, preprocessor: Preprocessor, outbox: Outbox, max_num_seqs: int
+    ) -> None:
+        self._engine = engine
+        self._preprocessor = preprocessor
+        self._outbox = outbox
+        self._max_num_seqs = max_num_seqs
+        self._flights: dict[str, Flight] = {}  # by request id
+        self._by_engine_id: dict[str, Flight] = {}
+        self._parked: deque[Flight] = deque()  # claimed, to be started when the way is clear
+        self.changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def all(self) -> list[Flight]:
+        """All of them now."""
+        return list(self._flights.values())
+
+    def find(self, claim: Claim) -> Flight | None:
+        """The flight of this very claim, if it is still in the air."""
+        flight = self._flights.get(claim.request.request_id)
+        return flight if flight is not None and flight.claim is claim else None
+
+    def room(self) -> int:
+        """How many more requests the engine can start soon."""
+        if self._parked or self._engine.stats.num_waiting > 0:
+            return 0
+        if any(flight.claim.is_last_chance for flight in self._flights.values()):
+            return 0
+        return max(0, self._max_num_seqs - len(self._flights))
+
+    def take_off(self, claims: Iterable[Claim]) -> None:
+        """Begin to work on claims."""
+        for claim in claims:
+            earlier = self._flights.get(claim.request.request_id)
+            if earlier is not None:  # our own, whose lease we let run out
+                self.forget(earlier)
+            flight = Flight.of(claim, time.monotonic())
+            self._flights[flight.request_id] = flight
+            self._by_engine_id[flight.engine_id] = flight
+            self._parked.append(flight)
+        self._start_parked()
+
+    def _start_parked(self) -> None:
+        """Start what may run. A request on its last chance runs alone: if it kills, it kills no other."""
+        while self._parked:
+            started = [flight for flight in self._flights.values() if flight.started_at]
+            is_solo = self._parked[0].claim.is_last_chance
+            if (is_solo and started) or any(flight.claim.is_last_chance for flight in started):
+                return
+            flight = self._parked.popleft()
+            flight.started_at = time.monotonic()
+            flight.preparation = asyncio.create_task(self._prepare(flight))
+
+    async def _prepare(self, flight: Flight) -> None:
+        try:
+            request = await self._preprocessor.prepare(flight.claim, flight.engine_id)
+        except EngineError as error:
+            self._refuse(flight, error)
+        except Exception:
+            logger.exception("could not prepare request %s", flight.request_id)
+            self.fail(flight, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
+        else:
+            self._engine.add(request)
+
+    def hear(self, news: list[News]) -> None:
+        """Take what the engine's thread has to say."""
+        for item in news:
+            flight = self._by_engine_id.get(item.request_id)
+            if flight is None:
+                continue
+            if isinstance(item, Added):
+                flight.added_at = item.at
+            elif isinstance(item, Rejected):
+                self._refuse(flight, item.error)
+            else:
+                for event in flight.events(item):
+                    self._outbox.post(flight, event)
+        self.changed.set()
+
+    def _refuse(self, flight: Flight, error: EngineError) -> None:
+        code = next(code for kind, code in _CODES if isinstance(error, kind))
+        self.fail(flight, code, str(error))
+
+    def fail(self, flight: Flight, code: ErrorCode, message: str) -> None:
+        """End a request in an error; it lands when that is published."""
+        self._outbox.post(flight, flight.failed(code, message))
+        self._stop_work(flight)
+
+    def let_go(self, flight: Flight, why: str) -> None:
+        """Stop work on a request that is not ours any more."""
+        log = logger.info if why == "cancelled" else logger.warning
+        log("request %s is no longer ours: %s", flight.request_id, why)
+        self.forget(flight)
+
+    def forget(self, flight: Flight) -> None:
+        """Land: nothing more is done or said about it."""
+        self._stop_work(flight)
+        self._outbox.drop(flight)
+        if self.find(flight.claim) is flight:
+            del self._flights[flight.request_id]
+        self.changed.set()
+        self._start_parked()
+
+    def _stop_work(self, flight: Flight) -> None:
+        if flight in self._parked:
+            self._parked.remove(flight)
+        if flight.preparation is not None and flight.preparation is not asyncio.current_task():
+            flight.preparation.cancel()
+        if self._by_engine_id.pop(flight.engine_id, None) is not None:
+            self._engine.abort(flight.engine_id)
