@@ -1,0 +1,101 @@
+"""Stage 1: teaches the vision tower and the projector to read scenes, without the language model.
+
+python -m engines.shapes.vision_pretraining --num-steps 8000
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+
+from engines.shapes.architecture import IMAGE_SIZE, make_model, normalize, project
+from engines.shapes.gallery import Gallery, load_gallery, mirror_codes
+from engines.shapes.llava import LlavaForConditionalGeneration
+from engines.shapes.scene_heads import SceneHeads, SceneTargets
+from engines.shapes.trainer import Plan, Trainer
+
+NUM_HELD_OUT = 1024  # pictures at the end of the gallery
+
+
+class VisionStudent(nn.Module):
+    """What stage 1 trains: the model's eye, and the read-outs that teach it."""
+
+    def __init__(self, model: LlavaForConditionalGeneration) -> None:
+        super().__init__()
+        self.vision_tower = model.model.vision_tower
+        self.projector = model.model.multi_modal_projector
+        self.heads = SceneHeads(model.config.text_config.hidden_size)
+        self.patches_per_side = (
+            model.config.vision_config.image_size // model.config.vision_config.patch_size
+        )
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Projected features. Shapes: uint8 (N, size, size, 3) in, float (N, P, width) out."""
+        return project(self.vision_tower, self.projector, normalize(pictures))
+
+    def targets(self, pictures: Tensor, codes: np.ndarray) -> SceneTargets:
+        """What the read-outs should say of pictures with these codes."""
+        return SceneTargets.of(pictures, torch.from_numpy(codes), self.patches_per_side)
+
+    @torch.no_grad()
+    def accuracy(self, gallery: Gallery) -> dict[str, float]:
+        """Share of right read-outs on the held-out end of a gallery."""
+        pictures = torch.from_numpy(gallery.pictures[-NUM_HELD_OUT:])
+        features = torch.cat([self(chunk) for chunk in pictures.split(64)])
+        return self.heads.accuracy(features, self.targets(pictures, gallery.codes[-NUM_HELD_OUT:]))
+
+
+def draw_pictures(
+    galleries: list[Gallery], num_pictures: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random pictures and their codes, as many from each gallery, half of them mirrored."""
+    drawn = []
+    for gallery in galleries:
+        indices = rng.integers(0, len(gallery.codes) - NUM_HELD_OUT, num_pictures // len(galleries))
+        pictures, codes = gallery.pictures[indices], gallery.codes[indices]
+        half = len(indices) // 2
+        pictures[:half], codes[:half] = pictures[:half, :, ::-1].copy(), mirror_codes(codes[:half])
+        drawn.append((pictures, codes))
+    return np.concatenate([pictures for pictures, _ in drawn]), np.concatenate(
+        [codes for _, codes in drawn]
+    )
+
+
+def main(
+    cache: Annotated[Path, typer.Option(help="where pictures and checkpoints go")] = Path(
+        ".cache/shapes"
+    ),
+    num_steps: int = 8000,
+    batch_size: int = 64,
+    learning_rate: float = 1e-3,
+    num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
+    resume: bool = False,
+    num_threads: int = 2,
+    compile: bool = False,
+) -> None:
+    """Train the eye."""
+    torch.set_num_threads(num_threads)
+    gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
+    crowds = load_gallery(cache / "crowds", num_shards // 2, IMAGE_SIZE, crowded=True)
+    student = VisionStudent(make_model())
+    forward = torch.compile(student) if compile else student
+
+    def loss_at(step: int) -> Tensor:
+        array, codes = draw_pictures([gallery, crowds], batch_size, np.random.default_rng(step))
+        pictures = torch.from_numpy(array)
+        return student.heads.loss(forward(pictures), student.targets(pictures, codes))
+
+    def report(trainer: Trainer) -> str:
+        return " ".join(f"{name} {share:.4f}" for name, share in student.accuracy(gallery).items())
+
+    trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate))
+    if resume:
+        trainer.load(cache / "vision")
+    trainer.run(cache / "vision", report, report_every=250)
+
+
+if __name__ == "__main__":
+    typer.run(main)

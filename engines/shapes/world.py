@@ -1,0 +1,151 @@
+"""The picture world that the built-in model knows: scenes made of words.
+
+A scene is a background colour and up to four shapes, each at one of nine places. Nothing here draws
+(see `render`) or talks (see `answers` and `questions`), and nothing here may import torch.
+"""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+KINDS = ("circle", "square", "triangle", "star", "cross", "ring")
+COLORS = ("red", "green", "blue", "yellow", "purple", "orange")
+BACKGROUNDS = ("white", "black", "gray", *COLORS)
+SIZES = ("small", "large")
+PLACES = (
+    "top left",
+    "top center",
+    "top right",
+    "middle left",
+    "center",
+    "middle right",
+    "bottom left",
+    "bottom center",
+    "bottom right",
+)
+MAX_SHAPES = 4
+
+_NUM_SHAPES_WEIGHTS = (1, 9, 13, 14, 13)  # of 0, 1, 2, 3 and 4 shapes
+_BACKGROUND_WEIGHTS = (8, 3, 3, 1, 1, 1, 1, 1, 1)  # in the order of BACKGROUNDS: people like white
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One shape of a scene, in words of KINDS, COLORS, SIZES and PLACES."""
+
+    kind: str
+    color: str
+    size: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A background colour and at most MAX_SHAPES shapes, in reading order, one per place."""
+
+    background: str
+    shapes: tuple[Shape, ...]
+
+    def __post_init__(self) -> None:
+        order = [PLACES.index(shape.place) for shape in self.shapes]
+        if order != sorted(set(order)):
+            raise ValueError("shapes must stand in reading order, at most one per place")
+        if any(shape.color == self.background for shape in self.shapes):
+            raise ValueError("a shape cannot have the background's color")
+
+    def at(self, place: str) -> Shape | None:
+        """The shape at a place of PLACES, or None."""
+        return next((shape for shape in self.shapes if shape.place == place), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """What a question points at: shapes of a kind, of a color, or both; neither means any shape."""
+
+    kind: str | None = None
+    color: str | None = None
+
+    def matches(self, shape: Shape) -> bool:
+        """Whether a shape is meant."""
+        return self.kind in (None, shape.kind) and self.color in (None, shape.color)
+
+    def pick(self, scene: Scene) -> tuple[Shape, ...]:
+        """The shapes of a scene that are meant, in reading order."""
+        return tuple(shape for shape in scene.shapes if self.matches(shape))
+
+    @property
+    def noun(self) -> str:
+        """The words for it: "star", "red shape" or "red star"."""
+        return " ".join(word for word in (self.color, self.kind or "shape") if word)
+
+    @property
+    def nouns(self) -> str:
+        """The plural of `noun`: "stars", "red shapes", "red crosses"."""
+        return self.noun + ("es" if self.kind == "cross" else "s")
+
+
+def make_scene(background: str, *shapes: tuple[str, str, str] | tuple[str, str, str, str]) -> Scene:
+    """A scene from words, with its shapes in any order.
+
+    A shape is (color, kind, place) or (color, kind, place, size), "large" where the size is left out:
+    `make_scene("white", ("red", "star", "top left"))`.
+    """
+    made = [
+        Shape(kind, color, *(size or ("large",)), place) for color, kind, place, *size in shapes
+    ]
+    return Scene(background, in_reading_order(made))
+
+
+def in_reading_order(shapes: list[Shape]) -> tuple[Shape, ...]:
+    """The shapes from top left to bottom right."""
+    return tuple(sorted(shapes, key=lambda shape: PLACES.index(shape.place)))
+
+
+def sample_scene(rng: Random, num_shapes: int | None = None) -> Scene:
+    """A random scene; `num_shapes` (0 to MAX_SHAPES) is drawn too unless given."""
+    background = rng.choices(BACKGROUNDS, _BACKGROUND_WEIGHTS)[0]
+    if num_shapes is None:
+        num_shapes = rng.choices(range(MAX_SHAPES + 1), _NUM_SHAPES_WEIGHTS)[0]
+    colors = [color for color in COLORS if color != background]
+    shapes = [
+        Shape(rng.choice(KINDS), rng.choice(colors), rng.choice(SIZES), place)
+        for place in rng.sample(PLACES, num_shapes)
+    ]
+    return Scene(background, in_reading_order(shapes))
+
+
+def sample_variation(scene: Scene, rng: Random) -> Scene:
+    """A scene that differs from the given one in a single word: the hardest thing to tell apart."""
+    while True:
+        varied = (
+            _vary_background(scene, rng)
+            if rng.random() < 0.1 or not scene.shapes
+            else _vary_shape(scene, rng)
+        )
+        if varied != scene:
+            return varied
+
+
+def _vary_background(scene: Scene, rng: Random) -> Scene:
+    taken = {shape.color for shape in scene.shapes}
+    return replace(
+        scene, background=rng.choice([word for word in BACKGROUNDS if word not in taken])
+    )
+
+
+def _vary_shape(scene: Scene, rng: Random) -> Scene:
+    shapes = list(scene.shapes)
+    index = rng.randrange(len(shapes))
+    free = [place for place in PLACES if scene.at(place) is None]
+    match rng.choices(("kind", "color", "place", "size", "missing"), (5, 5, 5, 2, 2))[0]:
+        case "kind":
+            shapes[index] = replace(shapes[index], kind=rng.choice(KINDS))
+        case "color":
+            colors = [color for color in COLORS if color != scene.background]
+            shapes[index] = replace(shapes[index], color=rng.choice(colors))
+        case "place":
+            shapes[index] = replace(shapes[index], place=rng.choice(free))
+        case "size":
+            shapes[index] = replace(shapes[index], size=rng.choice(SIZES))
+        case "missing":
+            del shapes[index]
+    return Scene(scene.background, in_reading_order(shapes))
