@@ -25,7 +25,7 @@ BUILT_IN = {"shapes": Path(__file__).parent.parent / "shapes" / "checkpoint"}
 #: Root files only: other folders hold the same model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
 
 Report = Callable[[float], None]
@@ -53,7 +53,7 @@ def resolve_model(model: str, report: Report | None = None) -> Path:
     if model in BUILT_IN:
         return BUILT_IN[model]
     directory = Path(model).expanduser()
-    if directory.is_dir():
+    if model and directory.is_dir():
         return directory
     if match := _HUB_ID.fullmatch(model):
         return _fetch(match["repo"], match["revision"], report)
@@ -99,23 +99,14 @@ def _download(repo: str, revision: str | None, report: Report | None) -> Path:
     progress: dict[str, Any] = {}
     if report is not None:
         progress = {"tqdm_class": _reporting_bar(report, num_bytes)}
-    folder = snapshot_download(
-        repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, **progress
-    )
-    return Path(folder)
+    return Path(_snapshot(repo, revision, **progress))
 
 
 def _plan(repo: str, revision: str | None) -> list[Any] | None:
     """The files to have, with sizes and whether the cache lacks them; None if the hub cannot be asked."""
     try:
-        return snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=_WANTED,
-            ignore_patterns=_UNWANTED,
-            dry_run=True,
-            tqdm_class=_reporting_bar(lambda share: None, 1),
-        )
+        silent = _reporting_bar(lambda share: None, 1)
+        return _snapshot(repo, revision, dry_run=True, tqdm_class=silent)
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except OSError as error:  # DryRunError, or a file's size that could not be asked
@@ -126,19 +117,22 @@ def _plan(repo: str, revision: str | None) -> list[Any] | None:
 
 def _from_cache(repo: str, revision: str | None) -> Path:
     try:
-        folder = snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=_WANTED,
-            ignore_patterns=_UNWANTED,
-            local_files_only=True,
-        )
+        return Path(_snapshot(repo, revision, local_files_only=True))
     except FileNotFoundError:
         raise ModelUnavailable(
             f"{constants.ENDPOINT} cannot be reached, and {constants.HF_HUB_CACHE} holds no complete "
             f"copy of {repo}{f'@{revision}' if revision else ''}"
         ) from None
-    return Path(folder)
+
+
+def _snapshot(repo: str, revision: str | None, **options: Any) -> Any:
+    return snapshot_download(
+        repo,
+        revision=revision,
+        allow_patterns=_WANTED,
+        ignore_patterns=_UNWANTED,
+        **options,
+    )
 
 
 def _check_disk(repo: str, num_bytes: int) -> None:

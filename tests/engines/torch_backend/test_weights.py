@@ -1,0 +1,219 @@
+"""Weights arrive unchanged, in little memory, and a checkpoint that does not fit is refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlavaForConditionalGeneration
+
+from engines.torch_backend import weights as module
+from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.quantization import SCHEMES
+from engines.torch_backend.weights import ModelTooLarge, load_model
+
+CPU = torch.device("cpu")
+TIED = {"text_config": {"tie_word_embeddings": True}}
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Llava:
+    return load_model(directory, read_config(directory), CPU, dtype, **options)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    make_checkpoint("tiny", tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def check_same_weights(a: Llava, b: Llava) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def edit(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace weights of a single-file checkpoint; None removes. Dots are written as double underscores."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value
+    save_file(tensors, file)
+
+
+def test_one_file_and_many_shards_hold_the_same_model(tiny: Path, tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "sharded", max_shard_bytes=60_000)
+
+    check_same_weights(load(tiny), load(tmp_path / "sharded"))
+
+
+@pytest.mark.parametrize("changes", [{}, TIED])
+def test_what_transformers_saves_again_is_the_same_model(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """transformers 5 writes other names than the published files have."""
+    make_checkpoint("tiny", tmp_path / "tiny", changes=changes)
+    theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path / "tiny", dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "again")
+
+    check_same_weights(load(tmp_path / "tiny"), load(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_weight_has_the_asked_dtype_and_is_real(tiny: Path, dtype: torch.dtype) -> None:
+    model = load(tiny, dtype)
+
+    assert {value.dtype for value in model.state_dict().values()} == {dtype}
+    assert not any(value.is_meta for value in [*model.parameters(), *model.buffers()])
+    assert not any(value.requires_grad for value in model.parameters())
+    assert not model.training
+
+
+def test_a_file_replaced_under_a_running_model_changes_nothing(tiny: Path) -> None:
+    model = load(tiny, torch.bfloat16)
+    before = model.language_model.model.embed_tokens.weight.clone()
+
+    (tiny / "model.safetensors").write_bytes(b"")
+
+    assert torch.equal(model.language_model.model.embed_tokens.weight, before)
+
+
+def test_progress_comes_to_one(tiny: Path) -> None:
+    shares: list[float] = []
+
+    load(tiny, progress=shares.append)
+
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_missing_weights_are_named(tiny: Path) -> None:
+    edit(tiny, language_model__model__norm__weight=None)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks weights: language_model\.model\.norm"):
+        load(tiny)
+
+
+def test_unknown_weights_are_named(tiny: Path) -> None:
+    edit(tiny, language_model__model__extra__weight=torch.zeros(2))
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"unknown weights: .*model\.extra\.weight"):
+        load(tiny)
+
+
+def test_weights_of_another_shape_are_named_with_both_shapes(tiny: Path) -> None:
+    edit(tiny, language_model__model__norm__weight=torch.zeros(3))
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"norm\.weight is \(3,\).* \(64,\)"):
+        load(tiny)
+
+
+def test_a_damaged_file_is_named(tiny: Path) -> None:
+    (tiny / "model.safetensors").write_bytes(b"\xff" * 100)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"model\.safetensors is damaged"):
+        load(tiny)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t", max_shard_bytes=200_000)
+    shard = sorted((tmp_path / "t").glob("model-*.safetensors"))[-1]
+    shard.unlink()
+
+    with pytest.raises(UnsupportedCheckpoint, match=f"{shard.name}, which is not there"):
+        load(tmp_path / "t")
+
+
+def test_an_index_that_points_elsewhere_is_refused(tiny: Path) -> None:
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with pytest.raises(UnsupportedCheckpoint, match="outside the checkpoint"):
+        load(tiny)
+
+
+def test_pickled_weights_are_refused_with_the_reason(tiny: Path) -> None:
+    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
+
+    with pytest.raises(UnsupportedCheckpoint, match="unpickling can run any code"):
+        load(tiny)
+
+
+def test_a_checkpoint_without_weights_is_refused(tiny: Path) -> None:
+    (tiny / "model.safetensors").unlink()
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"no model\.safetensors"):
+        load(tiny)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"), [(None, "in float32,"), ("int8", "in float32 and int8,")]
+)
+def test_a_model_too_large_is_refused_with_the_numbers_before_it_is_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None, words: str
+) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(module, "_read_all", lambda *args: pytest.fail("weights were read"))
+
+    with pytest.raises(ModelTooLarge, match=rf"0\.0 GiB {words} but cpu has 0\.0 GiB available"):
+        load(tiny, scheme=SCHEMES[scheme] if scheme else None)
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_the_memory_that_is_asked_for_is_what_the_weights_take(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None
+) -> None:
+    """Up to the layers of the vision tower that are not read."""
+    asked: list[int] = []
+    monkeypatch.setattr(module, "free_bytes", lambda device: asked.append(0) or 0)
+    chosen = SCHEMES[scheme] if scheme else None
+    with pytest.raises(ModelTooLarge):
+        load(tiny, scheme=chosen)
+    monkeypatch.undo()
+
+    stored = module.list_tensors(tiny)
+    needed = sum(module._num_bytes(tensor, torch.float32, chosen) for tensor in stored)
+    taken = sum(value.nbytes for value in load(tiny, scheme=chosen).state_dict().values())
+
+    assert taken <= needed <= 1.2 * taken
+
+
+MEASURE_PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.weights import load_model
+from engines.torch_backend.quantization import SCHEMES
+directory = Path(sys.argv[1])
+dtype = getattr(torch, sys.argv[2])
+scheme = SCHEMES.get(sys.argv[3])
+torch.zeros(8, 8) @ torch.zeros(8, 8)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = load_model(directory, read_config(directory), torch.device("cpu"), dtype, scheme)
+size = sum(value.nbytes for value in model.state_dict().values())
+print((peak() - before) / size)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "scheme"), [("float32", "none"), ("bfloat16", "none")])
+def test_memory_peaks_little_above_the_model(tmp_path: Path, dtype: str, scheme: str) -> None:
+    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20}
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": text})
+
+    command = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path / "t"), dtype, scheme]
+    ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert ratio <= 1.2

@@ -1,0 +1,164 @@
+"""A server that plays the Hugging Face hub for one process: repositories from directories, over real HTTP."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+_RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+_INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/revision/(?P<revision>[^/?]+)")
+_TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/?]+)")
+
+
+@dataclass
+class Repository:
+    """Revisions by name; `token` must be shown to read files of a gated one."""
+
+    revisions: dict[str, Path]
+    token: str | None = None
+
+    def commit(self, revision: str) -> str | None:
+        names = {self._hash(name): name for name in self.revisions}
+        if revision in names:
+            return revision
+        return self._hash(revision) if revision in self.revisions else None
+
+    def directory(self, commit: str) -> Path:
+        return next(path for name, path in self.revisions.items() if self._hash(name) == commit)
+
+    def _hash(self, name: str) -> str:
+        return hashlib.sha1(f"{name} {self.revisions[name]}".encode()).hexdigest()
+
+
+@dataclass
+class Hub:
+    """What the server has, and what it was asked for."""
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    downloads: list[str] = field(default_factory=list)  #: files that were sent
+    ranges: list[str] = field(default_factory=list)
+    cut_after: int | None = None  #: break the connection after so many bytes of a file, once
+    url: str = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def _answer(self) -> None:
+        for pattern, answer in (
+            (_INFO, self._info),
+            (_TREE, self._tree),
+            (_RESOLVE, self._resolve),
+        ):
+            if match := pattern.match(self.path):
+                repository = self.hub.repositories.get(match["repo"])
+                if repository is None:
+                    return self._refuse(401, "RepoNotFound")
+                commit = repository.commit(match["revision"])
+                if commit is None:
+                    return self._refuse(404, "RevisionNotFound")
+                return answer(match, repository, commit)
+        return self._refuse(404, "EntryNotFound")
+
+    def _info(self, match: re.Match[str], repository: Repository, commit: str) -> None:
+        self._send_json({"_id": "1", "id": match["repo"], "sha": commit, "siblings": []})
+
+    def _tree(self, match: re.Match[str], repository: Repository, commit: str) -> None:
+        folder = repository.directory(commit)
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        self._send_json(
+            [
+                {
+                    "type": "file",
+                    "path": str(path.relative_to(folder)),
+                    "size": path.stat().st_size,
+                    "oid": _etag(path),
+                }
+                for path in files
+            ]
+        )
+
+    def _resolve(self, match: re.Match[str], repository: Repository, commit: str) -> None:
+        if repository.token and self.headers["Authorization"] != f"Bearer {repository.token}":
+            return self._refuse(403 if self.headers["Authorization"] else 401, "GatedRepo")
+        file = repository.directory(commit) / match["file"]
+        if not file.is_file():
+            return self._refuse(404, "EntryNotFound")
+        return self._send_file(file, commit)
+
+    def _send_file(self, file: Path, commit: str) -> None:
+        content = file.read_bytes()
+        start = 0
+        if found := re.match(r"bytes=(\d+)-", self.headers["Range"] or ""):
+            start = int(found[1])
+            if self.command == "GET":
+                self.hub.ranges.append(file.name)
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", f'"{_etag(file)}"')
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("Accept-Ranges", "bytes")
+        if start:
+            end = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self.send_header("Content-Range", end)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if self.command == "GET":
+            self.hub.downloads.append(file.name)
+            self._send_body(content[start:])
+
+    def _send_body(self, body: bytes) -> None:
+        if self.hub.cut_after is not None and len(body) > self.hub.cut_after:
+            body, self.hub.cut_after = body[: self.hub.cut_after], None
+            self.close_connection = True
+        self.wfile.write(body)
+
+    def _send_json(self, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@contextmanager
+def serve_hub() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
