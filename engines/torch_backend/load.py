@@ -26,6 +26,7 @@ from engines.torch_backend.weights import load_model
 from shared.protocol import ModelCard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPUINFO = Path("/proc/cpuinfo")
 _FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # flags of /proc/cpuinfo; the last is Arm's
 
 
@@ -90,13 +91,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` takes bfloat16 where the device multiplies it fast, else float32."""
     if name != "auto":
         return _DTYPES[name]
-    is_fast = device.type == "cuda" or _has_fast_bfloat16(Path("/proc/cpuinfo"))
+    is_fast = device.type == "cuda" or _has_fast_bfloat16()
     return torch.bfloat16 if is_fast else torch.float32
 
 
-def _has_fast_bfloat16(cpuinfo: Path) -> bool:
+def _has_fast_bfloat16() -> bool:
     try:
-        text = cpuinfo.read_text()
+        text = _CPUINFO.read_text()
     except OSError:
         return False
     lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
