@@ -102,15 +102,25 @@ WORKER_METRICS = (
 
 METRICS = GATEWAY_METRICS + WORKER_METRICS
 
-_CLASSES = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
+class MetricSet:
+    """The prometheus_client objects of some definitions, in one registry, by kind and name."""
 
-def create_metric(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    """Register one metric as prometheus_client's object."""
-    extra = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
-    return _CLASSES[metric.kind](
-        metric.name, metric.help, metric.labels, registry=registry, **extra
-    )
+    def __init__(self, metrics: tuple[Metric, ...]) -> None:
+        self.registry = CollectorRegistry()
+        self.counters: dict[str, Counter] = {}
+        self.gauges: dict[str, Gauge] = {}
+        self.histograms: dict[str, Histogram] = {}
+        for metric in metrics:
+            name, arguments = metric.name, (metric.name, metric.help, metric.labels)
+            if metric.kind == "counter":
+                self.counters[name] = Counter(*arguments, registry=self.registry)
+            elif metric.kind == "gauge":
+                self.gauges[name] = Gauge(*arguments, registry=self.registry)
+            else:
+                self.histograms[name] = Histogram(
+                    *arguments, registry=self.registry, buckets=metric.buckets
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,66 +141,66 @@ class GatewayMetrics:
     """The gateway's metrics in one registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._metrics = {m.name: create_metric(m, self.registry) for m in GATEWAY_METRICS}
+        self._set = MetricSet(GATEWAY_METRICS)
+        self.registry = self._set.registry
         self._finished: dict[str, _ModelMetrics] = {}
-        self._images = self._metrics["vlm_images_total"]
-        self._open_requests = self._metrics["vlm_open_requests"]
 
     def record_outcome(self, model: str, outcome: str) -> None:
         """Count a request's end. `outcome`: ok, cancelled, rejected or an error code."""
-        self._metrics["vlm_requests_total"].labels(model, outcome).inc()
+        self._set.counters["vlm_requests_total"].labels(model, outcome).inc()
 
     def record_finished(self, record: RequestRecord) -> None:
         """Observe the latencies and tokens of an answer that is complete."""
-        metrics = self._finished.get(record.model)
-        if metrics is None:
-            metrics = self._finished[record.model] = _ModelMetrics(self._metrics, record.model)
-        metrics.record(record)
+        self._of_model(record.model).record(record)
 
     def record_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
         """Observe the gap before an event with `num_tokens` tokens, shared by them."""
-        metrics = self._finished.get(model)
-        if metrics is None:
-            metrics = self._finished[model] = _ModelMetrics(self._metrics, model)
+        inter_token = self._of_model(model).inter_token
         share_s = gap_s / num_tokens
         for _ in range(num_tokens):
-            metrics.inter_token.observe(share_s)
+            inter_token.observe(share_s)
 
     def record_rejection(self, reason: str) -> None:
         """Count a request refused before it was queued."""
-        self._metrics["vlm_admission_rejections_total"].labels(reason).inc()
+        self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
 
     def record_image(self, outcome: str) -> None:
         """Count a picture of a request: `accepted` or `refused`."""
-        self._images.labels(outcome).inc()
+        self._set.counters["vlm_images_total"].labels(outcome).inc()
 
     def record_dropped_events(self, count: int) -> None:
         """Count events that no open request wanted."""
-        self._metrics["vlm_dropped_events_total"].inc(count)
+        self._set.counters["vlm_dropped_events_total"].inc(count)
 
     def set_queue_depth(self, model: str, depth: int) -> None:
         """Set the length of a model's queue."""
-        self._metrics["vlm_queue_depth"].labels(model).set(depth)
+        self._set.gauges["vlm_queue_depth"].labels(model).set(depth)
 
     def set_open_requests(self, count: int) -> None:
         """Set how many requests this gateway keeps open."""
-        self._open_requests.set(count)
+        self._set.gauges["vlm_open_requests"].set(count)
+
+    def _of_model(self, model: str) -> "_ModelMetrics":
+        metrics = self._finished.get(model)
+        if metrics is None:
+            metrics = self._finished[model] = _ModelMetrics(self._set, model)
+        return metrics
 
 
 class _ModelMetrics:
     """One model's label children, looked up once: `labels()` costs more than `observe()`."""
 
-    def __init__(self, metrics: dict[str, Counter | Gauge | Histogram], model: str) -> None:
-        self.stages = {s: metrics["vlm_request_stage_seconds"].labels(s, model) for s in STAGES}
-        self.duration = metrics["vlm_request_duration_seconds"].labels(model)
-        self.first_token = metrics["vlm_time_to_first_token_seconds"].labels(model)
-        self.per_token = metrics["vlm_time_per_output_token_seconds"].labels(model)
-        self.inter_token = metrics["vlm_inter_token_latency_seconds"].labels(model)
-        self.prompt = metrics["vlm_prompt_tokens_total"].labels(model)
-        self.image = metrics["vlm_image_tokens_total"].labels(model)
-        self.cached = metrics["vlm_cached_tokens_total"].labels(model)
-        self.generation = metrics["vlm_generation_tokens_total"].labels(model)
+    def __init__(self, metrics: MetricSet, model: str) -> None:
+        stages = metrics.histograms["vlm_request_stage_seconds"]
+        self.stages = {stage: stages.labels(stage, model) for stage in STAGES}
+        self.duration = metrics.histograms["vlm_request_duration_seconds"].labels(model)
+        self.first_token = metrics.histograms["vlm_time_to_first_token_seconds"].labels(model)
+        self.per_token = metrics.histograms["vlm_time_per_output_token_seconds"].labels(model)
+        self.inter_token = metrics.histograms["vlm_inter_token_latency_seconds"].labels(model)
+        self.prompt = metrics.counters["vlm_prompt_tokens_total"].labels(model)
+        self.image = metrics.counters["vlm_image_tokens_total"].labels(model)
+        self.cached = metrics.counters["vlm_cached_tokens_total"].labels(model)
+        self.generation = metrics.counters["vlm_generation_tokens_total"].labels(model)
 
     def record(self, record: RequestRecord) -> None:
         for stage, seconds in record.stages.items():

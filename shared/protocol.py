@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of nothing but a shared configuration: frozen, strict."""
 
 
-class SamplingParams(Message, omit_defaults=True):
+class SamplingParams(Message, frozen=True, omit_defaults=True):
     """How to draw tokens. Neutral values are the defaults, so that greedy text needs only `temperature=0`.
 
     Units: probabilities and temperatures are pure numbers, `max_tokens` counts output tokens.
@@ -65,26 +65,26 @@ class SamplingParams(Message, omit_defaults=True):
     ignore_eos: bool = False
 
 
-class TextPart(Message, tag_field="type", tag="text"):
+class TextPart(Message, frozen=True, tag_field="type", tag="text"):
     """Ordinary text; special tokens spelled inside it stay text."""
 
     text: str
 
 
-class ImagePart(Message, tag_field="type", tag="image"):
+class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
     """One picture: an index into `GenerateRequest.images`."""
 
     image: int
 
 
-class ChatMessage(Message):
+class ChatMessage(Message, frozen=True):
     """One turn of the conversation; roles are `system`, `user` and `assistant`."""
 
     role: Literal["system", "user", "assistant"]
     parts: tuple[TextPart | ImagePart, ...]
 
 
-class ImageRef(Message):
+class ImageRef(Message, frozen=True):
     """A picture by the SHA-256 (hex) of its encoded bytes, which lie in the image store."""
 
     sha256: str
@@ -94,7 +94,7 @@ class ImageRef(Message):
     num_bytes: int
 
 
-class GenerateRequest(Message, omit_defaults=True):
+class GenerateRequest(Message, frozen=True, omit_defaults=True):
     """One answer to make. `n` choices are `n` requests that share their pictures."""
 
     request_id: str
@@ -108,7 +108,7 @@ class GenerateRequest(Message, omit_defaults=True):
     version: int = PROTOCOL_VERSION
 
 
-class Usage(Message, omit_defaults=True):
+class Usage(Message, frozen=True, omit_defaults=True):
     """Token counts of one request; the prompt's include its picture and cached tokens."""
 
     num_prompt_tokens: int
@@ -117,7 +117,7 @@ class Usage(Message, omit_defaults=True):
     num_cached_tokens: int = 0
 
 
-class StageTimings(Message, omit_defaults=True):
+class StageTimings(Message, frozen=True, omit_defaults=True):
     """Seconds spent in each stage, by the worker's monotonic clock (queue: plus Redis's own clock)."""
 
     queue_s: float = 0.0  #: in Redis until claimed, and in the engine until first scheduled
@@ -127,7 +127,7 @@ class StageTimings(Message, omit_defaults=True):
     decode_s: float = 0.0  #: first token until last
 
 
-class TokenLogprob(Message, omit_defaults=True):
+class TokenLogprob(Message, frozen=True, omit_defaults=True):
     """One token's natural-log probability. `token_bytes` are its raw bytes, perhaps not whole UTF-8."""
 
     token: str
@@ -135,14 +135,14 @@ class TokenLogprob(Message, omit_defaults=True):
     token_bytes: tuple[int, ...] = ()
 
 
-class OutputLogprob(Message, omit_defaults=True):
+class OutputLogprob(Message, frozen=True, omit_defaults=True):
     """The chosen token and its best rivals, most probable first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Started(Message, tag_field="type", tag="started", omit_defaults=True):
+class Started(Message, frozen=True, tag_field="type", tag="started", omit_defaults=True):
     """The engine accepted the prompt, so that the status line may be sent."""
 
     request_id: str
@@ -150,7 +150,7 @@ class Started(Message, tag_field="type", tag="started", omit_defaults=True):
     usage: Usage
 
 
-class Delta(Message, tag_field="type", tag="delta", omit_defaults=True):
+class Delta(Message, frozen=True, tag_field="type", tag="delta", omit_defaults=True):
     """The next output tokens and the text that they complete (perhaps none yet)."""
 
     request_id: str
@@ -161,7 +161,7 @@ class Delta(Message, tag_field="type", tag="delta", omit_defaults=True):
     logprobs: tuple[OutputLogprob, ...] = ()
 
 
-class Finished(Message, tag_field="type", tag="finished", omit_defaults=True):
+class Finished(Message, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
     """The answer is complete. Terminal."""
 
     request_id: str
@@ -171,7 +171,7 @@ class Finished(Message, tag_field="type", tag="finished", omit_defaults=True):
     timings: StageTimings = StageTimings()
 
 
-class Failed(Message, tag_field="type", tag="failed", omit_defaults=True):
+class Failed(Message, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
     """The request ends without a complete answer. Terminal. `message` is fit for the client's eyes."""
 
     request_id: str
@@ -184,7 +184,7 @@ class Failed(Message, tag_field="type", tag="failed", omit_defaults=True):
 GenerateEvent = Started | Delta | Finished | Failed
 
 
-class ModelCard(Message, omit_defaults=True):
+class ModelCard(Message, frozen=True, omit_defaults=True):
     """What a worker says of the model that it serves; the gateway's `/v1/models` is made of these."""
 
     name: str

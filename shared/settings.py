@@ -36,10 +36,12 @@ class Group(BaseModel):
 class GatewaySettings(Group):
     """The HTTP side."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
+    )
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
-        (),
+        default=(),
         description="Accepted API keys, comma separated. None: open, on a loopback address only.",
     )
 
@@ -52,130 +54,162 @@ class GatewaySettings(Group):
         return value
 
     allow_open: bool = Field(
-        False, description="Serve without API keys on addresses other than loopback."
+        default=False, description="Serve without API keys on addresses other than loopback."
     )
     request_timeout_s: float = Field(
-        300.0,
+        default=300.0,
         gt=0,
         le=86400,
         description="Deadline of a request, from its acceptance to its last token.",
     )
     body_timeout_s: float = Field(
-        30.0, gt=0, description="Whole time for receiving a request's body."
+        default=30.0, gt=0, description="Whole time for receiving a request's body."
     )
     headers_after_s: float = Field(
-        15.0,
+        default=15.0,
         gt=0,
         description="Wait for the first event that long before a stream's headers go out.",
     )
     keep_alive_s: float = Field(
-        10.0, gt=0, description="Pause between SSE comments of a waiting stream."
+        default=10.0, gt=0, description="Pause between SSE comments of a waiting stream."
     )
     send_timeout_s: float = Field(
-        30.0, gt=0, description="Cancel a stream whose client does not read."
+        default=30.0, gt=0, description="Cancel a stream whose client does not read."
     )
     silence_timeout_s: float = Field(
-        30.0, gt=0, description="Look into Redis after a request has been silent that long."
+        default=30.0, gt=0, description="Look into Redis after a request has been silent that long."
     )
-    drain_s: float = Field(30.0, ge=0, description="Finish open requests that long after SIGTERM.")
-    allow_remote_images: bool = Field(False, description="Fetch pictures from http(s) URLs.")
+    drain_s: float = Field(
+        default=30.0, ge=0, description="Finish open requests that long after SIGTERM."
+    )
+    allow_remote_images: bool = Field(
+        default=False, description="Fetch pictures from http(s) URLs."
+    )
     image_fetch_timeout_s: float = Field(
-        10.0, gt=0, description="Whole time for fetching one picture."
+        default=10.0, gt=0, description="Whole time for fetching one picture."
     )
 
 
 class LimitSettings(Group):
     """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
 
-    max_body_bytes: int = Field(32 * MIB, ge=1024, description="Bytes of a request body.")
-    max_messages: int = Field(256, ge=1, description="Messages of a conversation.")
-    max_text_chars: int = Field(200_000, ge=1, description="Characters of all texts of a request.")
-    max_images: int = Field(8, ge=0, description="Pictures of a request.")
-    max_image_bytes: int = Field(16 * MIB, ge=1, description="Bytes of one encoded picture.")
-    max_image_pixels: int = Field(32_000_000, ge=1, description="Pixels of one picture.")
-    max_image_side: int = Field(16_384, ge=1, description="Longer side of a picture, in pixels.")
-    max_image_aspect: float = Field(200.0, ge=1, description="Longer side over shorter side.")
-    max_choices: int = Field(16, ge=1, le=128, description="`n`, the answers of one request.")
-    max_output_tokens: int = Field(32_768, ge=1, description="`max_tokens` of one answer.")
-    max_stop_strings: int = Field(4, ge=0, description="Stop strings of a request.")
-    max_stop_chars: int = Field(64, ge=1, description="Characters of one stop string.")
-    max_logit_bias: int = Field(300, ge=0, description="Entries of `logit_bias`.")
-    max_top_logprobs: int = Field(20, ge=0, description="`top_logprobs`.")
-    max_queue_depth: int = Field(1024, ge=1, description="Requests that wait in a model's queue.")
-    max_open_requests: int = Field(4096, ge=1, description="Requests that one gateway keeps open.")
+    max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
+    max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
+    max_text_chars: int = Field(
+        default=200_000, ge=1, description="Characters of all texts of a request."
+    )
+    max_images: int = Field(default=8, ge=0, description="Pictures of a request.")
+    max_image_bytes: int = Field(
+        default=16 * MIB, ge=1, description="Bytes of one encoded picture."
+    )
+    max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one picture.")
+    max_image_side: int = Field(
+        default=16_384, ge=1, description="Longer side of a picture, in pixels."
+    )
+    max_image_aspect: float = Field(
+        default=200.0, ge=1, description="Longer side over shorter side."
+    )
+    max_choices: int = Field(
+        default=16, ge=1, le=128, description="`n`, the answers of one request."
+    )
+    max_output_tokens: int = Field(default=32_768, ge=1, description="`max_tokens` of one answer.")
+    max_stop_strings: int = Field(default=4, ge=0, description="Stop strings of a request.")
+    max_stop_chars: int = Field(default=64, ge=1, description="Characters of one stop string.")
+    max_logit_bias: int = Field(default=300, ge=0, description="Entries of `logit_bias`.")
+    max_top_logprobs: int = Field(default=20, ge=0, description="`top_logprobs`.")
+    max_queue_depth: int = Field(
+        default=1024, ge=1, description="Requests that wait in a model's queue."
+    )
+    max_open_requests: int = Field(
+        default=4096, ge=1, description="Requests that one gateway keeps open."
+    )
 
 
 class WorkerSettings(Group):
     """The worker process around an engine."""
 
     id: str = Field(
-        "", description="Name of the worker; empty: host, process id and a random part."
+        default="", description="Name of the worker; empty: host, process id and a random part."
     )
-    health_host: str = Field("127.0.0.1", description="Address of the health and metrics server.")
-    health_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    health_host: str = Field(
+        default="127.0.0.1", description="Address of the health and metrics server."
+    )
+    health_port: int = Field(default=0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     lease_s: float = Field(
-        10.0, gt=0.5, description="A request unattended that long goes to another worker."
+        default=10.0, gt=0.5, description="A request unattended that long goes to another worker."
     )
-    heartbeat_s: float = Field(1.0, gt=0, description="Pause between lease renewals.")
-    max_attempts: int = Field(3, ge=1, le=10, description="Workers that may try one request.")
+    heartbeat_s: float = Field(default=1.0, gt=0, description="Pause between lease renewals.")
+    max_attempts: int = Field(
+        default=3, ge=1, le=10, description="Workers that may try one request."
+    )
     drain_s: float = Field(
-        30.0, ge=0, description="Finish running requests that long after SIGTERM."
+        default=30.0, ge=0, description="Finish running requests that long after SIGTERM."
     )
-    watchdog_s: float = Field(60.0, gt=0, description="End the process when a step takes longer.")
+    watchdog_s: float = Field(
+        default=60.0, gt=0, description="End the process when a step takes longer."
+    )
     preprocess_threads: int = Field(
-        2, ge=1, le=64, description="Threads that decode and resize pictures."
+        default=2, ge=1, le=64, description="Threads that decode and resize pictures."
     )
 
 
 class MockSettings(Group):
     """What the mock engine pretends."""
 
-    vision_s: float = Field(0.02, ge=0, description="Simulated time to encode one picture.")
+    vision_s: float = Field(default=0.02, ge=0, description="Simulated time to encode one picture.")
     prefill_s_per_token: float = Field(
-        0.00002, ge=0, description="Simulated time per prompt token."
+        default=0.00002, ge=0, description="Simulated time per prompt token."
     )
-    decode_s: float = Field(0.005, ge=0, description="Simulated time of one step.")
-    jitter_ratio: float = Field(0.0, ge=0, le=1, description="Random share of the simulated times.")
-    seed: int = Field(0, description="Seed of that randomness.")
-    tokens_per_image: int = Field(64, ge=1, description="Picture slots of one picture.")
+    decode_s: float = Field(default=0.005, ge=0, description="Simulated time of one step.")
+    jitter_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Random share of the simulated times."
+    )
+    seed: int = Field(default=0, description="Seed of that randomness.")
+    tokens_per_image: int = Field(default=64, ge=1, description="Picture slots of one picture.")
     num_output_tokens: int = Field(
-        24, ge=1, description="Length of an answer when nothing else ends it."
+        default=24, ge=1, description="Length of an answer when nothing else ends it."
     )
 
 
 class EngineSettings(Group):
     """The engine of a worker."""
 
-    kind: Literal["torch", "mock"] = Field("torch", description="Which engine runs the model.")
+    kind: Literal["torch", "mock"] = Field(
+        default="torch", description="Which engine runs the model."
+    )
     model: str = Field(
-        "shapes",
+        default="shapes",
         description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
     )
-    served_name: str = Field("", description="Name on the wire; empty: the model's own.")
-    device: str = Field("auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
+    served_name: str = Field(default="", description="Name on the wire; empty: the model's own.")
+    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
+        default="auto",
         description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
-        "none", description="Weights of the decoder."
+        default="none", description="Weights of the decoder."
     )
-    max_num_seqs: int = Field(32, ge=1, le=4096, description="Sequences that share a step.")
+    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Sequences that share a step.")
     max_num_batched_tokens: int = Field(
-        1024, ge=16, description="New tokens that one step computes."
+        default=1024, ge=16, description="New tokens that one step computes."
     )
     max_model_len: int | None = Field(
-        None, ge=16, description="Context length; none: the model's own."
+        default=None, ge=16, description="Context length; none: the model's own."
     )
-    block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_bytes: int | None = Field(
-        None, ge=1, description="Size of the KV cache; none: from free memory."
+        default=None, ge=1, description="Size of the KV cache; none: from free memory."
     )
-    enable_prefix_cache: bool = Field(True, description="Share KV blocks of equal prefixes.")
+    enable_prefix_cache: bool = Field(
+        default=True, description="Share KV blocks of equal prefixes."
+    )
     encoder_cache_bytes: int = Field(
-        256 * MIB, ge=0, description="Size of the picture feature cache."
+        default=256 * MIB, ge=0, description="Size of the picture feature cache."
     )
-    num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: torch's choice.")
+    num_threads: int = Field(
+        default=0, ge=0, description="CPU threads of the engine; 0: torch's choice."
+    )
     mock: MockSettings = MockSettings()
 
 
@@ -183,22 +217,27 @@ class RedisSettings(Group):
     """How to reach Redis."""
 
     url: str = Field(
-        "", description="redis://, rediss:// or unix:// URL; empty: `vlm serve` starts its own."
+        default="",
+        description="redis://, rediss:// or unix:// URL; empty: `vlm serve` starts its own.",
     )
     key_prefix: str = Field(
-        "vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."
+        default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."
     )
-    command_timeout_s: float = Field(2.0, gt=0, description="Wait for the reply of a command.")
-    connect_timeout_s: float = Field(2.0, gt=0, description="Wait for a connection.")
+    command_timeout_s: float = Field(
+        default=2.0, gt=0, description="Wait for the reply of a command."
+    )
+    connect_timeout_s: float = Field(default=2.0, gt=0, description="Wait for a connection.")
 
 
 class LogSettings(Group):
     """What the processes say."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level shown."
+        default="info", description="Least level shown."
     )
-    format: Literal["text", "json"] = Field("text", description="Lines for people or for machines.")
+    format: Literal["text", "json"] = Field(
+        default="text", description="Lines for people or for machines."
+    )
 
 
 class Settings(BaseSettings):
@@ -213,7 +252,7 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
     )
 
-    redis_url: str = Field("", description="Short for `redis.url`.")
+    redis_url: str = Field(default="", description="Short for `redis.url`.")
     redis: RedisSettings = RedisSettings()
     gateway: GatewaySettings = GatewaySettings()
     limits: LimitSettings = LimitSettings()
