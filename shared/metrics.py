@@ -15,7 +15,13 @@ The latencies, with vLLM's formulas:
 from dataclasses import dataclass
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 
 #: The stages of a request in their order. They add up to its end-to-end time.
 STAGES = (
@@ -107,6 +113,7 @@ class MetricSet:
     """The prometheus_client objects of some definitions, in one registry, by kind and name."""
 
     def __init__(self, metrics: tuple[Metric, ...]) -> None:
+        disable_created_metrics()  # a second series for each, of which no graph has use
         self.registry = CollectorRegistry()
         self.counters: dict[str, Counter] = {}
         self.gauges: dict[str, Gauge] = {}
