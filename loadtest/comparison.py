@@ -61,6 +61,11 @@ class Samples:
         """99th percentile of the latency."""
         return median(result.p99_s for result in self.results)
 
+    @property
+    def num_events(self) -> float:
+        """Server-sent events of an answer: a server that is behind puts several tokens into one."""
+        return median(result.num_events / max(1, result.num_all) for result in self.results)
+
     def cpu_of(self, role: str) -> float:
         """CPU seconds per request of one process."""
         return median(
@@ -109,7 +114,7 @@ def to_tables(measured: Measured) -> list[Table]:
     """One table per kind of request, whole and streamed; one row per number of connections."""
     tables: dict[str, Table] = {}
     columns = ["connections", "bare req/s", "p50 ms", "p99 ms"]
-    columns += ["fleet req/s", "p50 ms", "p99 ms", "ratio", "added ms"]
+    columns += ["fleet req/s", "p50 ms", "p99 ms", "ratio", "added ms", "events"]
     for cell, bare, fleet in pairs(measured):
         table = tables.setdefault(cell.name, Table(cell.name, columns))
         table.add(
@@ -118,6 +123,7 @@ def to_tables(measured: Measured) -> list[Table]:
             *(in_number(fleet.rate), in_ms(fleet.p50_s), in_ms(fleet.p99_s)),
             f"{fleet.rate / bare.rate:.2f}",
             in_ms(fleet.p50_s - bare.p50_s),
+            f"{bare.num_events:.0f}/{fleet.num_events:.0f}" if cell.stream else "-",
         )
     return list(tables.values())
 

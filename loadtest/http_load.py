@@ -51,13 +51,14 @@ class Job:
 
 @dataclass(slots=True)
 class Result:
-    """What came of it. `num_all` counts the requests of the warm-up too, the rest does not."""
+    """What came of it. `num_all` and `num_events` count the warm-up too, the rest does not."""
 
     num_requests: int = 0
     num_all: int = 0
     seconds: float = 0.0
     p50_s: float = 0.0
     p99_s: float = 0.0
+    num_events: int = 0
     error: str = ""
 
 
@@ -74,6 +75,7 @@ class Load:
     transports: list[asyncio.Transport] = field(default_factory=list)
     num_busy: int = 0
     num_all: int = 0
+    num_events: int = 0
     latencies_s: list[float] = field(default_factory=list)
 
     def next_request(self) -> list[bytes]:
@@ -84,9 +86,10 @@ class Load:
         self.number += 1
         return [before, base64.b64encode(picture_head(self.number)), after]
 
-    def record(self, sent_at: float, now: float) -> None:
-        """Count a complete answer."""
+    def record(self, sent_at: float, now: float, answer: bytes) -> None:
+        """Count a complete answer, and the server-sent events that it came in."""
         self.num_all += 1
+        self.num_events += answer.count(b"\ndata: ")
         if sent_at >= self.recording_at:
             self.latencies_s.append(now - sent_at)
 
@@ -133,7 +136,7 @@ class Connection(asyncio.Protocol):
         if fault:
             self._load.retire(ValueError(fault))
             return
-        self._load.record(self._sent_at, now)
+        self._load.record(self._sent_at, now, self._received)
         if now < self._load.ending_at:
             self._send()
         else:
@@ -199,7 +202,7 @@ async def run_job(job: Job) -> Result:
     took_s = time.perf_counter() - recording_at
     latencies_s = load.latencies_s
     p50_s, p99_s = percentile(latencies_s, 0.5), percentile(latencies_s, 0.99)
-    return Result(len(latencies_s), load.num_all, took_s, p50_s, p99_s)
+    return Result(len(latencies_s), load.num_all, took_s, p50_s, p99_s, load.num_events)
 
 
 def to_parts(job: Job) -> tuple[bytes, bytes]:
