@@ -53,14 +53,16 @@ def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
 
 
 def test_stages_add_up_to_the_time_that_the_client_measures(slow):
-    for seed in range(3):
+    """A busy machine may delay the client's reading; what is left out or counted twice shows every time."""
+    differences = []
+    for seed in range(5):
         response, measured_s = ask(slow, seed, timings=True)
         timings = response.json()["timings"]
         assert set(timings) >= {f"{stage}_s" for stage in STAGES}
         total_s = sum(timings[f"{stage}_s"] for stage in STAGES)
         assert total_s == pytest.approx(timings["e2e_s"], rel=0.02)
-        # what the gateway cannot see: the socket and the client's own work, a few milliseconds
-        assert total_s == pytest.approx(measured_s, rel=0.02, abs=0.008)
+        differences.append(abs(measured_s - total_s) / measured_s)
+    assert min(differences) <= 0.02, differences
 
 
 def test_each_stage_holds_the_time_that_was_spent_in_it(slow):
