@@ -110,6 +110,8 @@ class Flights:
             else:
                 for event in flight.events(item):
                     self._outbox.post(flight, event)
+                if item.finish_reason is not None:  # the engine has forgotten it already
+                    del self._by_engine_id[item.request_id]
         self.changed.set()
 
     def _refuse(self, flight: Flight, error: EngineError) -> None:
