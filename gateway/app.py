@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import AuthMiddleware, KeyRing
 from gateway.chat import ChatCompletions
@@ -43,18 +44,36 @@ def create_app(services: Services) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
+    chat = create_chat(services)
+    app.add_middleware(ChatMiddleware, chat=chat)
     app.add_middleware(AuthMiddleware, keys=KeyRing(settings.gateway.api_keys))
     app.add_middleware(ContextMiddleware)
     app.add_exception_handler(ApiError, _show_api_error)
     app.add_exception_handler(HTTPException, _show_http_error)
     app.add_exception_handler(Exception, _show_unexpected)
-    app.router.routes.append(Route(CHAT_PATH, create_chat(services), methods=["POST"]))
+    app.router.routes.append(Route(CHAT_PATH, chat, methods=["POST"]))
     app.include_router(create_model_routes(services.models))
     app.include_router(
         create_probes(services.admission, services.models, services.queue, services.metrics)
     )
     app.openapi = lambda: create_openapi(app, settings.limits)
     return app
+
+
+class ChatMiddleware:
+    """Pure ASGI, innermost: hands chat requests over before the router, whose wrappers cost a tenth of them."""
+
+    def __init__(self, app: ASGIApp, chat: ASGIApp) -> None:
+        self.app = app
+        self.chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the chat application for its path and method, the router for all others."""
+        is_chat = scope["type"] == "http" and scope["path"] == CHAT_PATH
+        if is_chat and scope["method"] == "POST":
+            await self.chat(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 def create_chat(services: Services) -> ChatCompletions:

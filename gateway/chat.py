@@ -7,9 +7,8 @@ fleet hears of it.
 
 import asyncio
 import logging
-import secrets
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
@@ -38,7 +37,6 @@ class ChatRun:
     """One request on its way through. `model` is a label of the metrics, so only ever a known name."""
 
     clock: StageClock
-    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     model: str = _OTHER
 
 
@@ -94,14 +92,14 @@ class ChatCompletions:
         request = await self.intake.read(exchange, context)
         card = await self.intake.find_model(request.model)
         run.model = card.name
-        generation = await self.intake.submit(request, card, context, run.clock, run.request_id)
+        generation = await self.intake.submit(request, card, context, run.clock)
         watcher = asyncio.create_task(_close_when_gone(exchange, generation))
         recorder = AnswerRecorder(card.name, len(generation.choices), run.clock, self.metrics)
         wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
         reply = Reply(
             exchange=exchange,
             request=request,
-            head=new_head(run.request_id, card.name, self.system_fingerprint),
+            head=new_head(context.id, card.name, self.system_fingerprint),
             generation=generation,
             recorder=recorder,
             shows_timings=bool(request.timings) or wants_timings,

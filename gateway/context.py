@@ -20,9 +20,9 @@ _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 class RequestContext:
     """Notes on one HTTP request. Units: `received_at` is a reading of `time.perf_counter`."""
 
+    id: str  #: ours, 128 random bits; names the request in the queue
     headers: dict[bytes, bytes]  #: names in lower case; of repeated ones the last
     received_at: float
-    request_id: bytes  #: the client's own if sane, else ours; for logs and `x-request-id` only
     cache_salt: str = ""
 
     @property
@@ -49,14 +49,15 @@ class ContextMiddleware:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")
-        if not _SANE_ID.fullmatch(request_id):
-            request_id = b"req_" + secrets.token_hex(16).encode()
-        scope[SCOPE_KEY] = RequestContext(headers, time.perf_counter(), request_id)
+        context = RequestContext(secrets.token_hex(16), headers, time.perf_counter())
+        scope[SCOPE_KEY] = context
+        shown_id = headers.get(b"x-request-id", b"")
+        if not _SANE_ID.fullmatch(shown_id):
+            shown_id = b"req_" + context.id.encode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], (b"x-request-id", shown_id)]
             await send(message)
 
         await self.app(scope, receive, send_with_id)

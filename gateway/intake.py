@@ -85,7 +85,6 @@ class Intake:
         card: ModelCard,
         context: RequestContext,
         clock: StageClock,
-        request_id: str,
     ) -> Generation:
         """Queue one request per choice. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
         count = num_choices(request, self.limits)
@@ -94,7 +93,7 @@ class Intake:
         check_model(conversation, sampling, card)
         images = await self._load_images(conversation.sources, clock)
         generate = GenerateRequest(
-            request_id=request_id,
+            request_id=context.id,
             reply_to=self.gateway_id,
             model=card.name,
             messages=tuple(conversation.messages),

@@ -1,5 +1,6 @@
 """The gateway process. Called by the command line with the whole settings; logging is set up already."""
 
+import gc
 import logging
 
 from gateway.app import create_app
@@ -15,8 +16,12 @@ def run_gateway(settings: Settings) -> int:
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
     services = Services(settings)
+    server = create_server(services, create_app(services))
+    # What was imported lives as long as the process: collections need not look at it again.
+    gc.collect()
+    gc.freeze()
     try:
-        create_server(services, create_app(services)).run()
+        server.run()
     except SystemExit as stop:  # uvicorn's way to say that it cannot listen
         return stop.code if isinstance(stop.code, int) else 1
     return 0

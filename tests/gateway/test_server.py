@@ -230,3 +230,13 @@ async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, chang
     gateway.server.handle_exit(signal.SIGTERM, None)
     *_, last = read_events(await open_request)
     assert last["error"]["code"] == "cancelled"
+
+
+async def test_status_line_and_body_leave_in_one_packet(gateway):
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(START + b"\r\n")
+    first = await reader.read(65536)
+    writer.close()
+    await writer.wait_closed()
+    assert first.startswith(b"HTTP/1.1 200 OK")
+    assert first.endswith(b'{"status":"ok"}')
