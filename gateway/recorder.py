@@ -71,5 +71,6 @@ class AnswerRecorder:
                 num_image_tokens=prompt.num_image_tokens,
                 num_cached_tokens=prompt.num_cached_tokens,
                 num_output_tokens=self.totals.num_output_tokens,
+                num_choices=self.num_choices,
             )
         )

@@ -8,7 +8,7 @@ The latencies, with vLLM's formulas:
 
 - TTFT: request received until the first non-empty text.
 - E2E: request received until the terminal event has been handed to the socket.
-- TPOT: (E2E - TTFT) / (output tokens - 1) of one answer; undefined for one token.
+- TPOT: (E2E - TTFT) / (output tokens - 1) of one answer, with the mean length where `n` > 1; undefined for one token.
 - ITL: time between consecutive tokens; when an event carries k tokens its gap counts k times a k-th.
 """
 
@@ -141,7 +141,8 @@ class RequestRecord:
     num_prompt_tokens: int
     num_image_tokens: int
     num_cached_tokens: int
-    num_output_tokens: int
+    num_output_tokens: int  #: of all choices
+    num_choices: int = 1
 
 
 class GatewayMetrics:
@@ -215,10 +216,10 @@ class _ModelMetrics:
         self.duration.observe(record.e2e_s)
         if record.ttft_s is not None:
             self.first_token.observe(record.ttft_s)
-            if record.num_output_tokens > 1:
-                self.per_token.observe(
-                    (record.e2e_s - record.ttft_s) / (record.num_output_tokens - 1)
-                )
+            num_gaps = record.num_output_tokens - record.num_choices
+            if num_gaps > 0:
+                decode_s = record.e2e_s - record.ttft_s
+                self.per_token.observe(decode_s * record.num_choices / num_gaps)
         self.prompt.inc(record.num_prompt_tokens)
         self.image.inc(record.num_image_tokens)
         self.cached.inc(record.num_cached_tokens)
