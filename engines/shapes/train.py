@@ -28,7 +28,7 @@ from engines.shapes.trainer import Plan, Trainer
 from engines.shapes.vision_pretraining import NUM_HELD_OUT, draw_pictures
 
 HEADS_WEIGHT = 1.0  # of the read-outs' loss beside that of the answers
-NUM_EXTRA_PICTURES = 24  # of a step, at least: crowded ones, which only the read-outs see
+NUM_EXTRA_PICTURES = 12  # of a step, at least: crowded ones, which only the read-outs see
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +241,9 @@ def main(
         ".cache/shapes/checkpoint"
     ),
     num_steps: int = 6000,
-    minutes: Annotated[float, typer.Option(help="stop after this time, to be resumed")] = math.inf,
+    minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
     learning_rate: float = 1e-3,
-    batch_size: int = 12,
+    batch_size: int = 6,
     num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
     report_every: Annotated[int, typer.Option(help="steps")] = 250,
     resume: bool = False,

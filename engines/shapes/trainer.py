@@ -36,9 +36,9 @@ class Plan:
     max_gradient_norm: float = 1.0
     average_decay: float = 0.998  # of the weights, per step
 
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a fiftieth."""
-        progress = min(1.0, step / self.num_steps)
+    def learning_rate_at(self, step: int, share_of_time: float = 0.0) -> float:
+        """Linear warm-up, then half a cosine down to a fiftieth at the last step, or when time is up."""
+        progress = min(1.0, max(step / self.num_steps, share_of_time))
         cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
         return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps) * cosine
 
@@ -73,9 +73,9 @@ class Trainer:
             fused=True,
         )
 
-    def train_step(self) -> None:
-        """One step of learning."""
-        learning_rate = self.plan.learning_rate_at(self.step)
+    def train_step(self, share_of_time: float = 0.0) -> None:
+        """One step of learning; `share_of_time` is how much of a limited time is over, 0 to 1."""
+        learning_rate = self.plan.learning_rate_at(self.step, share_of_time)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["rate"]
         loss = self.loss_at(self.step)
@@ -112,7 +112,7 @@ class Trainer:
         report_every: int,
         max_seconds: float = math.inf,
     ) -> None:
-        """Train to the end of the plan or for `max_seconds`; save to `folder` and report on the way."""
+        """Train to the end of the plan, but for `max_seconds` at most; save to `folder` and report."""
         started = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
@@ -123,12 +123,11 @@ class Trainer:
         )
         with Progress(*columns) as progress:
             task = progress.add_task("training", total=self.plan.num_steps, completed=self.step)
-            while self.step < self.plan.num_steps and time.monotonic() - started < max_seconds:
-                self.train_step()
+            while self.step < self.plan.num_steps and (spent := time.monotonic() - started) < max_seconds:
+                self.train_step(spent / max_seconds)
                 progress.update(task, completed=self.step, description=f"loss {self.loss:.4f}")
                 if self.step % report_every == 0:
                     self.save(folder)
-                    spent = time.monotonic() - started
                     progress.console.print(
                         f"{time.strftime('%H:%M')} step {self.step} {spent:.0f} s loss {self.loss:.4f} {report(self)}"
                     )

@@ -3,6 +3,7 @@
 python -m engines.shapes.vision_pretraining --num-steps 8000
 """
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -69,6 +70,7 @@ def main(
         ".cache/shapes"
     ),
     num_steps: int = 8000,
+    minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
     batch_size: int = 64,
     learning_rate: float = 1e-3,
     num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
@@ -94,7 +96,7 @@ def main(
     trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate))
     if resume:
         trainer.load(cache / "vision")
-    trainer.run(cache / "vision", report, report_every=250)
+    trainer.run(cache / "vision", report, report_every=250, max_seconds=60 * minutes)
 
 
 if __name__ == "__main__":
