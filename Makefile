@@ -41,7 +41,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
 	$(BIN)/vlm bench gateway $(ARGS)
 
-loadtest: $(STAMP)  ## one minute of Locust against a fleet on the mock engine
+loadtest: $(STAMP)  ## half a minute of Locust against a fleet on the mock engine
 	$(BIN)/python -m loadtest.run $(ARGS)
 
 up:  ## start the compose stack on the mock engine

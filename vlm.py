@@ -232,7 +232,7 @@ def show_settings(
 
 @bench.command("gateway")
 def bench_gateway(
-    seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     connections: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,8,32,128",
     markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,

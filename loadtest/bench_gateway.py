@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import psutil
+from rich.console import Console
+from rich.progress import track
 
 from loadtest.bare_endpoint import NUM_TOKENS
 from loadtest.client import AnswerError, ChatClient
@@ -111,12 +113,16 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
     ]
     measured: Measured = {}
     with run_bare() as bare, run_vlm_fleet() as fleet, run_client() as client:
-        for number in range(rounds):
-            for cell in cells:
-                # The order within a pair alternates, so that a drift of the machine favours neither.
-                for target in (bare, fleet) if number % 2 == 0 else (fleet, bare):
-                    samples = measured.setdefault((cell, target.name), Samples())
-                    measure_cell(cell, target, client, seconds, samples)
+        # The order within a pair alternates, so that a drift of the machine favours neither.
+        turns = [
+            (cell, target)
+            for number in range(rounds)
+            for cell in cells
+            for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
+        ]
+        for cell, target in track(turns, "measuring", console=Console(stderr=True), transient=True):
+            samples = measured.setdefault((cell, target.name), Samples())
+            measure_cell(cell, target, client, seconds, samples)
     return measured
 
 
