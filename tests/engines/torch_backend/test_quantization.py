@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend import quantization as module
+from engines.torch_backend import quantized_linear as module
 from engines.torch_backend.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.hf_config import read_config
-from engines.torch_backend.quantization import (
-    SCHEMES,
+from engines.torch_backend.quantization import SCHEMES
+from engines.torch_backend.quantized_linear import (
     Int4Linear,
-    Int8Linear,
+    QuantizedLinear,
     int4_kernel_block,
     pack_int4,
+    pack_pairs,
     unpack_int4,
     unpack_pairs,
 )
@@ -65,6 +66,11 @@ def quantize(
     return decoder.linear
 
 
+def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernels are used wherever they are right, even where they are slower."""
+    monkeypatch.setattr(module, "_MAX_KERNEL_TOKENS", {"int8": 16, "int4": 16})
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
@@ -79,7 +85,7 @@ def test_weights_keep_their_values_within_the_bits(
 
     linear = quantize(scheme, weight, dtype)
 
-    assert isinstance(linear, Int8Linear | Int4Linear)
+    assert isinstance(linear, QuantizedLinear)
     assert relative_error(linear.dequantized(), weight) < MAX_ERROR[scheme]
 
 
@@ -88,14 +94,19 @@ def test_weights_keep_their_values_within_the_bits(
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("shape", [(96, 128), (64, 96), (33, 64)])
 def test_kernels_equal_the_plain_arithmetic(
-    scheme: str, dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    dtype: torch.dtype,
+    num_tokens: int,
+    shape: tuple[int, int],
 ) -> None:
     weight = make_weight(*shape)
     x = make_weight(num_tokens, shape[1], seed=1).to(dtype)
     bias = make_weight(1, shape[0], seed=2)[0]
     plain = quantize(scheme, weight, dtype, bias, prepare=False)
+    with_kernel(monkeypatch)
     fast = quantize(scheme, weight, dtype, bias)
-    assert isinstance(plain, Int8Linear | Int4Linear)
+    assert isinstance(plain, QuantizedLinear)
 
     expected = x.float() @ plain.dequantized().float().t() + bias.to(dtype).float()
 
@@ -115,14 +126,26 @@ def test_the_order_of_the_int4_kernel_is_undone() -> None:
     assert torch.equal(unpack_int4(pack_int4(integers), block).to(torch.int32), integers)
 
 
-def test_pairs_are_two_inputs_in_a_byte() -> None:
-    assert unpack_pairs(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)).tolist() == [[1, 2, 3, 4]]
+def test_pairs_are_unpacked_as_they_were_packed() -> None:
+    integers = torch.randint(0, 16, (3, 2, 32), dtype=torch.uint8)
+
+    assert torch.equal(unpack_pairs(pack_pairs(integers), 32), integers)
+
+
+def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
+    linear = quantize("int8", make_weight(200, 64), prepare=False)
+    assert isinstance(linear, QuantizedLinear)
+    x = make_weight(5, 64, seed=1)
+
+    assert relative_error(linear(x), x @ linear.dequantized().t()) < 1e-6
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_a_kernel_the_plain_arithmetic_stays(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with_kernel(monkeypatch)
     monkeypatch.setattr(module, "has_int8_kernel", lambda dtype: False)
     monkeypatch.setattr(module, "int4_kernel_block", lambda dtype: None)
     weight = make_weight(64, 64)
@@ -141,7 +164,7 @@ def test_a_constant_weight_is_kept_exactly(scheme: str, value: float) -> None:
 
     linear = quantize(scheme, weight)
 
-    assert isinstance(linear, Int8Linear | Int4Linear)
+    assert isinstance(linear, QuantizedLinear)
     assert torch.allclose(linear.dequantized(), weight, rtol=1e-6)
 
 
