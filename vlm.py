@@ -214,12 +214,12 @@ def chat(
 
 @app.command()
 def make_checkpoint(
-    directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
     shape: Annotated[str, typer.Option(help="tiny, llava-1b or llava-1.5-7b.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
-    start("engines.torch_backend.make_checkpoint:make_checkpoint", shape, directory, seed)
+    start("engines.torch_backend.make_checkpoint:run", shape, directory, seed)
 
 
 @app.command("settings")

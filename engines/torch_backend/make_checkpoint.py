@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import Progress, TimeElapsedColumn
 from safetensors.torch import save_file
 
 from engines.torch_backend.checkpoint_files import write_text_files
@@ -122,8 +123,10 @@ def make_checkpoint(
     """Write a checkpoint of a shape of `SHAPES`; `changes` are laid over its `config.json`.
 
     `progress` is told the share of bytes written, 0..1. Returns the checkpoint's configuration.
-    Raises: KeyError on an unknown shape, UnsupportedCheckpoint on impossible changes, FileExistsError.
+    Raises: ValueError on an unknown shape, UnsupportedCheckpoint on impossible changes, FileExistsError.
     """
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r} is unknown; there are {', '.join(SHAPES)}")
     content = _lay_over(SHAPES[shape], changes or {})
     content["dtype"] = str(dtype).removeprefix("torch.")
     config = vlm_config_from_hf(content)
@@ -136,6 +139,20 @@ def make_checkpoint(
         directory, config, seed, dtype, max_shard_bytes, progress or (lambda share: None)
     )
     return config
+
+
+def run(shape: str, directory: Path, seed: int) -> None:
+    """The command: `make_checkpoint` under a progress bar. Raises: SystemExit with the reason."""
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
+        task = bar.add_task(f"writing {directory}", total=1.0)
+        try:
+            config = make_checkpoint(
+                shape, directory, seed, progress=lambda share: bar.update(task, completed=share)
+            )
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"make-checkpoint: {error}") from None
+    num_parameters = sum(math.prod(size) for _, size in _parameters(config))
+    print(f"{directory}: {shape}, {num_parameters / 1e6:,.1f} million random weights, seed {seed}")
 
 
 def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +186,9 @@ def _write_weights(
             done += math.prod(shape)
             progress(done / total)
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(
+            (directory / "config.json").stat().st_mode
+        )  # else for the owner alone
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": weight_map}

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from engines.torch_backend.make_checkpoint import SHAPES, _parameters, make_checkpoint
+from engines.torch_backend.make_checkpoint import SHAPES, _parameters, make_checkpoint, run
 from engines.torch_backend.models.hf_config import vlm_config_from_hf
 
 
@@ -82,6 +82,33 @@ def test_a_directory_with_files_is_not_written_over(tmp_path: Path) -> None:
 
     with pytest.raises(FileExistsError):
         make_checkpoint("tiny", tmp_path)
+
+
+def test_an_unknown_shape_is_told_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"'huge' is unknown; there are tiny, llava-1b, llava-1\.5"
+    ):
+        make_checkpoint("huge", tmp_path / "t")
+
+
+def test_the_weights_may_be_read_by_whoever_may_read_the_rest(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t")
+
+    modes = {file.stat().st_mode for file in (tmp_path / "t").iterdir()}
+    assert len(modes) == 1
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("tiny", tmp_path / "t", 7)
+
+    assert "tiny, 0.1 million random weights, seed 7" in capsys.readouterr().out
+
+
+def test_the_command_ends_with_the_reason_when_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep")
+
+    with pytest.raises(SystemExit, match=r"make-checkpoint: .* is not empty"):
+        run("tiny", tmp_path, 0)
 
 
 def test_weights_have_the_asked_dtype(tmp_path: Path) -> None:
