@@ -29,6 +29,7 @@ from engines.shapes.world import (
 
 GROUP_SIZE = 4
 GROUPS_PER_SHARD = 512
+NUM_HELD_OUT = 1024  # pictures at the end of a gallery, which training never sees
 CODE_LENGTH = 1 + 3 * len(PLACES)
 
 _MIRRORED_CELLS = [3 * row + column for row in range(3) for column in (2, 1, 0)]

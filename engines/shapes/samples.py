@@ -1,6 +1,6 @@
 """Draws the sample pictures, whose scenes are known: for the README, for curl, for smoke tests.
 
-    python -m engines.shapes.samples
+python -m engines.shapes.samples
 """
 
 from pathlib import Path

@@ -13,12 +13,10 @@ import typer
 from torch import Tensor, nn
 
 from engines.shapes.architecture import IMAGE_SIZE, make_model, normalize, project
-from engines.shapes.gallery import Gallery, load_gallery, mirror_codes
+from engines.shapes.gallery import NUM_HELD_OUT, Gallery, load_gallery, mirror_codes
 from engines.shapes.llava import LlavaForConditionalGeneration
 from engines.shapes.scene_heads import SceneHeads, SceneTargets
 from engines.shapes.trainer import Plan, Trainer
-
-NUM_HELD_OUT = 1024  # pictures at the end of the gallery
 
 
 class VisionStudent(nn.Module):
@@ -90,7 +88,7 @@ def main(
         pictures = torch.from_numpy(array)
         return student.heads.loss(forward(pictures), student.targets(pictures, codes))
 
-    def report(trainer: Trainer) -> str:
+    def report() -> str:
         return " ".join(f"{name} {share:.4f}" for name, share in student.accuracy(gallery).items())
 
     trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate))

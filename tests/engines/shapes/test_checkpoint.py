@@ -46,7 +46,10 @@ def test_it_has_the_files_of_a_llava_checkpoint():
 def test_pictures_are_prepared_as_in_training(answerer):
     picture = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
     pixels = answerer.processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
-    mean, std = (torch.tensor(getattr(answerer.processor.image_processor, name)) for name in ("image_mean", "image_std"))
+    mean, std = (
+        torch.tensor(getattr(answerer.processor.image_processor, name))
+        for name in ("image_mean", "image_std")
+    )
     levels = (pixels.permute(1, 2, 0) * std + mean) * 255
     expected = torch.from_numpy(to_input(picture, IMAGE_SIZE).copy()).float()
     assert (levels - expected).abs().max() < 1.01  # transformers may resize with torchvision
@@ -72,7 +75,11 @@ def test_it_answers_strangers(answerer, draw):
 
 def test_it_follows_a_conversation(answerer):
     picture = draw_plainly(
-        make_scene("white", ("red", "star", "top left"), ("blue", "circle", "center")), rng=Random(0)
+        make_scene("white", ("red", "star", "top left"), ("blue", "circle", "center")),
+        rng=Random(0),
     )
-    messages = [Message((picture,), "What color is the star?", "red"), Message((), "Where is the circle?")]
+    messages = [
+        Message((picture,), "What color is the star?", "red"),
+        Message((), "Where is the circle?"),
+    ]
     assert answerer(messages) == "center"
