@@ -116,7 +116,7 @@ class ChatTemplate:
 def read_chat_template(directory: Path) -> str | None:
     """The template of a checkpoint, from the places and in the order in which transformers looks.
 
-    Raises: OSError, ValueError on files that are no JSON.
+    Raises: UnusableTemplate on files that are no JSON.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():
@@ -125,7 +125,10 @@ def read_chat_template(directory: Path) -> str | None:
         file = directory / name
         if not file.is_file():
             continue
-        found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        except ValueError as error:
+            raise UnusableTemplate(f"{name} is no JSON: {error}") from None
         if isinstance(found, list):  # several by name
             found = {entry["name"]: entry["template"] for entry in found}.get("default")
         if isinstance(found, str):

@@ -186,7 +186,10 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     for name in ("preprocessor_config.json", "processor_config.json"):
         file = directory / name
         if file.is_file():
-            content = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UnsupportedCheckpoint(f"{name} is no JSON: {error}") from None
             # transformers 5 keeps the image processor's settings inside the processor's.
             settings = content.get("image_processor") if name.startswith("processor") else content
             if settings:

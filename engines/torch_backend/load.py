@@ -63,9 +63,9 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
 
 def create_processor(directory: Path, config: VLMConfig) -> TorchProcessor:
     """Tokenizer, chat template and image processor of a checkpoint. Raises: UnsupportedCheckpoint."""
-    source = read_chat_template(directory) or LLAVA_TEMPLATE
-    tokenizer = HfTokenizer(directory, config.image_token_id, source)
     try:
+        source = read_chat_template(directory) or LLAVA_TEMPLATE
+        tokenizer = HfTokenizer(directory, config.image_token_id, source)
         template = ChatTemplate(source, tokenizer.image_token, tokenizer.special_variables)
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None

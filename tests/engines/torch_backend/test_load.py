@@ -157,6 +157,18 @@ def test_a_template_without_pictures_is_refused_at_start(tmp_path: Path) -> None
         create_engine(make_spec(tmp_path / "t"))
 
 
+@pytest.mark.parametrize(
+    "file", ["preprocessor_config.json", "processor_config.json", "tokenizer_config.json"]
+)
+def test_a_settings_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> None:
+    make_checkpoint("tiny", tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").unlink()
+    (tmp_path / "t" / file).write_text("{")
+
+    with pytest.raises(UnsupportedCheckpoint, match=f"{file} is no JSON"):
+        create_engine(make_spec(tmp_path / "t"))
+
+
 @pytest.mark.parametrize("content", [None, "{", "{}"])
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
