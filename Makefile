@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Where torch comes from, as pip's options: an index of CPU builds spares a laptop some GB of CUDA.
+TORCH_ARGS ?=
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -14,9 +16,9 @@ help:  ## show this list
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.12 ..."; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvision
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_ARGS) torch torchvision
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[torch]' --group dev
 	touch $(STAMP)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    DotEnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -270,6 +271,12 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then environment, then `.env`, then the file named by `VLM_CONFIG`."""
+        assert isinstance(dotenv_settings, DotEnvSettingsSource)
+        dotenv_settings.env_vars = {  # the file may serve others too, such as compose
+            name: value
+            for name, value in dotenv_settings.env_vars.items()
+            if name.upper().startswith(PREFIX)
+        }
         sources = (init_settings, env_settings, dotenv_settings)
         path = os.environ.get(CONFIG_VARIABLE)
         return (*sources, YamlConfigSettingsSource(settings_cls, path)) if path else sources

@@ -85,7 +85,8 @@ def stack() -> Iterator[str]:
     port = free_port()
     command += ["--project-name", PROJECT]
     options = {"cwd": ROOT, "env": {**os.environ, "GATEWAY_PORT": str(port)}, "timeout": 300}
-    build = ["docker", "build", "--quiet", "--network", "host", "--tag", "vlm-fleet:mock", "."]
+    build = ["docker", "build", "--quiet", "--network", "host", "--file", "config/Dockerfile"]
+    build += ["--tag", "vlm-fleet:mock", "."]
     subprocess.run(build, check=True, **options)
     try:
         subprocess.run([*command, "up", "--detach", "--no-build"], check=True, **options)

@@ -43,6 +43,17 @@ def test_dotenv_file_in_the_working_directory_is_read(tmp_path):
     assert load_settings().worker.lease_s == 3
 
 
+def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path):
+    (tmp_path / ".env").write_text("GATEWAY_PORT=9000\nHF_TOKEN=x\nVLM_GATEWAY__PORT=9001\n")
+    assert load_settings().gateway.port == 9001
+
+
+def test_an_unknown_setting_in_the_dotenv_file_is_refused_by_name(tmp_path):
+    (tmp_path / ".env").write_text("VLM_GATEWY__PORT=9000\n")
+    with pytest.raises(SettingsError, match="GATEWY"):
+        load_settings()
+
+
 def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one, sk-two")
     keys = load_settings().gateway.api_keys
