@@ -77,13 +77,16 @@ class MockProcessor:
         self.tokenizer: Tokenizer = MockTokenizer()
         self.tokens_per_image = tokens_per_image
 
-    def process_image(self, data: bytes) -> tuple[int, int]:
+    def process_image(self, data: bytes, expected_size: tuple[int, int]) -> tuple[int, int]:
         """Width and height. Raises: InvalidImage."""
         try:
             with Image.open(io.BytesIO(data)) as image:
-                return image.size
+                size = image.size
         except Exception as error:  # whatever a parser raises on strange bytes, they are the reason
             raise InvalidImage("the picture cannot be decoded") from error
+        if size != expected_size:
+            raise InvalidImage("The picture is of another size than its header says.")
+        return size
 
     def build_prompt(
         self, messages: Items[ChatMessage], images: Items[tuple[str, tuple[int, int]]]

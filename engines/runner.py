@@ -96,8 +96,12 @@ class Processor(Protocol):
     max_model_len: int
     tokens_per_image: int  #: 0 where it varies
 
-    def process_image(self, data: bytes) -> Any:
-        """Decode and resize one picture. Raises: InvalidImage."""
+    def process_image(self, data: bytes, expected_size: tuple[int, int]) -> Any:
+        """Decode and resize one picture.
+
+        `expected_size` is the (width, height) that was admitted; a picture of another is refused before it
+        is decoded. Raises: InvalidImage.
+        """
         ...
 
     def build_prompt(self, messages: Items[ChatMessage], images: Items[tuple[str, Any]]) -> Prompt:

@@ -3,6 +3,8 @@
 import base64
 import io
 import random
+import struct
+import zlib
 
 from PIL import Image, ImageDraw
 
@@ -28,3 +30,18 @@ def data_url(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG
     """It as a data URL."""
     text = base64.b64encode(encoded(seed, size, format)).decode()
     return f"data:image/{format.lower()};base64,{text}"
+
+
+def two_headed_png(first: tuple[int, int], second: tuple[int, int]) -> bytes:
+    """A black picture that says one size where a reader of headers looks, and another to a decoder."""
+    headers = [
+        _png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0))
+        for size in (first, second)
+    ]
+    rows = _png_chunk(b"IDAT", zlib.compress(bytes((second[0] + 1) * second[1])))
+    return b"".join([b"\x89PNG\r\n\x1a\n", *headers, rows, _png_chunk(b"IEND", b"")])
+
+
+def _png_chunk(kind: bytes, content: bytes) -> bytes:
+    crc = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + crc

@@ -81,7 +81,9 @@ class Preprocessor:
         data = await self._fetch(image.sha256)
         if len(data) > self._limits.max_image_bytes:
             raise InvalidImage("a picture has too many bytes")
-        pixels = await self._in_pool(lambda: self._processor.process_image(data))
+        check_size(image, self._limits)
+        size = (image.width, image.height)
+        pixels = await self._in_pool(lambda: self._processor.process_image(data, size))
         return pixels, getattr(pixels, "nbytes", len(data))
 
     async def _fetch(self, sha256: str) -> bytes:
@@ -110,6 +112,19 @@ def salted_hash(sha256: str, cache_salt: str) -> str:
     if not cache_salt:
         return sha256
     return hashlib.sha256(f"{cache_salt}\0{sha256}".encode()).hexdigest()
+
+
+def check_size(image: ImageRef, limits: LimitSettings) -> None:
+    """Look again at a size that a gateway with other settings may have let through. Raises: InvalidImage."""
+    short, long = sorted((image.width, image.height))
+    if (
+        long > limits.max_image_side
+        or long * short > limits.max_image_pixels
+        or long > short * limits.max_image_aspect
+    ):
+        raise InvalidImage(
+            f"A picture of {image.width} x {image.height} is too large or too narrow."
+        )
 
 
 def check_limits(request: GenerateRequest, limits: LimitSettings) -> int:

@@ -32,9 +32,9 @@ class TorchProcessor:
         self._image_processor = image_processor
         self._prompt_builder = prompt_builder
 
-    def process_image(self, data: bytes) -> np.ndarray:
+    def process_image(self, data: bytes, expected_size: tuple[int, int]) -> np.ndarray:
         """Decode and resize one picture. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
-        return self._image_processor.process(data)
+        return self._image_processor.process(data, expected_size)
 
     def build_prompt(
         self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]

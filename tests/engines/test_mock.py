@@ -149,13 +149,18 @@ def test_a_prompt_has_one_run_of_slots_per_picture_in_its_place():
 
 
 def test_pictures_are_opened():
-    assert MockProcessor(4).process_image(png()) == (5, 3)
+    assert MockProcessor(4).process_image(png(), (5, 3)) == (5, 3)
+
+
+def test_a_picture_of_another_size_than_admitted_is_refused():
+    with pytest.raises(InvalidImage, match="another size than its header"):
+        MockProcessor(4).process_image(png(), (3, 5))
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF89a", b"not a picture", png()[:20]])
 def test_what_is_no_picture_is_refused(data: bytes):
     with pytest.raises(InvalidImage):
-        MockProcessor(4).process_image(data)
+        MockProcessor(4).process_image(data, (5, 3))
 
 
 def test_the_pool_is_as_large_as_configured():

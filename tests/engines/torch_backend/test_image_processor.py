@@ -2,12 +2,13 @@
 
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers import CLIPImageProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -15,6 +16,7 @@ from engines.base import InvalidImage
 from engines.torch_backend import image_processor as module
 from engines.torch_backend.image_processor import ImageProcessor, load_image_processor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from tests.factories_pictures import two_headed_png
 
 SIZE = 32
 
@@ -174,6 +176,71 @@ def test_a_picture_with_too_many_pixels_is_refused_before_it_is_decoded(
 
     with pytest.raises(InvalidImage, match="more than 99 pixels"):
         module.decode_image(to_bytes(make_picture(10, 10)))
+
+
+def test_a_picture_of_another_size_than_admitted_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = load(tmp_path, make_settings())
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("was decoded"))
+    data = two_headed_png((8, 8), (1, 100_000))
+
+    with pytest.raises(InvalidImage, match="another size than its header"):
+        processor.process(data, (8, 8))
+
+
+def test_a_picture_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
+    tmp_path: Path,
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn: upright, it is higher than wide
+    data = to_bytes(make_picture(50, 40), "JPEG", exif=exif)
+
+    assert load(tmp_path, make_settings()).process(data, (50, 40)).shape == (3, SIZE, SIZE)
+
+
+@pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (3, 7001)])
+def test_a_very_long_picture_is_never_resized_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """The middle alone is computed, and is that of the whole."""
+    data = to_bytes(make_picture(*size))
+    exact = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(data)
+    sizes = watch_resizes(monkeypatch)
+    monkeypatch.setattr(module, "MAX_RESIZED_PIXELS", 40 * SIZE)
+
+    near = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(data)
+
+    assert sizes == [(SIZE, SIZE)]
+    assert np.abs(near - exact).max() <= 1
+
+
+def watch_resizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The sizes that pictures are resized to from now on."""
+    sizes: list[tuple[int, int]] = []
+    resize = Image.Image.resize
+
+    def note(image: Image.Image, size: tuple[int, int], *args: Any, **options: Any) -> Image.Image:
+        sizes.append(size)
+        return resize(image, size, *args, **options)
+
+    monkeypatch.setattr(Image.Image, "resize", note)
+    return sizes
+
+
+def test_a_line_of_pixels_does_not_become_a_gigabyte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = watch_resizes(monkeypatch)
+    data = to_bytes(Image.new("L", (1, 100_000)))
+
+    tracemalloc.start()
+    load(tmp_path, make_settings()).process(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert max(width * height for width, height in sizes) <= module.MAX_RESIZED_PIXELS
+    assert peak < 4 * 2**20  # numpy's share
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def answer(loaded: LoadedEngine, pictures: list[bytes], num_tokens: int = 12) ->
     """Greedy tokens for the question about the pictures."""
     processor, engine = loaded.processor, loaded.engine
     parts = (*(ImagePart(i) for i in range(len(pictures))), TextPart(QUESTION))
-    images = [(f"picture {i}", processor.process_image(data)) for i, data in enumerate(pictures)]
+    images = [
+        (f"picture {i}", processor.process_image(data, (28, 28))) for i, data in enumerate(pictures)
+    ]
     prompt = processor.build_prompt([ChatMessage("user", parts)], images)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     engine.add(EngineRequest("r", prompt.token_ids, sampling, prompt.images))
