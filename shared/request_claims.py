@@ -9,21 +9,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from secrets import token_hex
-from typing import Any
 
-import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.protocol import (
-    Delta,
-    ErrorCode,
-    Failed,
-    GenerateRequest,
-    SamplingParams,
-    decode_events,
-    decode_request,
-)
+from shared.claim_reply import giving_up, read_claim
 from shared.publication import Claim, Publication
 from shared.publisher import Publisher, refusals
 from shared.redis_client import retry_idempotent
@@ -37,13 +27,6 @@ logger = logging.getLogger(__name__)
 GHOST_AFTER_S = 3.0
 #: Consumers that hold nothing and were not seen so long are forgotten.
 FORGET_AFTER_S = 3600.0
-
-
-_VERDICTS = {
-    b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
-    b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that tried the request ended early"),
-    b"unreadable": (ErrorCode.INVALID_REQUEST, "the worker cannot read the request"),
-}
 
 
 class RequestClaims:
@@ -96,37 +79,42 @@ class RequestClaims:
 
     async def reclaim(self, count: int) -> list[Claim]:
         """Claim up to `count` requests whose lease has run out. Raises: RedisError."""
+        idle = await self._idle_entries(count)
+        if not idle:
+            return []
+        # Of several workers that saw the same entry one gets it: taking it resets its idle time.
+        claim = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(self._lease_s))
+        entries = [entry for entry in await self._sender.execute(*claim, *idle) if entry]
+        for entry_id, _ in entries:
+            self._held.discard(entry_id)  # it was ours, then another's who lost it too
+        return await self._claim_entries(entries, "reclaimed", count)
+
+    async def _idle_entries(self, count: int) -> list[bytes]:
+        """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
         # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
-        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(self._lease_s), "-", "+", count)
+        most = count + len(self._held)
+        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(self._lease_s), "-", "+", most)
         try:
             idle = await self._sender.execute(*command)
         except ResponseError as error:
             await self._handle_missing_queue(error)
             return []
-        if not idle:
-            return []
-        # Of several workers that saw the same entry one gets it: taking it resets its idle time.
-        claim = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(self._lease_s))
-        entries = [
-            entry for entry in await self._sender.execute(*claim, *(i[0] for i in idle)) if entry
-        ]
-        for entry_id, _ in entries:
-            self._held.discard(entry_id)  # our own, if we let its lease run out
-        return await self._claim_entries(entries, "reclaimed", count)
+        me = self._worker_id.encode()
+        others = [i[0] for i in idle if i[1] != me or i[0] not in self._held]
+        return others[:count]
 
     async def reconcile(self) -> list[Claim]:
         """Claim what Redis counts as ours but whose naming never reached us. Raises: RedisError."""
-        claims: list[Claim] = []
+        entries: list[tuple[bytes, list[bytes]]] = []
         for entry_id in await self._unknown_entries(self._ghost_after_s):
-            entries = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
-            if entries:
-                claims += await self._claim_entries(entries, "reconciled", 0)
-            else:
+            found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
+            entries += found
+            if not found:
                 await self._sender.execute("XACK", self._queue, GROUP, entry_id)
-        return claims
+        return await self._claim_entries(entries, "reconciled", 0)
 
     async def _unknown_entries(self, idle_s: float) -> list[bytes]:
-        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(idle_s), "-", "+", 1000)
+        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
         try:
             pending = await self._sender.execute(*command, self._worker_id)
         except ResponseError as error:
@@ -151,18 +139,29 @@ class RequestClaims:
     async def _claim_entries(
         self, entries: Sequence[tuple[bytes, list[bytes]]], kind: str, free: int
     ) -> list[Claim]:
-        nudges = [entry_id for entry_id, fields in entries if fields[0] == b"nudge"]
-        named = [(entry_id, fields[1].decode()) for entry_id, fields in entries
-                 if fields[0] == b"id" and entry_id not in self._held]  # fmt: skip
+        named: list[tuple[bytes, str]] = []
+        others: list[bytes] = []  # nudges, which have done their work, and what nobody knows
+        for entry_id, fields in entries:
+            if fields[0] != b"id":
+                others.append(entry_id)
+                _warn_of_unknown_kind(fields)
+            elif entry_id not in self._held:
+                named.append((entry_id, _request_id(fields)))
         claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
         live = [claim for claim in claims if claim is not None]
         self.num_claims[kind] += len(live)
-        if nudges:
-            await self._sender.execute("XACK", self._queue, GROUP, *nudges)
-            await self._sender.execute("XDEL", self._queue, *nudges)
-            if len(live) < free:
-                live += await self.reclaim(free - len(live))
+        if others:
+            try:
+                await self._remove(others)
+                if len(live) < free:
+                    live += await self.reclaim(free - len(live))
+            except RedisError as error:  # what is claimed already must not get lost
+                logger.warning("could not look at released requests: %s", error)
         return live
+
+    async def _remove(self, entry_ids: Sequence[bytes]) -> None:
+        await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
+        await self._sender.execute("XDEL", self._queue, *entry_ids)
 
     async def _claim(self, entry_id: bytes, request_id: str) -> Claim | None:
         self._held.add(entry_id)
@@ -174,51 +173,18 @@ class RequestClaims:
         arguments = (entry_id, GROUP, self._worker_id, token_hex(8), self._max_attempts)
         try:
             reply = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
-            claim = await self._read_claim(entry_id, request_id, reply)
+            if reply[0] != b"stray":
+                verdict, claim = read_claim(
+                    reply, entry_id=entry_id, request_id=request_id,
+                    model=self._model, max_attempts=self._max_attempts,
+                )  # fmt: skip
+                if verdict == b"ok":
+                    return claim
+                await retry_idempotent(lambda: self.publish([giving_up(claim, verdict)]))
         except RedisError as error:
             logger.warning("could not claim %s: %s", request_id, error)
-            claim = None
-        if claim is None:
-            self._held.discard(entry_id)
-        return claim
-
-    async def _read_claim(self, entry_id: bytes, request_id: str, reply: list[Any]) -> Claim | None:
-        """The claim of a reply; requests that cannot run any more are ended here."""
-        verdict = reply[0]
-        if verdict == b"stray":
-            return None
-        _, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
-        try:
-            request = decode_request(payload)
-            events = decode_events(b"[" + b",".join(log) + b"]")
-        except msgspec.MsgspecError as error:
-            logger.error("cannot read request %s: %s", request_id, error)
-            gateway = reply_to.decode()
-            request = GenerateRequest(request_id, gateway, self._model, (), SamplingParams())
-            events, verdict = (), b"unreadable"
-        claim = Claim(
-            request=request,
-            entry_id=entry_id,
-            attempt=attempt,
-            failures=failures,
-            is_last_chance=failures > 0 and failures == self._max_attempts - 1,
-            output_token_ids=tuple(
-                token for event in events if isinstance(event, Delta) for token in event.token_ids
-            ),
-            waited_s=waited_ms / 1000,
-            remaining_s=remaining_ms / 1000,
-        )
-        if verdict == b"ok":
-            return claim
-        await self._give_up(claim, verdict)
+        self._held.discard(entry_id)
         return None
-
-    async def _give_up(self, claim: Claim, verdict: bytes) -> None:
-        code, message = _VERDICTS[verdict]
-        failed = Failed(claim.request.request_id, claim.attempt, code, message)
-        reason = "" if verdict == b"expired" else verdict.decode()
-        end = Publication(claim, 1, len(claim.output_token_ids), (failed,), reason)
-        await retry_idempotent(lambda: self.publish([end]))
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """Send events; see `Publisher.publish`. Requests that end or are refused are no longer held."""
@@ -258,12 +224,33 @@ class RequestClaims:
             return 0
         return await retry_idempotent(lambda: self._sender.run(RELEASE, keys, arguments))
 
+    async def give_back_strays(self, in_flight: Iterable[Claim]) -> None:
+        """Give back what Redis counts as ours beyond `in_flight`; call it when nobody claims any more.
+
+        Whoever interrupts `read`, `reclaim` or `reconcile` does not know how far they came. Commands of one
+        worker are executed in their order, so that Redis knows by now. Raises: RedisError.
+        """
+        self._held.intersection_update([claim.entry_id for claim in in_flight])
+        for entry_id in await self._unknown_entries(0.0):
+            entries = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
+            if entries and entries[0][1][0] == b"id":
+                await self._give_back(entry_id, _request_id(entries[0][1]))
+            else:
+                await self._remove([entry_id])
+
+    async def _give_back(self, entry_id: bytes, request_id: str) -> None:
+        """Without blame, unless its attempt is another worker's, whose lease had run out."""
+        request = self._keys.request(self._model, request_id)
+        fields = await self._sender.execute("HMGET", request, "state", "attempt", "worker")
+        state, attempt, worker = fields
+        is_running = state == b"running"
+        blame = int(is_running and worker != self._worker_id.encode())
+        item = (attempt if is_running else "", entry_id)
+        await self._sender.run(RELEASE, (self._queue, request), (GROUP, RELEASED, blame, *item))
+
     async def leave(self) -> None:
-        """Give back what was read but never claimed, and forget this consumer. Raises: RedisError."""
-        for entry_id in await self._unknown_entries(0.001):
-            for _, fields in await self._sender.execute("XRANGE", self._queue, entry_id, entry_id):
-                keys = (self._queue, self._keys.request(self._model, fields[1].decode()))
-                await self._sender.run(RELEASE, keys, (GROUP, RELEASED, 0, "", entry_id))
+        """Give back what is still ours, and forget this consumer. Raises: RedisError."""
+        await self.give_back_strays(())
         await self.reap(self._worker_id)
 
     async def reap(self, leaving: str = "") -> None:
@@ -274,3 +261,12 @@ class RequestClaims:
         """Hang up."""
         self._reader.close()
         await self._sender.close()
+
+
+def _request_id(fields: Sequence[bytes]) -> str:
+    return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray
+
+
+def _warn_of_unknown_kind(fields: Sequence[bytes]) -> None:
+    if fields[0] != b"nudge":
+        logger.error("removing an entry of unknown kind from the queue: %r", fields[0][:64])

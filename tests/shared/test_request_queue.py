@@ -7,10 +7,12 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from shared.claim_reply import giving_up
 from shared.protocol import Delta, ErrorCode, Failed, Finished, Started, Usage
 from shared.redis_client import create_redis
 from shared.redis_keys import GROUP
 from shared.request_queue import DuplicateRequest, QueueFull, QueueUnavailable, RequestQueue
+from shared.scripts import CLAIM
 from shared.settings import RedisSettings
 from tests.factories_queue import (
     MODEL,
@@ -271,6 +273,24 @@ async def test_a_renewed_lease_is_not_reclaimed(ends):
     assert await second.reclaim(8) == []
 
 
+async def test_a_worker_does_not_reclaim_what_it_holds_itself(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.enqueue()
+    await ends.enqueue()
+    for held in await worker.read(2, 1.0):
+        await ends.redis.xclaim(
+            *(ends.keys.queue(MODEL), GROUP, "a", 0, [held.entry_id]), idle=3_600_000, justid=True
+        )
+    lost = await ends.enqueue()
+    claim = await ends.claim(ends.worker("b"))
+    await ends.let_lease_run_out(claim)
+
+    [later] = await worker.reclaim(1)
+
+    assert later.request == lost
+
+
 async def test_a_lost_request_is_found_behind_many_that_are_alive(ends):
     holder = ends.worker("a")
     await holder.create_group()
@@ -484,6 +504,63 @@ async def test_a_worker_that_leaves_gives_back_what_it_read_but_never_claimed(en
     assert b"a" not in {consumer["name"] for consumer in consumers}
 
 
+async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, monkeypatch):
+    leaving, other = ends.worker("a"), ends.worker("b")
+    await leaving.create_group()
+    requests = [await ends.enqueue() for _ in range(3)]
+    [running] = await leaving.read(1, 1.0)
+    run = leaving._sender.run
+    claimed = asyncio.Event()
+
+    async def keep_reply(script, keys, arguments):
+        reply = await run(script, keys, arguments)
+        if script is CLAIM and requests[1].request_id not in keys[1]:
+            claimed.set()
+            await asyncio.Event().wait()
+        return reply
+
+    monkeypatch.setattr(leaving._sender, "run", keep_reply)
+    reading = asyncio.create_task(leaving.read(8, 1.0))
+    await asyncio.wait_for(claimed.wait(), 5.0)
+    reading.cancel()
+    await asyncio.wait([reading])
+
+    await leaving.give_back_strays([running])
+
+    later = await other.read(8, 1.0)
+    assert [claim.request for claim in later] == requests[1:]
+    assert {(claim.attempt, claim.failures) for claim in later} == {(2, 0)}
+    assert await leaving.renew([running]) == {}
+
+
+async def test_a_takeover_interrupted_by_a_stop_still_blames_the_one_that_was_lost(ends):
+    lost, leaving, other = ends.worker("a"), ends.worker("b"), ends.worker("c")
+    await ends.enqueue()
+    claim = await ends.claim(lost)
+    # The entry changed hands, but the stop came before the claim.
+    await ends.redis.xclaim(ends.keys.queue(MODEL), GROUP, "b", 0, [claim.entry_id])
+
+    await leaving.leave()
+
+    [later] = await other.read(1, 1.0)
+    assert (later.attempt, later.failures) == (2, 1)
+
+
+async def test_entries_of_an_unknown_kind_are_removed_and_told(ends, caplog):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"song": "la"})
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": b"\xff"})
+    request = await ends.enqueue()
+
+    [claim] = await worker.read(8, 1.0)
+
+    assert claim.request == request
+    assert await ends.queue.depth(MODEL) == 1
+    assert (await ends.redis.xpending(ends.keys.queue(MODEL), GROUP))["pending"] == 1
+    assert "song" in caplog.text
+
+
 async def test_a_consumer_that_holds_entries_is_never_forgotten(ends):
     worker = ends.worker("a")
     await ends.enqueue()
@@ -567,7 +644,7 @@ async def test_every_key_expires(ends):
     await worker.publish([publication(one, 1, 0, make_delta(one, 0, 5), make_finished(one, 1))])
     await worker.publish([publication(two, 1, 0, make_delta(two, 0, 5))])
     await ends.queue.cancel(MODEL, [three.request.request_id])
-    await worker._give_up(four, b"exhausted")
+    await worker.publish([giving_up(four, b"exhausted")])
 
     keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
 
