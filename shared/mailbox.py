@@ -1,7 +1,7 @@
 """A gateway's mailbox: one stream per model into which workers post events, one reader for all of them.
 
 It must not know what an event means. Whatever could make events disappear - a trimmed stream, a mailbox
-that Redis lost - is told to the caller, who then looks at the requests' own logs.
+that Redis lost, an entry that cannot be read - is told to the caller, who then looks at the requests' own logs.
 """
 
 import asyncio
@@ -89,9 +89,17 @@ class Mailbox:
             for key, entries in reply or ():
                 for entry_id, fields in entries:
                     self._last_ids[key.decode()] = entry_id
-                    if fields[0] == b"events":
-                        with suppress(msgspec.MsgspecError):
-                            yield decode_events(fields[1])
+                    if fields[0] == b"events" and (events := self._decode(key, fields[1])):
+                        yield events
+
+    def _decode(self, key: bytes, data: bytes) -> tuple[GenerateEvent, ...]:
+        """The events of an entry; one that cannot be read is a gap in all requests of its model."""
+        try:
+            return decode_events(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.error("cannot read an entry of the mailbox: %s", error)
+            self._report_gap(key.decode())
+            return ()
 
     async def _read(self, keys: list[str]) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
         ids = [self._last_ids[key] for key in keys]

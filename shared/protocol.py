@@ -1,7 +1,8 @@
 """The wire between gateway and worker: requests out, events back.
 
-Called by both ends; it must not know HTTP, Redis or any model. JSON by msgspec: strict, versioned, readable
-in redis-cli. Laws that every producer keeps and every consumer may rely on, per request:
+Called by both ends; it must not know HTTP, Redis or any model. JSON by msgspec, versioned, readable in
+redis-cli. Requests are read strictly, because what a client asks for must not be overlooked; in what workers
+send unknown fields are ignored, so that workers and gateways may be updated one after another. Laws that every producer keeps and every consumer may rely on, per request:
 
 1. events are `Started? Delta* (Finished | Failed)`; exactly one terminal event reaches the client;
 2. `Delta.index` counts output tokens from 0 without gap; concatenated `Delta.text` is the answer;
@@ -40,6 +41,10 @@ class ErrorCode(StrEnum):
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of nothing but a shared configuration: frozen, strict."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Base of what workers send: frozen, and fields that newer workers add are ignored."""
 
 
 class SamplingParams(Message, frozen=True, omit_defaults=True):
@@ -108,7 +113,7 @@ class GenerateRequest(Message, frozen=True, omit_defaults=True):
     version: int = PROTOCOL_VERSION
 
 
-class Usage(Message, frozen=True, omit_defaults=True):
+class Usage(Report, frozen=True, omit_defaults=True):
     """Token counts of one request; the prompt's include its picture and cached tokens."""
 
     num_prompt_tokens: int
@@ -117,7 +122,7 @@ class Usage(Message, frozen=True, omit_defaults=True):
     num_cached_tokens: int = 0
 
 
-class StageTimings(Message, frozen=True, omit_defaults=True):
+class StageTimings(Report, frozen=True, omit_defaults=True):
     """Seconds spent in each stage, by the worker's monotonic clock (queue: plus Redis's own clock)."""
 
     queue_s: float = 0.0  #: in Redis until claimed, and in the engine until first scheduled
@@ -127,7 +132,7 @@ class StageTimings(Message, frozen=True, omit_defaults=True):
     decode_s: float = 0.0  #: first token until last
 
 
-class TokenLogprob(Message, frozen=True, omit_defaults=True):
+class TokenLogprob(Report, frozen=True, omit_defaults=True):
     """One token's natural-log probability. `token_bytes` are its raw bytes, perhaps not whole UTF-8."""
 
     token: str
@@ -135,14 +140,14 @@ class TokenLogprob(Message, frozen=True, omit_defaults=True):
     token_bytes: tuple[int, ...] = ()
 
 
-class OutputLogprob(Message, frozen=True, omit_defaults=True):
+class OutputLogprob(Report, frozen=True, omit_defaults=True):
     """The chosen token and its best rivals, most probable first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Started(Message, frozen=True, tag_field="type", tag="started", omit_defaults=True):
+class Started(Report, frozen=True, tag_field="type", tag="started", omit_defaults=True):
     """The engine accepted the prompt, so that the status line may be sent."""
 
     request_id: str
@@ -150,7 +155,7 @@ class Started(Message, frozen=True, tag_field="type", tag="started", omit_defaul
     usage: Usage
 
 
-class Delta(Message, frozen=True, tag_field="type", tag="delta", omit_defaults=True):
+class Delta(Report, frozen=True, tag_field="type", tag="delta", omit_defaults=True):
     """The next output tokens and the text that they complete (perhaps none yet)."""
 
     request_id: str
@@ -161,7 +166,7 @@ class Delta(Message, frozen=True, tag_field="type", tag="delta", omit_defaults=T
     logprobs: tuple[OutputLogprob, ...] = ()
 
 
-class Finished(Message, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
+class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
     """The answer is complete. Terminal."""
 
     request_id: str
@@ -171,7 +176,7 @@ class Finished(Message, frozen=True, tag_field="type", tag="finished", omit_defa
     timings: StageTimings = StageTimings()
 
 
-class Failed(Message, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
+class Failed(Report, frozen=True, tag_field="type", tag="failed", omit_defaults=True):
     """The request ends without a complete answer. Terminal. `message` is fit for the client's eyes."""
 
     request_id: str
@@ -184,7 +189,7 @@ class Failed(Message, frozen=True, tag_field="type", tag="failed", omit_defaults
 GenerateEvent = Started | Delta | Finished | Failed
 
 
-class ModelCard(Message, frozen=True, omit_defaults=True):
+class ModelCard(Report, frozen=True, omit_defaults=True):
     """What a worker says of the model that it serves; the gateway's `/v1/models` is made of these."""
 
     name: str
@@ -209,10 +214,10 @@ def decode_request(data: bytes) -> GenerateRequest:
 
 
 def decode_events(data: bytes) -> tuple[GenerateEvent, ...]:
-    """Read one mailbox entry. Raises: msgspec.ValidationError on any departure from the schema."""
+    """Read one mailbox entry; unknown fields are ignored. Raises: msgspec.MsgspecError."""
     return _events_decoder.decode(data)
 
 
 def decode_card(data: bytes) -> ModelCard:
-    """Read a model card. Raises: msgspec.ValidationError on any departure from the schema."""
+    """Read a model card; unknown fields are ignored. Raises: msgspec.MsgspecError."""
     return _card_decoder.decode(data)

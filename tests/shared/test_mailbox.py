@@ -118,11 +118,26 @@ async def test_a_mailbox_that_redis_lost_is_made_again_and_told(
     assert await waiting == ["again"]
 
 
-async def test_an_unreadable_entry_is_skipped(open_mailbox, post, redis, redis_prefix):
+@pytest.mark.parametrize("junk", [b"[{}]", b"no JSON", b"\xff"])
+async def test_an_unreadable_entry_is_skipped_and_told(
+    open_mailbox, post, redis, redis_prefix, junk
+):
+    gaps: list[str] = []
+    mailbox = open_mailbox(on_gap=gaps.append)
+    await mailbox.open(["m"])
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": junk})
+    await post("1")
+
+    assert await names(mailbox.events(), 1) == ["1"]
+    assert gaps == ["m"]
+
+
+async def test_events_of_a_newer_worker_are_read(open_mailbox, redis, redis_prefix):
     mailbox = open_mailbox()
     await mailbox.open(["m"])
-    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": b"[{}]"})
-    await post("1")
+    event = encode(Failed("1", 1, ErrorCode.CANCELLED, ""))
+    newer = b"[" + event[:-1] + b',"mood":"sorry"}]'
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": newer})
 
     assert await names(mailbox.events(), 1) == ["1"]
 
