@@ -24,6 +24,7 @@ from engines.generation import Generation
 from engines.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, Sequence
+from engines.step_budget import StepBudget
 from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
 
 
@@ -49,6 +50,7 @@ class BatchingEngine(Engine):
             max_images_per_step=config.max_images_per_step,
             eos_token_ids=tokenizer.eos_token_ids,
         )
+        self.budget = StepBudget(self.scheduler)
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,
@@ -99,7 +101,8 @@ class BatchingEngine(Engine):
     def step(self) -> list[EngineOutput]:
         """One forward pass of the batch. Returns what each of its requests has to say.
 
-        Raises: what the runner raises and no single request is to blame for; the engine is lost.
+        Raises: DeviceOutOfMemory when steps cannot be smaller, and what else the runner raises that no
+        single request is to blame for; the engine is lost.
         """
         self._num_steps += 1
         outputs, self._finished_early = self._finished_early, []
@@ -112,8 +115,9 @@ class BatchingEngine(Engine):
         except SequenceFailure as failure:
             return [*outputs, self._fail(failure)]
         except DeviceOutOfMemory:
-            self._halve_budget()
+            self.budget.halve(batch)
             return outputs
+        self.budget.note_success()
         self._note_step(batch, result, started_at)
         self.scheduler.update(batch, result.choices)
         return outputs + self._collect_outputs(batch, result)
@@ -264,12 +268,6 @@ class BatchingEngine(Engine):
             error=str(failure),
             timings=generation.timings(time.perf_counter()),
         )
-
-    def _halve_budget(self) -> None:
-        """Try smaller steps from now on. Raises: DeviceOutOfMemory when they cannot be smaller."""
-        if self.scheduler.max_num_batched_tokens == 1:
-            raise DeviceOutOfMemory("the device has no memory for even one token")
-        self.scheduler.max_num_batched_tokens //= 2
 
     def _forget(self, request_id: str) -> None:
         generation = self._generations.pop(request_id)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines import step_budget
 from engines.base import (
     DeviceOutOfMemory,
     EngineOutput,
@@ -14,6 +15,8 @@ from engines.base import (
 )
 from engines.engine import BatchingEngine
 from engines.mock import EOS_ID, MockConfig
+from engines.runner import StepResult
+from engines.sequence import Batch
 from shared.protocol import FinishReason
 from tests.factories_engine import (
     CheckingRunner,
@@ -341,7 +344,42 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
     fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
     request = make_request(prompt="x" * 60)
     assert is_same_answer(run_all(engine, request)["r0"], request)
-    assert engine.scheduler.max_num_batched_tokens == 16
+    assert engine.scheduler.max_num_batched_tokens == 15  # half of the half of what was tried
+
+
+def test_out_of_memory_for_pictures_makes_steps_with_fewer(monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(max_num_batched_tokens=1024)
+    run = engine.runner.run
+
+    def run_one_picture(batch: Batch) -> StepResult:
+        if len([image for item in batch.items for image in item.images]) > 1:
+            raise DeviceOutOfMemory
+        return run(batch)
+
+    monkeypatch.setattr(engine.runner, "run", run_one_picture)
+    requests = [
+        make_request(name, name * 60, images=(make_image(image_hash=name),)) for name in "abcd"
+    ]
+    answers = run_all(engine, *requests)
+    for request in requests:
+        assert is_same_answer(answers[request.request_id], request)
+    budget = engine.scheduler
+    assert (budget.max_num_batched_tokens, budget.max_images_per_step) == (60, 1)
+
+
+def test_steps_grow_again_when_memory_lasts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_budget, "RECOVERY_STEPS", 3)
+    engine = make_engine(max_num_batched_tokens=64, max_images_per_step=4)
+    engine.add(make_request(prompt="x" * 40, images=(make_image(),)))
+    fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
+    sizes = []
+    for _ in range(14):
+        engine.step()
+        sizes.append(
+            (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_images_per_step)
+        )
+    smallest = [(20, 1), (10, 1), (10, 1), (10, 1)]
+    assert sizes == [*smallest, *[(20, 2)] * 3, *[(40, 4)] * 3, *[(64, 4)] * 4]
 
 
 def test_out_of_memory_for_a_single_token_is_the_end():
