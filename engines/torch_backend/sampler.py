@@ -25,6 +25,8 @@ from shared.protocol import SamplingParams
 NUCLEUS_WIDTH = 256
 #: what is colder is greedy for all purposes, and may be 0 in float32
 LEAST_TEMPERATURE = 1e-6
+#: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
+LEAST_LOGPROB = -9999.0
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[TokenChoice]:
@@ -178,10 +180,15 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
     rows = torch.tensor(list(asked), device=logits.device)
     logprobs = logits[rows].log_softmax(-1)
     chosen = torch.tensor([choices[row].token_id for row in asked], device=logits.device)
-    chosen_values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
+    chosen_values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).clamp_(min=LEAST_LOGPROB)
     top = logprobs.topk(min(max(asked.values()), logits.shape[1]), dim=-1)
+    top_values = top.values.clamp_(min=LEAST_LOGPROB)
     for (row, count), value, ids, values in zip(
-        asked.items(), chosen_values, top.indices.tolist(), top.values.tolist(), strict=True
+        asked.items(),
+        chosen_values.tolist(),
+        top.indices.tolist(),
+        top_values.tolist(),
+        strict=True,
     ):
         choices[row].logprob = value
         choices[row].top_logprobs = tuple(zip(ids[:count], values[:count], strict=True))

@@ -13,7 +13,7 @@ import torch
 from engines.base import SequenceFailure
 from engines.sequence import Sequence
 from engines.torch_backend.noise import gumbel_noise, random_bits, stream_key
-from engines.torch_backend.sampler import NUCLEUS_WIDTH, sample
+from engines.torch_backend.sampler import LEAST_LOGPROB, NUCLEUS_WIDTH, sample
 from shared.protocol import SamplingParams
 
 CPU = torch.device("cpu")
@@ -195,6 +195,18 @@ def test_logprobs_are_those_of_the_models_own_distribution():
     assert choice.logprob == pytest.approx(expected[1].item())
     assert [token_id for token_id, _ in choice.top_logprobs] == [0, 1, 2]
     assert [value for _, value in choice.top_logprobs] == pytest.approx(expected[:3].tolist())
+
+
+def test_the_logprob_of_what_the_model_rules_out_is_a_number():
+    """JSON has no infinity: such an event could be written but not read."""
+    logits = LOGITS.clone()
+    logits[1:] = -torch.inf
+    logits[7] = -20_000.0
+    [choice] = sample(logits.view(1, -1), [make_sequence(temperature=0, num_logprobs=8)])
+    assert choice.logprob == 0.0
+    values = [value for _, value in choice.top_logprobs]
+    assert values == [0.0, *[LEAST_LOGPROB] * 7]
+    assert choice.top_logprobs[1][0] == 7  # the order is that of the true values
 
 
 def test_only_those_who_ask_get_logprobs():
