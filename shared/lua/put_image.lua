@@ -1,10 +1,17 @@
--- Keep a picture at least that long. KEYS: image    ARGV: ttl_ms, bytes ('' to keep only what is there)
+-- Keep a picture for a request, at least that long.
+-- KEYS: image, holders    ARGV: ttl_ms, holder, bytes ('' to keep only what is there)
+-- Holders are the requests that need the picture, each with the time until when at most.
 -- Returns 1 if the picture is there now, 0 if its bytes are needed.
-local ttl_ms = redis.call('PTTL', KEYS[1])
-if ttl_ms == -2 then
-  if ARGV[2] == '' then return 0 end
-  redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[1])
-elseif ttl_ms < tonumber(ARGV[1]) then
-  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+local image, holders, ttl_ms = KEYS[1], KEYS[2], tonumber(ARGV[1])
+local left_ms = redis.call('PTTL', image)
+if left_ms == -2 then
+  if ARGV[3] == '' then return 0 end
+  redis.call('SET', image, ARGV[3], 'PX', ttl_ms)
+elseif left_ms < ttl_ms then
+  redis.call('PEXPIRE', image, ttl_ms)
 end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', holders, 'GT', string.format('%.0f', now_ms + ttl_ms), ARGV[2])
+redis.call('PEXPIRE', holders, math.max(left_ms, ttl_ms))
 return 1
