@@ -62,17 +62,12 @@ class EngineThread:
         self._news: list[News] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
-        self.step_started_at: float | None = None  #: `time.monotonic`; None between steps
+        self.step_started_at: float | None = None  #: `time.monotonic`; None while the engine rests
 
     async def start(self) -> LoadedEngine:
         """Make the engine and begin to serve. Raises: whatever making it raises."""
         self._thread.start()
         return await self._loaded
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a step is going on at this moment."""
-        return self.step_started_at is not None
 
     def add(self, request: EngineRequest) -> None:
         """Hand over a request; `Added` or `Rejected` follows."""
@@ -127,15 +122,15 @@ class EngineThread:
             commands = self._next_commands(engine.has_work())
             if commands is None:
                 return
+            self.step_started_at = now = time.monotonic()  # adding may hang as well
             news = [answer for command in commands if (answer := _apply(engine, command))]
             if engine.has_work():
-                self.step_started_at = now = time.monotonic()
                 news += engine.step()
-                self.step_started_at = None
                 if now - looked_at > STATS_EVERY_S:
                     self.stats, looked_at = engine.stats(), now
             if not engine.has_work():
                 self.stats = engine.stats()
+            self.step_started_at = None
             self._tell(news)
 
     def _next_commands(self, has_work: bool) -> list[EngineRequest | str] | None:

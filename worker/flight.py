@@ -15,6 +15,7 @@ from shared.protocol import (
     Failed,
     Finished,
     GenerateEvent,
+    ImagePart,
     StageTimings,
     Started,
 )
@@ -50,9 +51,17 @@ class Flight:
         """The request's id inside the engine: what an earlier attempt still says is not taken for ours."""
         return f"{self.request_id}@{self.claim.attempt}"
 
-    def failed(self, code: ErrorCode, message: str) -> Failed:
-        """The event that ends it in an error."""
-        return Failed(self.request_id, self.claim.attempt, code, message)
+    def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
+        """The event that ends it in an error. `param` names what is to blame in the request."""
+        return Failed(self.request_id, self.claim.attempt, code, message, param)
+
+    def place_of_picture(self, picture: int) -> str | None:
+        """Where the client put a picture, in the words of the wire."""
+        for i, message in enumerate(self.claim.request.messages):
+            for j, part in enumerate(message.parts):
+                if isinstance(part, ImagePart) and part.image == picture:
+                    return f"messages.[{i}].content.[{j}].image_url"
+        return None
 
     def events(self, output: EngineOutput) -> list[GenerateEvent]:
         """What an output of the engine means on the wire."""

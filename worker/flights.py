@@ -16,7 +16,7 @@ from shared.publication import Claim
 from worker.engine_thread import Added, EngineThread, News, Rejected
 from worker.flight import Flight
 from worker.outbox import Outbox
-from worker.preprocess import ImageUnavailable, Preprocessor
+from worker.preprocess import ImageUnavailable, PictureRefused, Preprocessor
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Flights:
         """Begin to work on claims."""
         for claim in claims:
             earlier = self._flights.get(claim.request.request_id)
-            if earlier is not None:  # our own, whose lease we let run out
+            if earlier is not None:  # it was taken from us, and its new owner lost it to us
                 self.forget(earlier)
             flight = Flight.of(claim, time.monotonic())
             self._flights[flight.request_id] = flight
@@ -115,12 +115,18 @@ class Flights:
         self.changed.set()
 
     def _refuse(self, flight: Flight, error: EngineError) -> None:
-        code = next(code for kind, code in _CODES if isinstance(error, kind))
-        self.fail(flight, code, str(error))
+        cause = error.cause if isinstance(error, PictureRefused) else error
+        code = next(code for kind, code in _CODES if isinstance(cause, kind))
+        param = None
+        if isinstance(error, PictureRefused):
+            param = flight.place_of_picture(error.picture)
+        elif isinstance(error, PromptTooLong):
+            param = "messages"
+        self.fail(flight, code, str(cause), param)
 
-    def fail(self, flight: Flight, code: ErrorCode, message: str) -> None:
+    def fail(self, flight: Flight, code: ErrorCode, message: str, param: str | None = None) -> None:
         """End a request in an error; it lands when that is published."""
-        self._outbox.post(flight, flight.failed(code, message))
+        self._outbox.post(flight, flight.failed(code, message, param))
         self._stop_work(flight)
 
     def let_go(self, flight: Flight, why: str) -> None:

@@ -34,6 +34,15 @@ class ImageUnavailable(EngineError):
     """The bytes of a picture are not in the image store."""
 
 
+class PictureRefused(EngineError):
+    """What is wrong with one of a request's pictures, and with which (by its index)."""
+
+    def __init__(self, picture: int, cause: EngineError) -> None:
+        super().__init__(str(cause))
+        self.picture = picture
+        self.cause = cause
+
+
 class Preprocessor:
     """Prepares requests for one model."""
 
@@ -56,7 +65,10 @@ class Preprocessor:
         request = claim.request
         num_chars = check_limits(request, self._limits)
         images = await asyncio.gather(
-            *(self._image(image, request.cache_salt) for image in request.images)
+            *(
+                self._image(index, image, request.cache_salt)
+                for index, image in enumerate(request.images)
+            )
         )
         build = self._processor.build_prompt
         if num_chars <= MAX_INLINE_CHARS:
@@ -72,10 +84,14 @@ class Preprocessor:
             cache_salt=request.cache_salt,
         )
 
-    async def _image(self, image: ImageRef, cache_salt: str) -> tuple[str, Any]:
-        """A picture's identity in the caches, and its pixels."""
+    async def _image(self, index: int, image: ImageRef, cache_salt: str) -> tuple[str, Any]:
+        """A picture's identity in the caches, and its pixels. Raises: PictureRefused."""
         image_hash = salted_hash(image.sha256, cache_salt)
-        return image_hash, await self._pixels.get(image_hash, lambda: self._make_pixels(image))
+        try:
+            pixels = await self._pixels.get(image_hash, lambda: self._make_pixels(image))
+        except EngineError as error:
+            raise PictureRefused(index, error) from error
+        return image_hash, pixels
 
     async def _make_pixels(self, image: ImageRef) -> tuple[Any, int]:
         data = await self._fetch(image.sha256)

@@ -61,7 +61,6 @@ class Worker:
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._last_num_steps = 0
         self._last_reap_at = time.monotonic()
         self._last_contact_at = 0.0
 
@@ -85,6 +84,8 @@ class Worker:
                 ]
                 await self._stopping.wait()
                 _cancel(taking)
+                await asyncio.wait(taking)
+                await self._give_back_strays()
                 await self._drain()
                 _cancel(keeping)
         except* EngineBroken as group:
@@ -98,6 +99,11 @@ class Worker:
         if self._stopping.is_set():
             self._hurrying.set()
         self._stopping.set()
+
+    async def _give_back_strays(self) -> None:
+        """Others take at once what was being claimed at this moment, rather than after a lease."""
+        with suppress(RedisError):  # there is another try at the end
+            await self.claims.give_back_strays([f.claim for f in self._flights.all()])
 
     async def _drain(self) -> None:
         logger.info("stopping; %d requests run", len(self._flights))
@@ -186,20 +192,23 @@ class Worker:
                 self._flights.forget(flight)
 
     async def renew_leases(self) -> None:
-        """Keep the leases while the engine moves; a wedged one loses them. Learn what was cancelled."""
+        """Keep the leases, however long a step takes that the watchdog allows. Learn what was cancelled."""
         await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
 
     async def _renew_once(self) -> None:
-        num_steps = self._engine.stats.num_steps
-        is_stuck = self._engine.is_stepping and num_steps == self._last_num_steps
-        self._last_num_steps = num_steps
         flights = self._flights.all()
-        if is_stuck or not flights:
+        if not flights or self._is_wedged:
             return
         refused = await self.claims.renew([flight.claim for flight in flights])
         for flight in flights:
             if flight.request_id in refused and self._flights.find(flight.claim):
                 self._flights.let_go(flight, refused[flight.request_id])
+
+    @property
+    def _is_wedged(self) -> bool:
+        """Whether the present step takes longer than any may: should the process live on, others take over."""
+        started_at = self._engine.step_started_at
+        return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 
     async def enforce_deadlines(self) -> None:
         """End requests whose time is up."""

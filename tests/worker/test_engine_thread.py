@@ -111,7 +111,7 @@ async def test_an_engine_that_raises_is_broken(bridge):
 
     with pytest.raises(EngineBroken, match="device lost"):
         await asyncio.wait_for(thread.wait_until_broken(), 5)
-    assert not thread.is_stepping
+    assert thread.step_started_at is None
 
 
 async def test_an_engine_that_cannot_be_made_is_told():

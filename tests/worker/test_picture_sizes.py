@@ -15,7 +15,7 @@ from shared.publication import Claim
 from shared.settings import LimitSettings
 from tests.factories_pictures import encoded, two_headed_png
 from tests.factories_queue import make_request
-from worker.preprocess import Preprocessor
+from worker.preprocess import PictureRefused, Preprocessor
 
 
 @pytest.fixture
@@ -38,8 +38,9 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
 
 
 async def test_a_picture_of_another_size_than_its_header_says_is_refused(store: ImageStore):
-    with pytest.raises(InvalidImage, match="another size"):
+    with pytest.raises(PictureRefused, match="another size") as raised:
         await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
+    assert isinstance(raised.value.cause, InvalidImage)
 
 
 @pytest.mark.parametrize(
@@ -52,5 +53,6 @@ async def test_limits_hold_for_what_a_gateway_with_others_let_through(
 ):
     data = encoded(size=(80, 20))
     await prepare(store, data, 80, 20)
-    with pytest.raises(InvalidImage, match="too large or too narrow"):
+    with pytest.raises(PictureRefused, match="too large or too narrow") as raised:
         await prepare(store, data, 80, 20, **limits)
+    assert isinstance(raised.value.cause, InvalidImage)

@@ -12,17 +12,21 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.image_store import ImageStore
 from shared.protocol import (
+    ChatMessage,
     Delta,
     ErrorCode,
     Failed,
     Finished,
     FinishReason,
+    ImagePart,
     ImageRef,
     SamplingParams,
     Started,
+    TextPart,
 )
 from shared.redis_keys import GROUP
 from shared.registry import Registry
+from shared.scripts import CLAIM
 from tests.factories_queue import MODEL, Ends, make_request, open_ends
 from tests.factories_worker import Answers, run_worker, text, token_ids
 from worker.engine_thread import EngineBroken
@@ -108,24 +112,43 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
     broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(broken.sha256, junk)], 60)
+    picture = "messages.[0].content.[0].image_url"
+    biased = make_request(sampling=SamplingParams(logit_bias={10**9: 1.0}))
+    stopped = make_request(sampling=SamplingParams(stop=("a",) * 99))
     cases = [
-        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE),
-        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE),
-        (make_request("x" * 20_000), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-        (
-            make_request(sampling=SamplingParams(logit_bias={10**9: 1.0})),
-            ErrorCode.INVALID_REQUEST,
-        ),
-        (make_request(sampling=SamplingParams(stop=("a",) * 99)), ErrorCode.INVALID_REQUEST),
+        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE, picture),
+        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE, picture),
+        (make_request("x" * 20_000), ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages"),
+        (biased, ErrorCode.INVALID_REQUEST, None),
+        (stopped, ErrorCode.INVALID_REQUEST, None),
     ]
     async with run_worker(ends):
-        for request, code in cases:
+        for request, code, param in cases:
             [failed] = await answers.end(await ends.enqueue(request))
             assert isinstance(failed, Failed)
             assert failed.code is code
+            assert failed.param == param
             assert failed.message
         assert isinstance((await answers.end(await ends.enqueue()))[-1], Finished)
     assert await ends.queue.depth(MODEL) == 0
+    await store.close()
+
+
+async def test_of_several_pictures_the_one_refused_is_named(ends, answers):
+    data, good = make_picture()
+    junk = b"no picture"
+    broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
+    store = ImageStore(ends.redis, ends.prefix)
+    await store.put_all([(good.sha256, data), (broken.sha256, junk)], 60)
+    messages = (
+        ChatMessage("system", (TextPart("look"),)),
+        ChatMessage("user", (ImagePart(0), TextPart("and"), ImagePart(1))),
+    )
+    async with run_worker(ends):
+        request = make_request(images=(good, broken), messages=messages)
+        [failed] = await answers.end(await ends.enqueue(request))
+    assert isinstance(failed, Failed)
+    assert failed.param == "messages.[1].content.[2].image_url"
     await store.close()
 
 
@@ -256,7 +279,7 @@ async def test_a_broken_engine_fails_nobody(ends, answers):
 
 
 async def test_a_wedged_engine_loses_its_lease(ends, answers):
-    async with run_worker(ends, "wedged", lease_s=0.6, mock=SLOW) as wedged:
+    async with run_worker(ends, "wedged", lease_s=0.6, watchdog_s=0.2, mock=SLOW) as wedged:
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 2)
         wedged.engine.gate.clear()
@@ -271,6 +294,47 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
 
             await until(has_let_go)
     assert len(token_ids(answers.events[request.request_id])) == 200
+
+
+async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
+    lease_s = 0.6
+    slow_step = {"decode_s": 1.5 * lease_s, "num_output_tokens": 3}
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    options = {"lease_s": lease_s, "max_num_seqs": 2, "mock": slow_step}
+    async with run_worker(ends, "a", **options) as a, run_worker(ends, "b", **options) as b:
+        requests = [await ends.enqueue(make_request(sampling=sampling)) for _ in range(3)]
+        for request in requests:
+            events = await answers.end(request)
+            assert isinstance(events[-1], Finished)
+            assert {event.attempt for event in events} == {1}
+        assert a.worker.claims.num_fenced == b.worker.claims.num_fenced == 0
+
+
+async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monkeypatch):
+    async with run_worker(ends, "first", mock=SLOW, max_num_seqs=2) as first:
+        running = await ends.enqueue(make_request(sampling=LONG))
+        await answers.tokens(running, 1)
+        run = first.worker.claims._sender.run
+        claimed = asyncio.Event()
+
+        async def keep_reply(script, keys, arguments):
+            reply = await run(script, keys, arguments)
+            if script is CLAIM:
+                claimed.set()
+                await asyncio.Event().wait()
+            return reply
+
+        monkeypatch.setattr(first.worker.claims._sender, "run", keep_reply)
+        request = await ends.enqueue()
+        await asyncio.wait_for(claimed.wait(), 5.0)
+        async with run_worker(ends, "second"):
+            first.worker.stop()
+            async with asyncio.timeout(3.0):  # the lease is ten seconds
+                events = await answers.end(request)
+        assert isinstance(events[-1], Finished)
+        assert isinstance((await answers.end(running))[-1], Finished)
+    [failures] = await ends.redis.hmget(ends.keys.request(MODEL, request.request_id), "failures")
+    assert failures == b"0"
 
 
 async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
