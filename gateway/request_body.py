@@ -6,7 +6,6 @@ The good path is one bounded read and one strict decode. Where that fails, the s
 
 import asyncio
 import re
-from typing import Any
 
 import msgspec
 from starlette.types import Message, Receive
@@ -14,7 +13,7 @@ from starlette.types import Message, Receive
 from gateway.context import RequestContext
 from gateway.errors import ApiError, InvalidRequest
 from gateway.exchange import ClientGone
-from gateway.schemas import ChatCompletionRequest, ChatMessageParam, ContentPart
+from gateway.schemas import ChatCompletionRequest
 
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
@@ -22,7 +21,7 @@ _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?",
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)
-_INDEX = "[...]"
+_ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
 
 #: What to say of a value outside a closed set, by the field's last name.
 _CHOICES = {
@@ -99,17 +98,16 @@ def decode_request(body: bytes) -> ChatCompletionRequest:
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _locate(str(error), body) from None
+        raise _locate(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidRequest("The body is not valid JSON in UTF-8.", code="invalid_json") from None
 
 
-def _locate(problem: str, body: bytes) -> ApiError:
+def _locate(problem: str) -> ApiError:
     match = _AT.fullmatch(problem)
     assert match is not None  # every part of the pattern is optional
-    reason, path = match["reason"], match["path"] or ""
-    if _INDEX in path:
-        path = _with_indexes(path, body)
+    reason = match["reason"]
+    path = (match["path"] or "").partition(_ANY_KEY)[0]
     path = path.replace("[", ".[") if ".[" not in path else path
     if unknown := _UNKNOWN.fullmatch(reason):
         return unsupported(_join(path, unknown["name"]))
@@ -140,28 +138,3 @@ def _explain(reason: str, path: str) -> str:
         hint = _CHOICES.get(path.rpartition(".")[2], "")
         return f"{subject}. {hint}".rstrip()
     return f"{subject}: {reason[0].lower()}{reason[1:]}."
-
-
-def _with_indexes(path: str, body: bytes) -> str:
-    """The path with real indexes: msgspec says `[...]` for any element."""
-    request: Any = msgspec.json.decode(body)
-    head, _, rest = path.partition(_INDEX)
-    if head == "messages":
-        index = _first_invalid(request[head], ChatMessageParam)
-        start = f"messages.[{index}]"
-        if rest.startswith(".content" + _INDEX):
-            part = _first_invalid(request[head][index]["content"], ContentPart)
-            return f"{start}.content.[{part}]" + rest.removeprefix(".content" + _INDEX)
-        return start + rest
-    if head == "stop":
-        return f"stop.[{_first_invalid(request[head], str)}]"
-    return head  # a dictionary of the client's keys, which are not echoed
-
-
-def _first_invalid(items: list[Any], item_type: Any) -> int:
-    for index, item in enumerate(items):
-        try:
-            msgspec.convert(item, item_type)
-        except msgspec.ValidationError:
-            return index
-    return 0

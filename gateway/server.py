@@ -2,6 +2,9 @@
 
 uvicorn's fast parser takes headers of any size and waits for them for ever; here both are bounded. At SIGTERM the
 server first refuses new work while it still answers, so that `/readyz` can say 503 and open requests finish.
+
+A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
+request is cancelled. Whoever wants an answer keeps the connection open.
 """
 
 import asyncio
@@ -63,6 +66,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     _in_headers = False
     _num_received = 0  #: bytes of headers that are not yet complete
+    _has_ended = False  #: whether the latest read held the end of a request
     _header_timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -79,11 +83,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Parse; what is left incomplete is counted and timed."""
         if self.transport.is_closing():
             return
+        self._has_ended = False
         super().data_received(data)
         if not self._in_headers:
             self._stop_timer()
             return
-        self._num_received += len(data)
+        if not self._has_ended:  # else an unknown part of this read belongs to the request before
+            self._num_received += len(data)
         if self._num_received > MAX_HEADER_BYTES:
             self.send_400_response("The headers are too large.")
         elif self._header_timer is None:
@@ -94,6 +100,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers, self._num_received = True, 0
         self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
+
+    def on_message_complete(self) -> None:
+        """A request ends; the next may begin in the same read."""
+        self._has_ended = True
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         """The application's time begins. Raises: HeadersTooLarge."""

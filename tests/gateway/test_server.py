@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 
 import pytest
@@ -16,6 +17,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
     run_worker,
     say_hello,
+    say_nothing,
 )
 from tests.gateway.test_disconnects import wait_for
 from tests.gateway.test_streams import read_events
@@ -71,6 +73,38 @@ async def test_requests_one_after_the_other_share_a_connection(gateway):
     request = START.replace(b"close", b"keep-alive") + b"\r\n"
     answer = await talk(gateway, request + request + START + b"\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 3
+
+
+async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
+    body = json.dumps(make_body("x" * 60_000)).encode()
+    first = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    second = START + b"\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(first + second[:40])
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    writer.write(second[40:])
+    assert b"HTTP/1.1 200 OK" in await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker):
+    worker.script = say_nothing
+    body = json.dumps(make_body()).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await wait_for(lambda: worker.answers)
+    writer.write_eof()
+    assert await reader.read() == b""
+    await wait_for(worker.cancelled.is_set)
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_probes_tell_whether_a_worker_is_there(redis_server, redis_prefix):
