@@ -12,6 +12,7 @@ from struct import unpack_from
 from shared.settings import LimitSettings
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_MAX_PNG_CHUNKS = 65_536
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
@@ -68,8 +69,27 @@ def check_header(header: ImageHeader, limits: LimitSettings) -> None:
 def _read_png(data: bytes) -> ImageHeader:
     if data[12:16] != b"IHDR" or len(data) < 33:
         raise ValueError
+    if _has_second_header(data):
+        raise ImageRefused("The image has two headers.")
     width, height = unpack_from(">II", data, 16)
     return ImageHeader("image/png", width, height)
+
+
+def _has_second_header(data: bytes) -> bool:
+    """Whether a PNG says its size twice: decoders believe the last, we would believe the first.
+
+    The chunks are walked only where the name is found at all, which is by chance in few pictures.
+    """
+    name, position = data.find(b"IHDR", 33), 33
+    for _ in range(_MAX_PNG_CHUNKS):
+        if name < position + 4:
+            name = data.find(b"IHDR", position + 4) if name >= 0 else -1
+        if name < 0:
+            return False
+        if name == position + 4:
+            return True
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+    raise ValueError
 
 
 def _read_jpeg(data: bytes) -> ImageHeader:

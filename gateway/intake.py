@@ -88,7 +88,7 @@ class Intake:
     ) -> Generation:
         """Queue one request per choice. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
         count = num_choices(request, self.limits)
-        sampling = translate_sampling(request, self.limits, seed=random.getrandbits(63))
+        sampling = translate_sampling(request, self.limits, seed=random.getrandbits(64))
         conversation = translate_messages(request.messages, self.limits)
         check_model(conversation, sampling, card)
         images = await self._load_images(conversation.sources, clock)

@@ -25,11 +25,16 @@ class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Base of all that clients send: immutable, without unknown fields."""
 
 
-class ImageUrl(RequestStruct, frozen=True, kw_only=True):
+class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
+    """Hints on a picture that change no answer: each model has its own resolution."""
+
+    detail: Detail = "auto"
+
+
+class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
     """Where a picture is: a `data:` URL, or an http(s) one where the operator allows it."""
 
     url: str
-    detail: Detail = "auto"
 
 
 class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
@@ -71,29 +76,40 @@ class InputImageContent(
 ContentPart = TextContent | ImageContent | InputTextContent | InputImageContent
 
 
-class ChatMessageParam(RequestStruct, frozen=True, kw_only=True):
+class IgnoredMessageFields(RequestStruct, frozen=True, kw_only=True):
+    """Fields of a turn that change no answer."""
+
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    annotations: Ignored = UNSET
+    refusal: str | None = None
+
+
+class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     """One turn. Assistant turns may be echoed with all the empty fields that an answer had."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[ContentPart], Meta(min_length=1)]
-    name: Annotated[str, Meta(max_length=64)] | None = None  #: changes nothing
-    annotations: Ignored = UNSET  #: changes nothing
-    refusal: str | None = None  #: changes nothing
     audio: Any = None
     function_call: Any = None
     tool_calls: Any = None
 
 
-class StreamOptions(RequestStruct, frozen=True, kw_only=True):
+class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
+    """Options of a stream that change nothing."""
+
+    include_obfuscation: bool = False
+
+
+class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     """What a stream holds besides the answer."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  #: changes nothing
 
 
 class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
-    """Fields that clients send and that change no answer here, whatever they hold."""
+    """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
 
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
     store: Ignored = UNSET
     service_tier: Ignored = UNSET
     parallel_tool_calls: Ignored = UNSET
@@ -124,8 +140,10 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
 #: Fields that change nothing. The README's list is tested against this one.
 IGNORED_FIELDS = (
     *IgnoredFields.__struct_fields__,
-    "stream_options.include_obfuscation",
-    "messages[].name",
+    *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
+    *(f"messages[].{name}" for name in IgnoredMessageFields.__struct_fields__),
+    *(f"messages[].content[].{name}" for name in IgnoredPartFields.__struct_fields__),
+    *(f"messages[].content[].image_url.{name}" for name in IgnoredImageFields.__struct_fields__),
 )
 
 #: What each field that is not supported may hold, as it then asks for nothing; null always.
@@ -164,8 +182,7 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Meta(max_length=512)] | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None  #: the log holds a short hash of it
     timings: bool | None = None  #: ours: the answer ends with its stage timings
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 

@@ -33,7 +33,7 @@ from shared.settings import LimitSettings
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
-_SEED_MASK = 2**63 - 1
+_SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
 
 
 @dataclass(slots=True)
@@ -129,6 +129,7 @@ def translate_sampling(
 
 
 def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
+    """What was asked for; the engine cuts it to what the context holds beside the prompt."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise _invalid("max_tokens", "it differs from max_completion_tokens")
@@ -187,12 +188,6 @@ def check_model(conversation: Conversation, sampling: SamplingParams, card: Mode
         raise _invalid(param, "this model takes no images", code="unsupported_image")
     if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
         raise _invalid("logit_bias", f"token ids are below {card.vocab_size}")
-    if sampling.max_tokens is not None and sampling.max_tokens >= card.max_model_len:
-        raise _invalid(
-            "max_tokens",
-            f"this model's context holds {card.max_model_len} tokens, prompt included",
-            code="context_length_exceeded",
-        )
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -75,6 +75,19 @@ async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
     assert seeds[1][0] == seeds[1][1] != seeds[2][0] == seeds[2][1]
 
 
+async def test_different_seeds_stay_different(gateway, worker):
+    for seed in (-1, 2**63 - 1, -(2**63), 0):
+        await gateway.chat(make_body(seed=seed))
+    assert len({answer.request.sampling.seed for answer in worker.answers}) == 4
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_more_output_than_the_context_holds_may_be_asked_for(gateway, worker, name):
+    response = await gateway.chat(make_body(**{name: 30_000}))
+    assert response.status_code == 200
+    assert worker.requests[0].sampling.max_tokens == 30_000
+
+
 async def test_a_request_without_seed_gets_a_new_one_each_time(gateway, worker):
     await gateway.chat()
     await gateway.chat()
@@ -120,7 +133,7 @@ async def test_every_parameter_reaches_the_worker(gateway, worker):
     assert sampling.max_tokens == 9
     assert (sampling.temperature, sampling.top_p) == (0.5, 0.25)
     assert (sampling.top_k, sampling.min_p) == (3, 0.125)
-    assert sampling.seed == 2**63 - 1
+    assert sampling.seed == 2**64 - 1
     assert sampling.stop == ("a", "b")
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
     assert sampling.repetition_penalty == 1.5

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 
 import pytest
 from hypothesis import given
@@ -34,6 +36,13 @@ def test_the_header_says_what_a_decoder_says(size, format, options):
     header = read_header(buffer.getvalue())
     assert header.media_type == f"image/{format.lower()}"
     assert (header.width, header.height) == size
+
+
+def test_pixels_may_spell_the_name_of_a_header():
+    data = encoded()
+    body = b"tEXtComment\0IHDR" * 2
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    assert read_header(data[:33] + chunk + data[33:]) == read_header(data)
 
 
 @given(

@@ -55,6 +55,14 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     assert set(NEUTRAL_VALUES) <= set(properties)
 
 
+async def test_fields_of_messages_and_parts_that_change_nothing_are_listed():
+    message, part = "messages[].", "messages[].content[]."
+    assert {name for name in IGNORED_FIELDS if name.startswith(message)} == {
+        message + "name", message + "annotations", message + "refusal",
+        part + "cache_control", part + "prompt_cache_breakpoint", part + "image_url.detail",
+    }  # fmt: skip
+
+
 async def test_each_field_is_either_used_or_ignored_or_refused():
     fields = set(ChatCompletionRequest.__struct_fields__)
     ignored = {name for name in IGNORED_FIELDS if "." not in name}
@@ -63,6 +71,6 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
     assert used == {
         "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user", "metadata",
+        "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user",
         "timings", "ignore_eos",
     }  # fmt: skip
