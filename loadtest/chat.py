@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
+
 
 class ChatError(Exception):
     """The question could not be answered; the message says why and what to do next."""
@@ -64,7 +66,7 @@ class Conversation:
 
     def _read_chunk(self, chunk: dict[str, Any]) -> Iterator[str]:
         if "error" in chunk:
-            raise ChatError(chunk["error"]["message"])
+            raise ChatError(printable(chunk["error"]["message"]))
         self.timings = chunk.get("timings") or self.timings
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
@@ -87,6 +89,11 @@ def to_content(question: str, images: list[Path]) -> list[dict[str, Any]]:
     return [*parts, {"type": "text", "text": question}]
 
 
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: all controls but line breaks and tabs."""
+    return text.translate(_CONTROLS)
+
+
 def check_status(response: httpx.Response) -> None:
     """Raises: ChatError with the server's own words, if it refused."""
     if response.is_success:
@@ -96,7 +103,7 @@ def check_status(response: httpx.Response) -> None:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = response.text[:200]
-    raise ChatError(f"{response.status_code}: {message}")
+    raise ChatError(f"{response.status_code}: {printable(message)}")
 
 
 def read_events(response: httpx.Response) -> Iterator[str]:
@@ -107,11 +114,11 @@ def read_events(response: httpx.Response) -> Iterator[str]:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first model that the server offers. Raises: ChatError."""
+    """The first model that the server offers and works on. Raises: ChatError."""
     response = client.get("/v1/models")
     check_status(response)
     models = response.json()["data"]
-    if not models:
+    if not models or models[0].get("num_workers") == 0:  # other servers do not count them
         raise ChatError("the server has no model yet; is a worker running?")
     return models[0]["id"]
 
@@ -149,7 +156,7 @@ def run_chat(
             conversation = Conversation(client, chosen, max_tokens, temperature)
             for text in [question] if question else _typed_questions(console):
                 for piece in conversation.ask(text, images):
-                    console.print(piece, end="", markup=False, soft_wrap=True)
+                    console.print(printable(piece), end="", markup=False, soft_wrap=True)
                 console.print()
                 line = format_timings(conversation.timings, conversation.usage)
                 console.print(line, style="dim", markup=False, soft_wrap=True)
