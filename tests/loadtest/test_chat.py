@@ -1,0 +1,50 @@
+"""The terminal's chat client: which model it asks, and what it lets through to the terminal."""
+
+import httpx
+import pytest
+
+from loadtest.chat import ChatError, Conversation, first_model, printable, run_chat
+from tests.loadtest.fake_server import FakeServer, chunk, event
+
+
+def make_client(*models: dict[str, object]) -> httpx.Client:
+    listing = {"object": "list", "data": list(models)}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=listing))
+    return httpx.Client(transport=transport, base_url="http://server")
+
+
+def test_the_first_model_of_the_list_is_asked():
+    with make_client({"id": "new", "num_workers": 1}, {"id": "a", "num_workers": 0}) as client:
+        assert first_model(client) == "new"
+
+
+def test_a_server_that_does_not_count_its_workers_is_believed():
+    with make_client({"id": "other"}) as client:
+        assert first_model(client) == "other"
+
+
+@pytest.mark.parametrize("models", [[], [{"id": "gone", "num_workers": 0}]])
+def test_without_a_worker_it_says_so_and_does_not_wait(models):
+    with make_client(*models) as client, pytest.raises(ChatError, match="worker"):
+        first_model(client)
+
+
+def test_controls_but_line_breaks_and_tabs_do_not_reach_the_terminal():
+    assert printable("a\x1b[2Jb\tc\nd\x07\x9b31m\x00\x7f\r é🙂") == "a[2Jb\tc\nd31m é🙂"
+
+
+def test_an_answer_is_printed_without_its_controls(fake: FakeServer, capsys):
+    fake.pieces = [chunk("\x1b]0;title\x07hello"), event(b"[DONE]")]
+    run_chat(fake.url, "fake", None, [], "question", None, 0.0)
+    out = capsys.readouterr().out
+    assert "hello" in out
+    assert "\x1b]0" not in out
+    assert "\x07" not in out
+
+
+def test_an_error_of_the_server_is_shown_without_its_controls(fake: FakeServer):
+    fake.pieces = [event({"error": {"message": "no \x1b[31mred"}})]
+    client = httpx.Client(base_url=fake.url, trust_env=False)
+    with client, pytest.raises(ChatError) as raised:
+        list(Conversation(client, "fake").ask("question", []))
+    assert str(raised.value) == "no [31mred"
