@@ -1,0 +1,245 @@
+"""On a GPU the same checkpoint gives the same answers as on the CPU, from caches that lie on the GPU."""
+
+import gc
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engines.base import DeviceOutOfMemory, EngineConfig, EngineRequest
+from engines.engine import BatchingEngine
+from engines.factory import EngineSpec, LoadedEngine, create_engine
+from engines.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.torch_backend.noise import random_bits, stream_key
+from engines.torch_backend.runner import TorchRunner
+from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+CONFIG = EngineConfig(kv_cache_bytes=4 * 1024 * 1024, block_size=8)
+NUM_TOKENS = 30
+VOCAB_SIZE = 384
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cuda") / "tiny"
+    make_checkpoint("tiny", directory, seed=3)
+    return directory
+
+
+def load(model: Path, device: str, *, config: EngineConfig = CONFIG, **spec: Any) -> LoadedEngine:
+    fields = {"dtype": "float32", **spec}
+    return create_engine(EngineSpec(model=str(model), device=device, config=config, **fields))
+
+
+def core(loaded: LoadedEngine) -> tuple[BatchingEngine, TorchRunner]:
+    engine = loaded.engine
+    assert isinstance(engine, BatchingEngine)
+    assert isinstance(engine.runner, TorchRunner)
+    return engine, engine.runner
+
+
+def make_picture(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make_request(
+    loaded: LoadedEngine, name: str, text: str, pictures: list[int], **sampling: Any
+) -> EngineRequest:
+    """A question about pictures, which are named by their seeds."""
+    processor = loaded.processor
+    parts = (*(ImagePart(place) for place in range(len(pictures))), TextPart(text))
+    images = [
+        (f"picture {seed}", processor.process_image(make_picture(seed), (28, 28)))
+        for seed in pictures
+    ]
+    prompt = processor.build_prompt([ChatMessage("user", parts)], images)
+    params = SamplingParams(
+        **{"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
+    )
+    return EngineRequest(name, prompt.token_ids, params, prompt.images)
+
+
+def make_requests(loaded: LoadedEngine) -> list[EngineRequest]:
+    return [
+        make_request(loaded, "text", "What is it, and what is it not?", []),
+        make_request(loaded, "one", "What color is the star?", [1]),
+        make_request(loaded, "two", "Which is larger?", [1, 2]),
+        make_request(loaded, "again", "What color is the star on the left?", [1]),
+    ]
+
+
+def answers(loaded: LoadedEngine, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    """The tokens of requests that are computed together."""
+    token_ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        loaded.engine.add(request)
+    while loaded.engine.has_work():
+        for output in loaded.engine.step():
+            assert output.error is None
+            token_ids[output.request_id] += output.token_ids
+    return token_ids
+
+
+def first_logprobs(loaded: LoadedEngine, request: EngineRequest) -> torch.Tensor:
+    """What the model thinks of every token in the first place. Shapes: (V,)."""
+    _, runner = core(loaded)
+    sequence = Sequence.from_request(request, max_output_tokens=1)
+    sequence.block_ids = list(range(-(-sequence.num_tokens // runner.block_size)))
+    share = ScheduledSequence(sequence, sequence.num_pending_tokens)
+    [choice] = runner.run(Batch([share])).choices
+    assert choice is not None
+    assert len(choice.top_logprobs) == VOCAB_SIZE
+    return torch.tensor([logprob for _, logprob in sorted(choice.top_logprobs)])
+
+
+def distance(first: LoadedEngine, second: LoadedEngine) -> float:
+    """The greatest difference of two engines' first log probabilities."""
+    requests = [
+        make_request(first, "r", "What color is the star?", pictures, num_logprobs=VOCAB_SIZE)
+        for pictures in ([], [1], [1, 2])
+    ]
+    differences = [
+        (first_logprobs(first, request) - first_logprobs(second, request)).abs().max().item()
+        for request in requests
+    ]
+    return max(differences)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 7}, id="chunked"),
+        pytest.param({"num_kv_blocks": 18}, id="preempted"),
+        pytest.param({"encoder_cache_bytes": 0, "enable_prefix_cache": False}, id="uncached"),
+    ],
+)
+def test_greedy_answers_in_float32_are_those_of_the_cpu(
+    tiny: Path, changes: dict[str, Any]
+) -> None:
+    on_cpu, on_gpu = load(tiny, "cpu"), load(tiny, "cuda", config=replace(CONFIG, **changes))
+
+    found = answers(on_gpu, make_requests(on_gpu))
+
+    assert found == answers(on_cpu, make_requests(on_cpu))
+    if "num_kv_blocks" in changes:
+        assert on_gpu.engine.stats().num_preemptions > 0
+
+
+def test_probabilities_in_float32_are_those_of_the_cpu(tiny: Path) -> None:
+    assert distance(load(tiny, "cpu"), load(tiny, "cuda")) < 1e-4
+
+
+def test_bfloat16_is_about_as_near_to_float32_as_on_the_cpu(tiny: Path) -> None:
+    exact = load(tiny, "cpu")
+
+    rounded = distance(exact, load(tiny, "cuda", dtype="bfloat16"))
+
+    assert 0 < rounded < 3 * distance(exact, load(tiny, "cpu", dtype="bfloat16"))
+
+
+def test_auto_takes_the_gpu_and_bfloat16(tiny: Path) -> None:
+    _, runner = core(load(tiny, "auto", dtype="auto"))
+    _, rounded = core(load(tiny, "cpu", dtype="bfloat16"))
+
+    assert runner.memory_bytes()["weights"] == rounded.memory_bytes()["weights"]
+    assert torch.cuda.memory_allocated() >= runner.memory_bytes()["weights"]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantized_checkpoint_loads_and_computes_as_on_the_cpu(
+    tiny: Path, quantization: str
+) -> None:
+    small = load(tiny, "cuda", quantization=quantization)
+    on_cpu = load(tiny, "cpu", quantization=quantization)
+
+    weights = [core(loaded)[1].memory_bytes()["weights"] for loaded in (small, on_cpu)]
+    assert weights[0] == weights[1] < core(load(tiny, "cuda"))[1].memory_bytes()["weights"]
+    assert distance(on_cpu, small) < 1e-3
+    in_bfloat16 = load(tiny, "cuda", quantization=quantization, dtype="bfloat16")
+    assert len(answers(in_bfloat16, make_requests(in_bfloat16))["two"]) == NUM_TOKENS
+
+
+def test_the_caches_lie_on_the_gpu_until_the_engine_is_closed(tiny: Path) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    loaded = load(tiny, "cuda")
+    answers(loaded, make_requests(loaded))
+    used = loaded.engine.stats().memory_bytes
+    full = torch.cuda.memory_allocated()
+
+    loaded.engine.close()
+
+    assert used["encoder_cache"] > 0
+    assert full - before >= sum(used.values())
+    assert full - torch.cuda.memory_allocated() >= sum(used.values())
+
+
+def test_what_the_caches_hold_gives_the_same_answer(tiny: Path) -> None:
+    loaded = load(tiny, "cuda")
+    question = "What color is the star?"
+    [first] = answers(loaded, [make_request(loaded, "a", question, [1])]).values()
+
+    [again] = answers(loaded, [make_request(loaded, "b", question, [1])]).values()
+    other_words = make_request(loaded, "c", "Now, " + question, [2, 1])
+    [moved] = answers(loaded, [other_words]).values()
+
+    stats = loaded.engine.stats()
+    assert again == first
+    assert stats.num_prefix_hit_tokens > 0
+    assert stats.num_encoder_hits > 0
+    assert moved == answers(load(tiny, "cuda"), [other_words])["c"]
+
+
+def test_a_step_without_memory_may_be_run_again(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(tiny, "cuda")
+    engine, runner = core(loaded)
+    request = make_request(loaded, "r", "What color is the star?", [1])
+    engine.add(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            runner,
+            "_forward",
+            lambda items, plan: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
+        )
+        with pytest.raises(DeviceOutOfMemory, match="cuda"):
+            runner.run(engine.scheduler.schedule())
+    engine.abort("r")
+
+    found = answers(loaded, [request])
+
+    on_cpu = load(tiny, "cpu")
+    assert found == answers(on_cpu, [request])
+
+
+def test_random_bits_are_those_of_the_cpu() -> None:
+    keys = [stream_key(seed, position) for seed in (0, -1, 1 << 63) for position in (0, 7)]
+
+    on_gpu = random_bits(keys, 5000, CUDA).cpu()
+
+    assert torch.equal(on_gpu, random_bits(keys, 5000, torch.device("cpu")))
+
+
+def test_a_seeded_answer_is_repeated_in_company(tiny: Path) -> None:
+    loaded = load(tiny, "cuda")
+    seeded = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 11}
+    alone = make_request(loaded, "seeded", "What color is the star?", [1], **seeded)
+    [expected] = answers(loaded, [alone]).values()
+
+    together = answers(loaded, [*make_requests(loaded), alone])
+
+    assert together["seeded"] == expected
