@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.auth import AuthMiddleware, KeyRing
 from gateway.chat import ChatCompletions
 from gateway.context import ContextMiddleware
-from gateway.errors import ApiError, NotFound, from_status, unexpected
-from gateway.models import ModelDirectory, to_object
+from gateway.errors import ApiError, from_status, unexpected
+from gateway.models import ModelDirectory
 from gateway.openapi import CHAT_PATH, create_openapi
 from gateway.probes import create_probes
 from gateway.services import Services, package_version
@@ -99,10 +99,7 @@ def create_model_routes(models: ModelDirectory) -> APIRouter:
     @router.get("/{name:path}", operation_id="retrieve_model")
     async def retrieve_model(name: str) -> Response:
         """One model."""
-        card = models.cards.get(name)
-        if card is None:
-            raise NotFound("The model does not exist.", param="model", code="model_not_found")
-        return _json(to_object(card))
+        return _json(models.shown(name))
 
     return router
 

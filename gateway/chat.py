@@ -20,7 +20,9 @@ from gateway.exchange import ClientGone, Exchange
 from gateway.generation import Generation, Gone
 from gateway.intake import Intake
 from gateway.recorder import AnswerRecorder
-from gateway.reply import Reply, new_head, send_stream, send_whole
+from gateway.reply import Reply, ReplyOptions, new_head, send_stream, send_whole
+from gateway.request_log import log_request
+from gateway.schemas import ChatCompletionRequest
 from gateway.sse import error_frame
 from gateway.timings import StageClock
 from shared.metrics import GatewayMetrics
@@ -38,6 +40,8 @@ class ChatRun:
 
     clock: StageClock
     model: str = _OTHER
+    user: str | None = None
+    recorder: AnswerRecorder | None = None
 
 
 class ChatCompletions:
@@ -78,9 +82,19 @@ class ChatCompletions:
             logger.exception("a chat request failed")
             error = unexpected()
         finally:
-            self.metrics.record_outcome(run.model, self._outcome(error) or outcome)
+            outcome = self._outcome(error) or outcome
+            self.metrics.record_outcome(run.model, outcome)
         if error is not None:
             await fail(exchange, error)
+        log_request(
+            context,
+            model=run.model,
+            outcome=outcome,
+            status=exchange.status,
+            clock=run.clock,
+            user=run.user,
+            recorder=run.recorder,
+        )
 
     def _outcome(self, error: ApiError | None) -> str | None:
         if isinstance(error, Overloaded):
@@ -89,23 +103,19 @@ class ChatCompletions:
         return error and error.code
 
     async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
-        request = await self.intake.read(exchange, context)
-        card = await self.intake.find_model(request.model)
-        run.model = card.name
-        generation = await self.intake.submit(request, card, context, run.clock)
+        options, generation = await self._take_in(run, exchange, context)
         watcher = asyncio.create_task(_close_when_gone(exchange, generation))
-        recorder = AnswerRecorder(card.name, len(generation.choices), run.clock, self.metrics)
-        wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
+        recorder = AnswerRecorder(run.model, len(generation.choices), run.clock, self.metrics)
+        run.recorder = recorder
         reply = Reply(
             exchange=exchange,
-            request=request,
-            head=new_head(context.id, card.name, self.system_fingerprint),
+            options=options,
+            head=new_head(context.id, run.model, self.system_fingerprint),
             generation=generation,
             recorder=recorder,
-            shows_timings=bool(request.timings) or wants_timings,
         )
         try:
-            if request.stream:
+            if options.stream:
                 await send_stream(reply, self.settings)
             else:
                 await send_whole(reply)
@@ -113,6 +123,30 @@ class ChatCompletions:
         finally:
             generation.close()
             watcher.cancel()
+
+    async def _take_in(
+        self, run: ChatRun, exchange: Exchange, context: RequestContext
+    ) -> tuple[ReplyOptions, Generation]:
+        """Read and queue the request. Its body, pictures and all, is let go of before the answer begins."""
+        with self.admission.hold_body() as held:
+            request = await self.intake.read(exchange, context, held)
+            run.user = request.user
+            card = await self.intake.find_model(request.model)
+            run.model = card.name
+            generation = await self.intake.submit(request, card, context, run.clock)
+            return reply_options(request, context), generation
+
+
+def reply_options(request: ChatCompletionRequest, context: RequestContext) -> ReplyOptions:
+    """How the client wants its answer."""
+    wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
+    stream_options = request.stream_options
+    return ReplyOptions(
+        stream=bool(request.stream),
+        include_usage=stream_options is not None and stream_options.include_usage,
+        with_logprobs=bool(request.logprobs),
+        shows_timings=bool(request.timings) or wants_timings,
+    )
 
 
 async def _close_when_gone(exchange: Exchange, generation: Generation) -> None:

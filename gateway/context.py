@@ -1,6 +1,6 @@
 """What the door knows of a request before its body is read, and the middleware that notes it.
 
-Outermost of the chain: starts the clock, names the request, and puts `x-request-id` on every answer.
+Outermost of the chain: starts the clock, names the request in log lines, puts `x-request-id` on every answer.
 """
 
 import re
@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.logs import request_id
 
 SCOPE_KEY = "vlm.context"
 
@@ -23,6 +25,7 @@ class RequestContext:
     id: str  #: ours, 128 random bits; names the request in the queue
     headers: dict[bytes, bytes]  #: names in lower case; of repeated ones the last
     received_at: float
+    client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     cache_salt: str = ""
 
     @property
@@ -51,8 +54,11 @@ class ContextMiddleware:
         headers = dict(scope["headers"])
         context = RequestContext(secrets.token_hex(16), headers, time.perf_counter())
         scope[SCOPE_KEY] = context
+        request_id.set(context.id)  # each request is a task of its own
         shown_id = headers.get(b"x-request-id", b"")
-        if not _SANE_ID.fullmatch(shown_id):
+        if _SANE_ID.fullmatch(shown_id):
+            context.client_id = shown_id.decode()
+        else:
             shown_id = b"req_" + context.id.encode()
 
         async def send_with_id(message: Message) -> None:

@@ -7,7 +7,7 @@ task watches the clock: deadlines, and requests of which nothing was heard for l
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 
 from gateway.generation import Generation
@@ -17,6 +17,7 @@ from shared.protocol import ErrorCode, GenerateEvent, GenerateRequest
 from shared.request_queue import QueueUnavailable, RequestQueue
 
 _WATCH_PAUSE_S = 0.25
+_RESTART_PAUSE_S = 0.5
 _DEADLINE_GRACE_S = 1.0  #: the fleet ends a request at its deadline; we do if it did not
 _LATE_MESSAGE = "The request took too long."
 _LOST_MESSAGE = "The request was lost by the servers that worked on it."
@@ -46,8 +47,8 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begin to read the mailbox and to watch the clock."""
-        self._spawn(self._read_mailbox())
-        self._spawn(self._watch())
+        self._spawn(self._supervise(self._read_mailbox))
+        self._spawn(self._supervise(self._watch))
 
     async def stop(self) -> None:
         """Cancel what is open and end all tasks."""
@@ -118,6 +119,17 @@ class Dispatcher:
             # Their deadlines end them in any case.
             logger.warning("cannot reach Redis to cancel %d requests", len(request_ids))
 
+    async def _supervise(self, run: Callable[[], Awaitable[None]]) -> None:
+        """Run one of our two loops for ever: without either, requests would hang or outlive their deadlines."""
+        while True:
+            try:
+                await run()
+            except Exception:
+                logger.critical("%s broke off; starting it again", run.__name__, exc_info=True)
+                for generation, choice in self._open.values():
+                    generation.choices[choice].has_gap = True
+            await asyncio.sleep(_RESTART_PAUSE_S)
+
     async def _read_mailbox(self) -> None:
         async for events in self.mailbox.events():
             self._deliver(events)
@@ -126,31 +138,54 @@ class Dispatcher:
         num_dropped = 0
         for event in events:
             found = self._open.get(event.request_id)
-            if found is None or not found[0].deliver(found[1], event):
+            if found is None or not self._deliver_one(*found, event):
                 num_dropped += 1
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
 
+    def _deliver_one(self, generation: Generation, choice: int, event: GenerateEvent) -> bool:
+        try:
+            return generation.deliver(choice, event)
+        except Exception:
+            logger.exception("cannot deliver an event of request %s", event.request_id)
+            generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+            return False
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_PAUSE_S)
-            now = time.monotonic()
-            for generation, choice in list(self._open.values()):
-                progress = generation.choices[choice]
-                if now > generation.deadline_at + _DEADLINE_GRACE_S:
-                    generation.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
-                elif now - progress.heard_at > self.silence_timeout_s or progress.has_gap:
-                    progress.heard_at = now
-                    await self._look_up(generation, choice)
+            self._end_overdue()
+            with suppress(QueueUnavailable):  # the next look is at a later turn
+                await self._look_up_silent()
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for generation, choice in list(self._open.values()):
+            if now > generation.deadline_at + _DEADLINE_GRACE_S:
+                generation.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
+
+    async def _look_up_silent(self) -> None:
+        now = time.monotonic()
+        for generation, choice in list(self._open.values()):
+            progress = generation.choices[choice]
+            if now - progress.heard_at <= self.silence_timeout_s and not progress.has_gap:
+                continue
+            progress.heard_at = now
+            try:
+                await self._look_up(generation, choice)
+            except QueueUnavailable:
+                raise
+            except Exception:
+                logger.exception("cannot read the log of request %s", progress.request_id)
+                generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
     async def _look_up(self, generation: Generation, choice: int) -> None:
-        """Read a request's log again; end it if nobody works on it any more."""
+        """Read a request's log again; end it if nobody works on it any more. Raises: QueueUnavailable."""
         request_id = generation.choices[choice].request_id
-        with suppress(QueueUnavailable):  # the next look is at a later turn
-            state = await self.queue.state(generation.model, request_id)
-            generation.replay(choice, await self.queue.events(generation.model, request_id))
-            if state is None or state.state not in ("queued", "running"):
-                generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+        state = await self.queue.state(generation.model, request_id)
+        generation.replay(choice, await self.queue.events(generation.model, request_id))
+        if state is None or state.state not in ("queued", "running"):
+            generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

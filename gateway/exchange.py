@@ -22,10 +22,15 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, send_timeout_s: float) -> None:
         self.receive = receive
-        self.has_started = False
+        self.status: int | None = None  #: what the client was told, if anything
         self._send = send
         self._send_timeout_s = send_timeout_s
         self._abort: Callable[[], None] | None = scope.get(ABORT_KEY)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the status line is out."""
+        return self.status is not None
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response. Raises: ClientGone if the client does not read it."""
@@ -34,7 +39,7 @@ class Exchange:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the status line."""
-        self.has_started = True
+        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:

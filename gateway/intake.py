@@ -7,7 +7,7 @@ goes back.
 import random
 import time
 
-from gateway.admission import Admission
+from gateway.admission import Admission, HeldBody
 from gateway.context import RequestContext
 from gateway.dispatcher import Dispatcher
 from gateway.errors import InvalidRequest
@@ -62,11 +62,14 @@ class Intake:
         self.dispatcher = dispatcher
         self.metrics = metrics
 
-    async def read(self, exchange: Exchange, context: RequestContext) -> ChatCompletionRequest:
-        """The request in its own words. Raises: InvalidRequest, ClientGone."""
+    async def read(
+        self, exchange: Exchange, context: RequestContext, held: HeldBody
+    ) -> ChatCompletionRequest:
+        """The request in its own words. Raises: InvalidRequest, Overloaded, ClientGone."""
         body = await read_body(
             exchange.receive,
             context,
+            held,
             max_bytes=self.limits.max_body_bytes,
             timeout_s=self.settings.body_timeout_s,
         )

@@ -6,7 +6,9 @@ A model that was seen within a day stays known while no worker is up: its reques
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import Context
 
 from redis.exceptions import RedisError
 
@@ -30,10 +32,15 @@ class ModelDirectory:
     def __init__(self, registry: Registry, on_models: OnModels) -> None:
         self.registry = registry
         self.cards: dict[str, ModelCard] = {}
-        self.num_live_workers = 0
+        self.num_workers: Counter[str] = Counter()  #: that take requests, by model
         self._on_models = on_models
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
+
+    @property
+    def num_live_workers(self) -> int:
+        """Workers that take requests, of all models."""
+        return self.num_workers.total()
 
     @property
     def is_fresh(self) -> bool:
@@ -45,20 +52,28 @@ class ModelDirectory:
         async with self._lock:
             workers = await self.registry.workers()
             cards = {card.name: card for card in await self.registry.models()}
-            cards.update({worker.card.name: worker.card for worker in workers})
+            for worker in sorted(workers, key=lambda worker: worker.card.created_at):
+                cards[worker.card.name] = worker.card
             if new := cards.keys() - self.cards.keys():
-                await self._on_models(sorted(new))
+                await self._open(sorted(new))
             self.cards = cards
-            self.num_live_workers = sum(worker.state == "ready" for worker in workers)
+            self.num_workers = Counter(w.card.name for w in workers if w.state == "ready")
             self._refreshed_at = time.monotonic()
 
+    async def _open(self, names: list[str]) -> None:
+        """Tell of new models; what that starts outlives the request that asked, so it gets none of its context."""
+        loop = asyncio.get_running_loop()
+        await loop.create_task(_call(self._on_models, names), context=Context())
+
     async def keep_fresh(self) -> None:
-        """Refresh for ever."""
+        """Refresh for ever, whatever the registry holds."""
         while True:
             try:
                 await self.refresh()
             except (RedisError, OSError) as error:
                 logger.warning("cannot reach Redis: %s", type(error).__name__)
+            except Exception:
+                logger.exception("cannot refresh the models")
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str) -> ModelCard:
@@ -68,14 +83,34 @@ class ModelDirectory:
             await self.refresh()  # it may have come this second
             card = self.cards.get(name)
         if card is None:
-            raise NotFound("The model does not exist.", param="model", code="model_not_found")
+            raise _not_found()
         return card
 
     def listing(self) -> ModelList:
-        """The answer of `/v1/models`."""
-        return ModelList([to_object(card) for _, card in sorted(self.cards.items())])
+        """The answer of `/v1/models`: models that somebody works on first, of these the newest first."""
+        models = [self._to_object(card) for _, card in sorted(self.cards.items())]
+        models.sort(key=lambda model: (model.num_workers == 0, -model.created))
+        return ModelList(models)
+
+    def shown(self, name: str) -> ModelObject:
+        """The answer of `/v1/models/{name}`. Raises: NotFound."""
+        if name not in self.cards:
+            raise _not_found()
+        return self._to_object(self.cards[name])
+
+    def _to_object(self, card: ModelCard) -> ModelObject:
+        return ModelObject(
+            card.name,
+            card.created_at,
+            card.max_model_len,
+            card.supports_images,
+            self.num_workers[card.name],
+        )
 
 
-def to_object(card: ModelCard) -> ModelObject:
-    """A model as the wire shows it."""
-    return ModelObject(card.name, card.created_at, card.max_model_len, card.supports_images)
+def _not_found() -> NotFound:
+    return NotFound("The model does not exist.", param="model", code="model_not_found")
+
+
+async def _call(on_models: OnModels, names: list[str]) -> None:
+    await on_models(names)

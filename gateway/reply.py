@@ -10,7 +10,7 @@ from gateway.errors import Headers
 from gateway.exchange import Exchange
 from gateway.generation import Generation
 from gateway.recorder import AnswerRecorder
-from gateway.schemas import ChatCompletionRequest, encode
+from gateway.schemas import encode
 from gateway.sse import DONE, KEEP_ALIVE, ChunkWriter
 from gateway.timings import body_timings, server_timing
 from gateway.whole import GatheredChoice, to_completion
@@ -25,15 +25,24 @@ _EVENT_STREAM: Headers = [
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """How the client wants its answer; the request itself, which may be large, is not kept for it."""
+
+    stream: bool
+    include_usage: bool
+    with_logprobs: bool
+    shows_timings: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """All that is needed to answer one request."""
 
     exchange: Exchange
-    request: ChatCompletionRequest
+    options: ReplyOptions
     head: AnswerHead
     generation: Generation
     recorder: AnswerRecorder
-    shows_timings: bool
 
 
 async def send_whole(reply: Reply) -> None:
@@ -46,11 +55,11 @@ async def send_whole(reply: Reply) -> None:
         for index, event in events:
             choices[index].add(event)
     completion = to_completion(
-        reply.head, choices, recorder.totals, with_logprobs=bool(reply.request.logprobs)
+        reply.head, choices, recorder.totals, with_logprobs=reply.options.with_logprobs
     )
     e2e_s = recorder.clock.elapsed_s()
     stages = recorder.stages(e2e_s)
-    if reply.shows_timings:
+    if reply.options.shows_timings:
         completion.timings = body_timings(stages, e2e_s)
     headers = [*_JSON, *_timing_headers(stages, e2e_s, is_whole=True)]
     await reply.exchange.answer(200, headers, encode(completion))
@@ -59,11 +68,8 @@ async def send_whole(reply: Reply) -> None:
 async def send_stream(reply: Reply, settings: GatewaySettings) -> None:
     """Send chunks as they come. Raises: ApiError, ClientGone, Gone; before the status line or after it."""
     generation, recorder, exchange = reply.generation, reply.recorder, reply.exchange
-    options = reply.request.stream_options
-    include_usage = options is not None and options.include_usage
-    writer = ChunkWriter(
-        reply.head, include_usage=include_usage, with_logprobs=bool(reply.request.logprobs)
-    )
+    include_usage, with_logprobs = reply.options.include_usage, reply.options.with_logprobs
+    writer = ChunkWriter(reply.head, include_usage=include_usage, with_logprobs=with_logprobs)
     # The status line waits for the first event, so that a prompt that is too long is a 400.
     events = await generation.receive(settings.headers_after_s)
     recorder.note(events)
@@ -82,7 +88,7 @@ async def send_stream(reply: Reply, settings: GatewaySettings) -> None:
 
 
 def _body_timings(reply: Reply) -> dict[str, float] | UnsetType:
-    if not reply.shows_timings:
+    if not reply.options.shows_timings:
         return UNSET
     e2e_s = reply.recorder.clock.elapsed_s()
     return body_timings(reply.recorder.stages(e2e_s), e2e_s)

@@ -10,6 +10,7 @@ import re
 import msgspec
 from starlette.types import Message, Receive
 
+from gateway.admission import HeldBody
 from gateway.context import RequestContext
 from gateway.errors import ApiError, InvalidRequest
 from gateway.exchange import ClientGone
@@ -32,19 +33,23 @@ _CHOICES = {
 
 
 async def read_body(
-    receive: Receive, context: RequestContext, *, max_bytes: int, timeout_s: float
+    receive: Receive, context: RequestContext, held: HeldBody, *, max_bytes: int, timeout_s: float
 ) -> bytes:
-    """The request's body. Raises: InvalidRequest (too large, too slow, not JSON), ClientGone."""
+    """The request's body. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(context, max_bytes)
     message = await receive()
+    first = _body_of(message, max_bytes)
+    held.add(len(first))
     if not message.get("more_body"):
-        return _body_of(message, max_bytes)
-    body = bytearray(_body_of(message, max_bytes))
+        return first
+    body = bytearray(first)
     try:
         async with asyncio.timeout(timeout_s):
             while message.get("more_body"):
                 message = await receive()
-                body += _body_of(message, max_bytes - len(body))
+                piece = _body_of(message, max_bytes - len(body))
+                held.add(len(piece))
+                body += piece
     except TimeoutError:
         raise InvalidRequest(
             "The body did not arrive in time.", status=408, code="timeout"

@@ -294,6 +294,7 @@ class ModelObject(msgspec.Struct):
     created: int
     max_model_len: int
     supports_images: bool
+    num_workers: int  #: that take requests now; without any, requests wait in the queue
     object: str = "model"
     owned_by: str = "vlm-fleet"
 

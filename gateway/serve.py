@@ -106,7 +106,7 @@ def base_url(settings: Settings) -> str:
 
 
 def served_model(settings: Settings) -> str:
-    """The name under which the gateway offers the model."""
+    """The name under which the gateway offers the model: the newest that has a worker comes first."""
     keys = [key.get_secret_value() for key in settings.gateway.api_keys]
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     listing = httpx.get(f"{base_url(settings)}/v1/models", headers=headers, trust_env=False)

@@ -37,7 +37,9 @@ class Services:
         self._redis = create_redis(settings.redis)
         self._blocking_redis = create_redis(settings.redis, blocking=True)
         self.metrics = GatewayMetrics()
-        self.admission = Admission(settings.limits.max_open_requests)
+        self.admission = Admission(
+            settings.limits.max_open_requests, settings.limits.max_open_body_bytes
+        )
         self.queue = RequestQueue(self._redis, prefix)
         self.image_store = ImageStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)

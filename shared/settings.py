@@ -95,6 +95,11 @@ class LimitSettings(Group):
     """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
 
     max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
+    max_open_body_bytes: int = Field(
+        default=512 * MIB,
+        ge=1024,
+        description="Bytes of all bodies that one gateway reads at once; more are sent away.",
+    )
     max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
     max_text_chars: int = Field(
         default=200_000, ge=1, description="Characters of all texts of a request."

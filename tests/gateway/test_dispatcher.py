@@ -159,3 +159,54 @@ async def test_unwanted_events_are_counted(gateway, worker):
     gateway.services.dispatcher._deliver([delta(0, 1)])
     text = (await gateway.client.get("/metrics")).text
     assert "vlm_dropped_events_total 1.0" in text
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker, redis, changes):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        if len(worker.answers) == 1:
+            async for key in redis.scan_iter(f"*log:{answer.request.request_id}"):
+                await redis.rpush(key, b"nonsense")
+        else:
+            await asyncio.sleep(0.5)  # silent for long enough to be looked up
+            await answer.finish("fine")
+
+    worker.script = script
+    response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert (await gateway.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("loop", ["_end_overdue", "_deliver"])
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_a_loop_that_breaks_off_starts_again(
+    gateway, worker, monkeypatch, caplog, changes, loop
+):
+    dispatcher = gateway.services.dispatcher
+    healthy, is_broken = getattr(dispatcher, loop), True
+
+    def break_once(*arguments):
+        nonlocal is_broken
+        if is_broken:
+            is_broken = False
+            raise RuntimeError("broken")
+        return healthy(*arguments)
+
+    monkeypatch.setattr(dispatcher, loop, break_once)
+    answer = (await gateway.chat()).json()
+    assert answer["choices"][0]["message"]["content"] == "Hello you"
+    async with asyncio.timeout(5):
+        while not any(record.levelname == "CRITICAL" for record in caplog.records):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, worker, monkeypatch):
+    def refuse(self, event):
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChoiceProgress, "accept", refuse)
+        assert (await gateway.chat()).json()["error"]["code"] == "worker_lost"
+    assert (await gateway.chat()).status_code == 200

@@ -9,8 +9,10 @@ import pytest
 
 from gateway import server as server_module
 from shared.protocol import ModelCard
+from shared.registry import WorkerRecord
 from tests.factories_gateway import (
     CARD,
+    CHAT,
     Answer,
     make_body,
     make_settings,
@@ -150,7 +152,68 @@ async def test_models_are_listed_and_shown(gateway):
         "owned_by": "vlm-fleet",
         "max_model_len": 512,
         "supports_images": True,
+        "num_workers": 1,
     }
+
+
+async def test_models_with_a_worker_come_first_and_the_newest_of_them(redis_server, redis_prefix):
+    now = CARD.created_at
+    gone, old, new = (
+        ModelCard(name, created_at, 512, 1000)
+        for name, created_at in (("a-gone", now + 9), ("b-old", now), ("c-new", now + 1))
+    )
+    async with run_worker(redis_server, redis_prefix, gone) as worker:
+        await worker.registry.withdraw("scripted")
+    async with run_worker(redis_server, redis_prefix, old) as worker:
+        await worker.registry.announce(WorkerRecord("second", new, "mock"), ttl_s=60)
+        settings = make_settings(redis_server, redis_prefix)
+        async with run_gateway_on_socket(settings) as gateway:
+            listing = (await gateway.client.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["num_workers"]) for model in listing] == [
+        ("c-new", 1),
+        ("b-old", 1),
+        ("a-gone", 0),
+    ]
+
+
+async def test_models_stay_fresh_whatever_the_registry_held(gateway, monkeypatch):
+    models = gateway.services.models
+    healthy, is_broken = models.registry.workers, True
+
+    async def break_once():
+        nonlocal is_broken
+        if is_broken:
+            is_broken = False
+            raise ValueError("a record of another version")
+        return await healthy()
+
+    monkeypatch.setattr(models.registry, "workers", break_once)
+    await wait_for(lambda: not is_broken)
+    refreshed_at = models._refreshed_at
+    await wait_for(lambda: models._refreshed_at > refreshed_at)
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_open_body_bytes": 100_000}}])
+async def test_bodies_beyond_the_memory_for_them_are_sent_away(gateway, worker, changes):
+    go_on = asyncio.Event()
+
+    async def slow():
+        body = json.dumps(make_body("x" * 90_000)).encode()
+        yield body[:-1]
+        await go_on.wait()
+        yield body[-1:]
+
+    headers = {"content-type": "application/json"}
+    first = asyncio.ensure_future(gateway.client.post(CHAT, content=slow(), headers=headers))
+    await wait_for(lambda: gateway.services.admission.num_body_bytes > 90_000)
+    refused = await gateway.chat(make_body("x" * 20_000))
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "server_overloaded"
+    assert refused.headers["retry-after"]
+    go_on.set()
+    assert (await first).status_code == 200
+    assert (await gateway.chat(make_body("x" * 150_000))).status_code == 200  # alone it may
+    assert gateway.services.admission.num_body_bytes == 0
 
 
 async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix):
