@@ -105,7 +105,7 @@ class Generation:
         self.deadline_at = deadline_at
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
-        self._on_close = on_close
+        self._on_close = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -169,4 +169,12 @@ class Generation:
         self.is_closed = True
         self._pending.clear()
         self._wake()
-        self._on_close(self)
+        for callback in self._on_close:
+            callback(self)
+
+    def when_closed(self, callback: Callable[["Generation"], None]) -> None:
+        """Call this too when it is closed; now, if it is."""
+        if self.is_closed:
+            callback(self)
+        else:
+            self._on_close.append(callback)

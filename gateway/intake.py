@@ -4,6 +4,7 @@ The order is from cheap to dear: headers, JSON, parameters, model, pictures, Red
 goes back.
 """
 
+import itertools
 import random
 import time
 
@@ -33,7 +34,8 @@ from shared.protocol import GenerateRequest, ModelCard
 from shared.request_queue import QueueFull
 from shared.settings import GatewaySettings, LimitSettings
 
-_IMAGE_GRACE_S = 60.0  #: pictures outlive their request's deadline by that much
+#: Pictures that nobody releases outlive their request's deadline by that much.
+_IMAGE_GRACE_S = 60.0
 
 
 class Intake:
@@ -61,6 +63,7 @@ class Intake:
         self.image_store = image_store
         self.dispatcher = dispatcher
         self.metrics = metrics
+        self._holder_numbers = itertools.count()
 
     async def read(
         self, exchange: Exchange, context: RequestContext, held: HeldBody
@@ -105,13 +108,26 @@ class Intake:
             cache_salt=context.cache_salt,
             trace_parent=context.trace_parent,
         )
-        timeout_s = self.settings.request_timeout_s
-        if images:
-            pairs = {image.ref.sha256: image.data for image in images}
-            await self.image_store.put_all(pairs.items(), timeout_s + _IMAGE_GRACE_S)
+        requests = split_choices(generate, count)
+        if not images:
+            return await self._enqueue(requests, clock)
+        pictures = {image.ref.sha256: image.data for image in images}
+        digests = list(pictures)  # the bytes need not live as long as the request
+        holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
+        try:
+            ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
+            await self.image_store.put_all(pictures.items(), ttl_s, holder)
+            generation = await self._enqueue(requests, clock)
+        except BaseException:
+            self.image_store.release_soon(digests, holder)
+            raise
+        generation.when_closed(lambda _: self.image_store.release_soon(digests, holder))
+        return generation
+
+    async def _enqueue(self, requests: list[GenerateRequest], clock: StageClock) -> Generation:
         clock.submitted_at = time.perf_counter()
         try:
-            return await self.dispatcher.submit(split_choices(generate, count), timeout_s)
+            return await self.dispatcher.submit(requests, self.settings.request_timeout_s)
         except QueueFull:
             raise self.admission.overloaded("queue_full") from None
 
