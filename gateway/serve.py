@@ -64,7 +64,8 @@ def _with_url(settings: Settings, redis: EmbeddedRedis) -> Settings:
 
 def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return EmbeddedRedis(data_dir or state / "vlm-fleet" / str(settings.gateway.port))
+    data_dir = data_dir or state / "vlm-fleet" / str(settings.gateway.port)
+    return EmbeddedRedis(data_dir, settings.redis.max_memory_bytes)
 
 
 async def _run(settings: Settings, num_workers: int) -> None:

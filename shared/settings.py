@@ -233,6 +233,11 @@ class RedisSettings(Group):
         default=2.0, gt=0, description="Wait for the reply of a command."
     )
     connect_timeout_s: float = Field(default=2.0, gt=0, description="Wait for a connection.")
+    max_memory_bytes: int = Field(
+        default=1024 * MIB,
+        ge=16 * MIB,
+        description="Memory of the Redis that `vlm serve` starts; a full one refuses pictures.",
+    )
 
 
 class LogSettings(Group):
