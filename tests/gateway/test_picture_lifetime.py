@@ -49,9 +49,10 @@ async def test_a_picture_stays_for_its_request_and_goes_soon_after(
 
 
 async def test_a_picture_stays_while_another_request_needs_it(gateway, worker, redis, redis_prefix):
-    go_on = asyncio.Event()
+    begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(answer: Answer) -> None:
+        begun.set()
         await go_on.wait()
         await answer.finish("red")
 
@@ -61,8 +62,7 @@ async def test_a_picture_stays_while_another_request_needs_it(gateway, worker, r
     worker.script = wait
     slow = asyncio.create_task(gateway.chat(picture_body()))
     async with asyncio.timeout(5):
-        while gateway.services.dispatcher.num_open < 1:
-            await asyncio.sleep(0.01)
+        await begun.wait()
     worker.script = answer_at_once
     assert (await gateway.chat(picture_body())).status_code == 200
     await asyncio.sleep(0.05)  # more than a release needs
