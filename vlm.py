@@ -19,8 +19,8 @@ from shared.settings import (
     RedisSettings,
     Settings,
     SettingsError,
-    load_settings,
 )
+from shared.settings_loading import load_settings
 
 app = typer.Typer(
     name="vlm",

@@ -16,7 +16,8 @@ from rich.panel import Panel
 from gateway.fleet import Child, Fleet, FleetError, check_port_free, free_port, stop_on_signals
 from shared.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from shared.logs import setup_logging
-from shared.settings import LogSettings, Settings, to_environment
+from shared.settings import LogSettings, Settings
+from shared.settings_loading import to_environment
 
 SAMPLE = Path(__file__).parent.parent / "engines" / "shapes" / "samples" / "shapes.png"
 GRACE_S = 5.0

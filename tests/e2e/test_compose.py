@@ -13,7 +13,7 @@ from loadtest.client import ChatClient
 from loadtest.fleet import ROOT, free_port
 from loadtest.pictures import noise_jpeg, to_data_url
 from loadtest.scenarios import picture_part, text_part, to_body
-from shared.settings import load_settings
+from shared.settings_loading import load_settings
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]

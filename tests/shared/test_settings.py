@@ -2,7 +2,8 @@
 
 import pytest
 
-from shared.settings import SettingsError, load_settings, to_environment
+from shared.settings import SettingsError
+from shared.settings_loading import load_settings, to_environment
 
 
 @pytest.fixture(autouse=True)
