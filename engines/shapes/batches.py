@@ -1,5 +1,6 @@
 """Batches of packed conversations about the pictures of a gallery."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -9,8 +10,15 @@ from torch import Tensor
 
 from engines.shapes.architecture import NUM_IMAGE_TOKENS
 from engines.shapes.gallery import GROUP_SIZE, NUM_HELD_OUT, Gallery, decode, mirror_codes
-from engines.shapes.sequences import Encoder, Sequence, pack_branches, pack_conversation
+from engines.shapes.sequences import (
+    Encoder,
+    Sequence,
+    pack_branches,
+    pack_conversation,
+    pack_look_ups,
+)
 from engines.shapes.tokenizer import IMAGE_ID
+from engines.shapes.world import Scene
 
 LENGTH = 320  # tokens of every sequence; one length, so that there is one shape to compile for
 
@@ -19,17 +27,19 @@ LENGTH = 320  # tokens of every sequence; one length, so that there is one shape
 class Recipe:
     """One sort of sequence: how many pictures it is about, how often it comes, what it is like."""
 
+    pack: Callable[[tuple[Scene, ...], Encoder, int, Random], Sequence]
     num_pictures: int
     share: float
-    is_conversation: bool = False
 
 
 RECIPES = (
-    Recipe(num_pictures=1, share=0.45),
-    Recipe(num_pictures=2, share=0.40),
-    Recipe(num_pictures=2, share=0.10, is_conversation=True),
-    Recipe(num_pictures=4, share=0.05, is_conversation=True),
+    Recipe(pack_branches, num_pictures=1, share=0.45),
+    Recipe(pack_branches, num_pictures=2, share=0.40),
+    Recipe(pack_conversation, num_pictures=2, share=0.10),
+    Recipe(pack_conversation, num_pictures=4, share=0.05),
 )
+EASY = Recipe(pack_look_ups, num_pictures=1, share=1.0)
+NUM_EASY_STEPS = 200  # at the beginning
 # Pairs of one group: the very same picture, the same scene drawn otherwise, scenes alike
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 
@@ -62,10 +72,10 @@ class BatchMaker:
         """The batch of a step; negative steps are held out, in pictures as in questions."""
         rng = Random(step if step >= 0 else f"held out {step}")
         shares = [recipe.share for recipe in RECIPES]
-        samples = [
-            self._sample(recipe, rng, held_out=step < 0)
-            for recipe in rng.choices(RECIPES, shares, k=self.batch_size)
-        ]
+        recipes = rng.choices(RECIPES, shares, k=self.batch_size)
+        if 0 <= step < NUM_EASY_STEPS:
+            recipes = self.batch_size * [EASY]
+        samples = [self._sample(recipe, rng, held_out=step < 0) for recipe in recipes]
         sequences = [sequence for _, sequence in samples]
         stacked = {
             name: torch.from_numpy(np.stack([getattr(sequence, name) for sequence in sequences]))
@@ -81,8 +91,7 @@ class BatchMaker:
         if rng.random() < 0.5:
             pictures, codes = pictures[:, :, ::-1].copy(), mirror_codes(codes)
         scenes = tuple(decode(code) for code in codes)
-        pack = pack_conversation if recipe.is_conversation else pack_branches
-        sequence = pack(scenes, self.encoder, LENGTH, rng)
+        sequence = recipe.pack(scenes, self.encoder, LENGTH, rng)
         num_shown = int((sequence.token_ids == IMAGE_ID).sum()) // NUM_IMAGE_TOKENS
         return pictures[:num_shown], sequence
 

@@ -5,7 +5,7 @@ python -m engines.shapes.evaluate engines/shapes/checkpoint --num-scenes 300
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -32,7 +32,8 @@ class LocalAnswerer:
         pictures = [picture for message in messages for picture in message.pictures]
         prompt = self.processor.apply_chat_template(chat[:-1], add_generation_prompt=True)
         inputs = self.processor(text=prompt, images=pictures or None, return_tensors="pt")
-        generated = self.model.generate(**inputs, max_new_tokens=128, do_sample=False)
+        model: Any = self.model  # its mixins are beyond a type checker
+        generated = model.generate(**inputs, max_new_tokens=128, do_sample=False)
         return self.processor.decode(
             generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )

@@ -73,7 +73,7 @@ def export(
     model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     """Write the checkpoint; `LlavaForConditionalGeneration.from_pretrained(folder)` reads it."""
-    model = copy.deepcopy(model).to(torch.bfloat16)
+    model = copy.deepcopy(model).to(dtype=torch.bfloat16)  # pyright: ignore[reportCallIssue]
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,

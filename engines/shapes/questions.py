@@ -144,7 +144,7 @@ def _is_at(asker: Asker) -> Question:
         phrasings.IS_AT,
         answers.is_at(asker.scene, selector, place),
         at=at,
-        **_words(selector),
+        **_words(selector),  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -193,7 +193,7 @@ def ask_about_pair(
         case "which has":
             selector = _fair_selector(rng, scenes)
             answer = answers.which_has(first, second, selector)
-            return asker.put(topic, phrasings.WHICH_HAS, answer, **_words(selector))
+            return asker.put(topic, phrasings.WHICH_HAS, answer, **_words(selector))  # pyright: ignore[reportArgumentType]
         case "which has background":
             color = rng.choice((first.background, second.background, rng.choice(BACKGROUNDS)))
             answer = answers.which_has_background(first, second, color)

@@ -12,11 +12,13 @@ from random import Random
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from engines.shapes.conversations import Conversation, sample_conversation, sample_system
+from engines.shapes.conversations import Conversation, Turn, sample_conversation, sample_system
+from engines.shapes.questions import Asker
 from engines.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 from engines.shapes.world import Scene
 
 PADDING = -1  # the branch of padding; 0 is what all branches share
+LOOK_UPS = ("color", "kind", "place", "content")
 MAX_GAP = 700  # positions by which a branch may stand apart from its pictures, as after a long talk
 
 
@@ -133,6 +135,20 @@ def pack_branches(
         branch += 1
         misses += not packer.add_branch(conversation, branch, start + gap, skip_pictures=True)
     return packer.finish()
+
+
+def pack_look_ups(scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random) -> Sequence:
+    """Only the simplest questions about one picture, half of them in their plainest words."""
+    packer = Packer(encoder, length)
+    packer.add(encoder.opening(None) + encoder.pictures(1), 0, 0)
+    start = len(packer.token_ids)
+    num_added = 0
+    while True:
+        asker = Asker(rng, scenes[0], plain=rng.random() < 0.5)
+        conversation = Conversation((Turn(0, asker.ask(rng.choice(LOOK_UPS))),))
+        if not packer.add_branch(conversation, num_added + 1, start, skip_pictures=True):
+            return packer.finish()
+        num_added += 1
 
 
 def pack_conversation(

@@ -36,7 +36,7 @@ class Plan:
     warmup_steps: int = 100
     weight_decay: float = 0.05
     max_gradient_norm: float = 1.0
-    average_decay: float = 0.998  # of the weights, per step
+    average_decay: float = 0.99  # of the weights, per step
 
     def learning_rate_at(self, step: int, time_ratio: float = 0.0) -> float:
         """Linear warm-up, then half a cosine down to a fiftieth at the last step, or when time is up."""

@@ -5,7 +5,7 @@ python -m engines.shapes.vision_pretraining --num-steps 8000
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -26,10 +26,9 @@ class VisionStudent(nn.Module):
         super().__init__()
         self.vision_tower = model.model.vision_tower
         self.projector = model.model.multi_modal_projector
-        self.heads = SceneHeads(model.config.text_config.hidden_size)
-        self.patches_per_side = (
-            model.config.vision_config.image_size // model.config.vision_config.patch_size
-        )
+        config: Any = model.config  # whose parts have no types
+        self.heads = SceneHeads(config.text_config.hidden_size)
+        self.patches_per_side = config.vision_config.image_size // config.vision_config.patch_size
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Projected features. Shapes: uint8 (N, size, size, 3) in, float (N, P, width) out."""

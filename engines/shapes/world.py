@@ -90,7 +90,8 @@ def make_scene(background: str, *shapes: tuple[str, str, str] | tuple[str, str, 
     `make_scene("white", ("red", "star", "top left"))`.
     """
     made = [
-        Shape(kind, color, *(size or ("large",)), place) for color, kind, place, *size in shapes
+        Shape(kind, color, size[0] if size else "large", place)
+        for color, kind, place, *size in shapes
     ]
     return Scene(background, in_reading_order(made))
 

@@ -6,12 +6,14 @@ from random import Random
 
 import pytest
 import torch
+from PIL import Image
 
 from engines.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS
 from engines.shapes.evaluate import LocalAnswerer
 from engines.shapes.evaluation import Message, evaluate, make_cases
 from engines.shapes.gallery import to_input
-from engines.shapes.questions import PAIR_TOPICS
+from engines.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS, Asker
+from engines.shapes.samples import FOLDER, SCENES
 from engines.shapes.world import make_scene
 from tests.engines.shapes.strangers import draw_plainly, draw_smoothly
 
@@ -83,3 +85,13 @@ def test_it_follows_a_conversation(answerer):
         Message((), "Where is the circle?"),
     ]
     assert answerer(messages) == "center"
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_it_answers_every_kind_of_question_about_the_samples(answerer, name):
+    picture = Image.open(FOLDER / f"{name}.png")
+    rng = Random(0)
+    for topic in SINGLE_TOPICS:
+        for _ in range(3):
+            question = Asker(rng, SCENES[name], plain=True).ask(topic)
+            assert answerer([Message((picture,), question.text)]) == question.answer, question.text
