@@ -52,7 +52,9 @@ def give_head_start(
         for words in (KINDS, COLORS, ("top", "middle", "bottom", "left", "center", "right"))
     ]
     for layer in LAYERS:
-        _make_look_up(model.model.language_model.layers[layer].self_attn, subspaces, directions, mark)
+        _make_look_up(
+            model.model.language_model.layers[layer].self_attn, subspaces, directions, mark
+        )
 
 
 def _meanings(features: Tensor, targets: SceneTargets) -> Iterator[tuple[str, Tensor]]:

@@ -137,7 +137,9 @@ def pack_branches(
     return packer.finish()
 
 
-def pack_look_ups(scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random) -> Sequence:
+def pack_look_ups(
+    scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random
+) -> Sequence:
     """Only the simplest questions about one picture, half of them in their plainest words."""
     packer = Packer(encoder, length)
     packer.add(encoder.opening(None) + encoder.pictures(1), 0, 0)

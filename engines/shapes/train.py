@@ -171,7 +171,9 @@ def main(
     student = Student(make_model())
     if not resume:
         student.load_eye(cache / "vision")
-        pictures, codes = (torch.from_numpy(each[:1024]) for each in (gallery.pictures, gallery.codes))
+        pictures, codes = (
+            torch.from_numpy(each[:1024]) for each in (gallery.pictures, gallery.codes)
+        )
         student.equalize_features(pictures)
         targets = SceneTargets.of(pictures, codes, round(NUM_IMAGE_TOKENS**0.5))
         give_head_start(student.model, tokenizer, student.see(pictures), targets)
