@@ -1,0 +1,42 @@
+"""The README's Python and curl work as they stand, but for the port, against the built-in model."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.fleet_process import ROOT, start_fleet
+
+README = (ROOT / "README.md").read_text()
+ANSWER = "A white background with a red star at the top left"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    served = start_fleet(tmp_path_factory.mktemp("readme"), engine="torch")
+    yield served
+    served.end()
+
+
+def block(language: str, start: str) -> str:
+    [found] = re.findall(rf"```{language}\n({start}.*?)```", README, re.DOTALL)
+    return found
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_python_of_the_readme_streams_the_answer(fleet):
+    code = block("python", "import base64").replace("http://127.0.0.1:8000", fleet.url)
+    assert run([sys.executable, "-c", code]).startswith(ANSWER)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_of_the_readme_answers(fleet):
+    command = block("bash", "curl").replace("http://127.0.0.1:8000", fleet.url)
+    assert ANSWER in run(["bash", "-c", command])
