@@ -44,6 +44,10 @@ def make_config() -> LlavaConfig:
             head_dim=32,
             max_position_embeddings=4096,
             rms_norm_eps=1e-5,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e6,
+            },  # half of the pairs hardly turn
             bos_token_id=BOS_ID,
             eos_token_id=EOS_ID,
             pad_token_id=PAD_ID,

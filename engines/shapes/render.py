@@ -29,7 +29,8 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
     "black": ((0, 0, 0), (0, 0, 0), (0, 0, 0), (10, 10, 10), (26, 26, 26), (34, 34, 34)),
     "gray": ((128, 128, 128), (128, 128, 128), (192, 192, 192), (160, 160, 160), (105, 105, 105), (211, 211, 211)),
 }  # fmt: skip
-DIAMETERS = {"small": (0.11, 0.185), "large": (0.215, 0.31)}  # shares of the picture's shorter side
+DIAMETERS = {"small": (0.11, 0.175), "large": (0.22, 0.31)}  # shares of the picture's shorter side
+SMALLEST = 9  # pixels of diameter, below which nobody can tell a star from a circle
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
         diameter = (
             diameters[shape.size] if style.equal_sizes else rng.uniform(*DIAMETERS[shape.size])
         )
-        radius = 0.5 * min(diameter, _room(style)) * min(size)
+        diameter = max(min(diameter, _room(style)) * min(size), SMALLEST * scale)
+        radius = 0.5 * diameter
         center = _center(shape.place, size, radius, style, drift, rng)
         _draw(pen, shape, center, radius, background, style, rng)
     if scale > 1:
@@ -166,7 +168,7 @@ def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[list[P
     """Polygons of a kind around the origin, at most 1 from it along an axis, in one program's proportions."""
     match kind:
         case "square":
-            half = rng.choice((1.0, 1.0, 0.886, 0.8))
+            half = rng.choice((1.0, 1.0, 0.886))  # 0.886 has the area of the circle
             polygons = [[(-half, -half), (half, -half), (half, half), (-half, half)]]
         case "triangle":
             polygons = [

@@ -22,16 +22,14 @@ from engines.shapes.architecture import (
     project,
 )
 from engines.shapes.batches import Batch, BatchMaker
+from engines.shapes.code_book import CodeBook
 from engines.shapes.export import export, make_tokenizer
 from engines.shapes.gallery import load_gallery
 from engines.shapes.head_start import give_head_start
 from engines.shapes.llava import LlavaForConditionalGeneration
-from engines.shapes.scene_heads import SceneTargets
 from engines.shapes.sequences import Encoder
 from engines.shapes.tokenizer import IMAGE_ID
 from engines.shapes.trainer import Plan, Trainer
-
-SMALL_VARIANCE = 0.004  # of the sum of all; properties below it are not raised to the others' level
 
 
 class Student(nn.Module):
@@ -56,22 +54,6 @@ class Student(nn.Module):
         average = checkpoints.of_prefix("average", tensors)
         known = {name: average[name] for name, _ in self.eye.named_parameters()}
         self.eye.load_state_dict(known, strict=False)  # buffers hold constants
-
-    @torch.no_grad()
-    def equalize_features(self, pictures: Tensor) -> None:
-        """Even out what the eye sees, so that the decoder hears the small properties beside the large.
-
-        Nearly whitens the projected features of some pictures, by a change of the projector's last layer:
-        the background alone would make up most of them. Shapes: uint8 (N, size, size, 3).
-        """
-        features = torch.cat([self.see(chunk) for chunk in pictures.split(64)]).flatten(0, 1)
-        mean = features.mean(0)
-        variances, directions = torch.linalg.eigh(torch.cov(features.T))
-        scales = (variances.clamp_min(0) + SMALL_VARIANCE * variances.sum()).rsqrt()
-        transform = directions @ torch.diag(scales) @ directions.T
-        last = self.model.model.multi_modal_projector.linear_2
-        last.bias.copy_(transform @ (last.bias - mean))
-        last.weight.copy_(transform @ last.weight)
 
     def compile_decoder(self) -> None:
         """Make the expensive part faster; a minute well spent."""
@@ -171,12 +153,9 @@ def main(
     student = Student(make_model())
     if not resume:
         student.load_eye(cache / "vision")
-        pictures, codes = (
-            torch.from_numpy(each[:1024]) for each in (gallery.pictures, gallery.codes)
+        give_head_start(
+            student.model, tokenizer, CodeBook.of_width(student.model.lm_head.in_features)
         )
-        student.equalize_features(pictures)
-        targets = SceneTargets.of(pictures, codes, round(NUM_IMAGE_TOKENS**0.5))
-        give_head_start(student.model, tokenizer, student.see(pictures), targets)
     if compile:
         student.compile_decoder()
 

@@ -11,39 +11,55 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from engines.shapes.architecture import IMAGE_SIZE, make_model, normalize, project
+from engines.shapes.architecture import IMAGE_SIZE, make_model, normalize
+from engines.shapes.code_book import CodeBook
 from engines.shapes.gallery import NUM_HELD_OUT, Gallery, load_gallery, mirror_codes
 from engines.shapes.llava import LlavaForConditionalGeneration
-from engines.shapes.scene_heads import SceneHeads, SceneTargets
+from engines.shapes.scene_targets import SILHOUETTE_SIZE, SceneTargets
 from engines.shapes.trainer import Plan, Trainer
+
+SILHOUETTE_WEIGHT = 3.0  # in the loss
 
 
 class VisionStudent(nn.Module):
-    """What stage 1 trains: the model's eye, and the read-outs that teach it."""
+    """What stage 1 trains: the model's eye, and a read-out of shapes' outlines that helps to teach it."""
 
     def __init__(self, model: LlavaForConditionalGeneration) -> None:
         super().__init__()
+        config: Any = model.config  # whose parts have no types
         self.vision_tower = model.model.vision_tower
         self.projector = model.model.multi_modal_projector
-        config: Any = model.config  # whose parts have no types
-        self.heads = SceneHeads(config.text_config.hidden_size)
+        self.silhouette = nn.Linear(config.vision_config.hidden_size, SILHOUETTE_SIZE**2)
+        self.code_book = CodeBook.of_width(config.text_config.hidden_size)
         self.patches_per_side = config.vision_config.image_size // config.vision_config.patch_size
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Projected features. Shapes: uint8 (N, size, size, 3) in, float (N, P, width) out."""
-        return project(self.vision_tower, self.projector, normalize(pictures))
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """What the decoder gets to see, and logits of what the patches' parts are covered by.
+
+        Shapes: uint8 (N, size, size, 3) in, float (N, P, width) and (N, P, SILHOUETTE_SIZE ** 2) out.
+        """
+        seen = self.vision_tower(normalize(pictures)).last_hidden_state[:, 1:]
+        return self.projector(seen), self.silhouette(seen)
 
     def targets(self, pictures: Tensor, codes: np.ndarray) -> SceneTargets:
-        """What the read-outs should say of pictures with these codes."""
+        """What the patches of pictures with these codes should know."""
         return SceneTargets.of(pictures, torch.from_numpy(codes), self.patches_per_side)
+
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: SceneTargets) -> Tensor:
+        """How far what `forward` gives is from what it should."""
+        features, silhouette = outputs
+        covered = F.binary_cross_entropy_with_logits(silhouette, targets.silhouette)
+        return self.code_book.loss(features, targets) + SILHOUETTE_WEIGHT * covered
 
     @torch.no_grad()
     def accuracy(self, gallery: Gallery) -> dict[str, float]:
-        """Share of right read-outs on the held-out end of a gallery."""
+        """Share of right readings on the held-out end of a gallery."""
         pictures = torch.from_numpy(gallery.pictures[-NUM_HELD_OUT:])
-        features = torch.cat([self(chunk) for chunk in pictures.split(64)])
-        return self.heads.accuracy(features, self.targets(pictures, gallery.codes[-NUM_HELD_OUT:]))
+        features = torch.cat([self(chunk)[0] for chunk in pictures.split(64)])
+        targets = self.targets(pictures, gallery.codes[-NUM_HELD_OUT:])
+        return self.code_book.accuracy(features, targets)
 
 
 def draw_pictures(
@@ -85,12 +101,12 @@ def main(
     def loss_at(step: int) -> Tensor:
         array, codes = draw_pictures([gallery, crowds], batch_size, np.random.default_rng(step))
         pictures = torch.from_numpy(array)
-        return student.heads.loss(forward(pictures), student.targets(pictures, codes))
+        return student.loss(forward(pictures), student.targets(pictures, codes))
 
     def report() -> str:
         return " ".join(f"{name} {share:.4f}" for name, share in student.accuracy(gallery).items())
 
-    trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate))
+    trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate, average_decay=0.998))
     if resume:
         trainer.load(cache / "vision")
     trainer.run(cache / "vision", report, report_every=250, max_seconds=60 * minutes)

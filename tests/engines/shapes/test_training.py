@@ -11,7 +11,7 @@ from engines.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS, make_confi
 from engines.shapes.batches import BatchMaker
 from engines.shapes.export import make_tokenizer
 from engines.shapes.gallery import NUM_HELD_OUT, Gallery, encode, render_group, to_input
-from engines.shapes.scene_heads import SceneTargets
+from engines.shapes.scene_targets import SceneTargets
 from engines.shapes.sequences import Encoder
 from engines.shapes.train import Student, attention_mask, exactness
 from engines.shapes.trainer import Plan, Trainer
