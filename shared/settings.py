@@ -8,7 +8,14 @@ value or an unknown key stops the process and names the field.
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
@@ -143,7 +150,12 @@ class WorkerSettings(Group):
     lease_s: float = Field(
         default=10.0, gt=0.5, description="A request unattended that long goes to another worker."
     )
-    heartbeat_s: float = Field(default=1.0, gt=0, description="Pause between lease renewals.")
+    heartbeat_s: float = Field(
+        default=1.0,
+        gt=0,
+        validate_default=True,
+        description="Pause between lease renewals; at most half of `lease_s`.",
+    )
     max_attempts: int = Field(
         default=3, ge=1, le=10, description="Workers that may try one request."
     )
@@ -156,6 +168,15 @@ class WorkerSettings(Group):
     preprocess_threads: int = Field(
         default=2, ge=1, le=64, description="Threads that decode and resize pictures."
     )
+
+    @field_validator("heartbeat_s")
+    @classmethod
+    def fits_in_the_lease(cls, value: float, info: ValidationInfo) -> float:
+        """A lease must outlive a renewal that comes late, or healthy workers lose their requests."""
+        lease_s = info.data.get("lease_s")  # absent: it is bad itself, and told
+        if lease_s is not None and value > lease_s / 2:
+            raise ValueError(f"must be at most half of worker.lease_s, which is {lease_s:g}")
+        return value
 
 
 class MockSettings(Group):

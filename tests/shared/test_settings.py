@@ -76,12 +76,19 @@ def test_redis_url_has_a_short_name(monkeypatch):
         ("VLM_ENGINE__QUANTIZATION", "int3", "VLM_ENGINE__QUANTIZATION"),
         ("VLM_ENGINE__MOCK__DECODE_S", "fast", "VLM_ENGINE__MOCK__DECODE_S"),
         ("VLM_CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
+        ("VLM_WORKER__HEARTBEAT_S", "5.1", "VLM_WORKER__HEARTBEAT_S: .*half of worker.lease_s"),
     ],
 )
 def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, named):
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=named):
         load_settings()
+
+
+def test_a_shorter_lease_needs_a_quicker_heartbeat():
+    assert load_settings(worker={"lease_s": 2, "heartbeat_s": 1}).worker.heartbeat_s == 1
+    with pytest.raises(SettingsError, match="VLM_WORKER__HEARTBEAT_S"):
+        load_settings(worker={"lease_s": 1.5})
 
 
 def test_settings_cannot_be_changed_after_they_are_made():
