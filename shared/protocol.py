@@ -200,8 +200,19 @@ class ModelCard(Report, frozen=True, omit_defaults=True):
     tokens_per_image: int = 0
 
 
+class _AnyEvent(Report, frozen=True):
+    """What events of every version have: enough to know whether a request has ended."""
+
+    type: str
+    request_id: str
+    attempt: int
+
+
 _request_decoder = msgspec.json.Decoder(GenerateRequest)
 _events_decoder = msgspec.json.Decoder(tuple[GenerateEvent, ...])
+_event_decoder = msgspec.json.Decoder(GenerateEvent)
+_any_events_decoder = msgspec.json.Decoder(tuple[msgspec.Raw, ...])
+_any_event_decoder = msgspec.json.Decoder(_AnyEvent)
 _card_decoder = msgspec.json.Decoder(ModelCard)
 _encoder = msgspec.json.Encoder()
 
@@ -214,8 +225,32 @@ def decode_request(data: bytes) -> GenerateRequest:
 
 
 def decode_events(data: bytes) -> tuple[GenerateEvent, ...]:
-    """Read one mailbox entry; unknown fields are ignored. Raises: msgspec.MsgspecError."""
-    return _events_decoder.decode(data)
+    """Read one mailbox entry; what newer workers add is ignored. Raises: msgspec.MsgspecError."""
+    try:
+        return _events_decoder.decode(data)
+    except msgspec.ValidationError:
+        events = [_decode_newer(raw) for raw in _any_events_decoder.decode(data)]
+        return tuple(event for event in events if event is not None)
+
+
+def _decode_newer(raw: msgspec.Raw) -> GenerateEvent | None:
+    """An event in today's words: None for a kind that did not exist, a plain end for an unknown reason."""
+    try:
+        return _event_decoder.decode(raw)
+    except msgspec.ValidationError:
+        event = _any_event_decoder.decode(raw)
+        fields = msgspec.json.decode(raw)
+        if event.type == "failed" and _is_news(fields.get("code"), ErrorCode):
+            return msgspec.convert({**fields, "code": ErrorCode.ENGINE_FAILURE}, Failed)
+        if event.type == "finished" and _is_news(fields.get("finish_reason"), FinishReason):
+            return msgspec.convert({**fields, "finish_reason": FinishReason.STOP}, Finished)
+        if event.type in ("started", "delta", "failed", "finished"):
+            raise
+        return None
+
+
+def _is_news(word: object, known: type[StrEnum]) -> bool:
+    return isinstance(word, str) and word not in set(known)
 
 
 def decode_card(data: bytes) -> ModelCard:

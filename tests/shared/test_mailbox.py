@@ -6,7 +6,7 @@ import pytest
 
 import shared.mailbox
 from shared.mailbox import Mailbox
-from shared.protocol import ErrorCode, Failed, encode
+from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Usage, encode
 from shared.redis_keys import RedisKeys
 
 
@@ -140,6 +140,37 @@ async def test_events_of_a_newer_worker_are_read(open_mailbox, redis, redis_pref
     await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": newer})
 
     assert await names(mailbox.events(), 1) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("newer", "heard"),
+    [
+        (b'{"type":"thought","request_id":"1","attempt":1,"text":"hm"}', None),
+        (
+            b'{"type":"failed","request_id":"1","attempt":2,"code":"sold_out","message":"No."}',
+            Failed("1", 2, ErrorCode.ENGINE_FAILURE, "No."),
+        ),
+        (
+            b'{"type":"finished","request_id":"1","attempt":2,"finish_reason":"filter",'
+            b'"usage":{"num_prompt_tokens":3}}',
+            Finished("1", 2, FinishReason.STOP, Usage(3)),
+        ),
+    ],
+)
+async def test_an_entry_with_words_of_a_newer_worker_is_no_gap(
+    open_mailbox, redis, redis_prefix, newer, heard
+):
+    gaps: list[str] = []
+    mailbox = open_mailbox(on_gap=gaps.append)
+    await mailbox.open(["m"])
+    known = Failed("2", 1, ErrorCode.CANCELLED, "")
+    entry = b"[" + newer + b"," + encode(known) + b"]"
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": entry})
+
+    events = await anext(mailbox.events())
+
+    assert events == ((known,) if heard is None else (heard, known))
+    assert gaps == []
 
 
 async def test_a_closed_mailbox_leaves_nothing(open_mailbox, redis, redis_prefix):
