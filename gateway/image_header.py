@@ -9,7 +9,7 @@ Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 sec
 from dataclasses import dataclass
 from struct import unpack_from
 
-from shared.settings import LimitSettings
+from shared.limits import LimitSettings
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_PNG_CHUNKS = 65_536

@@ -15,8 +15,8 @@ import msgspec
 from gateway.errors import InvalidRequest
 from gateway.image_fetch import ImageFetcher
 from gateway.image_header import ImageRefused, check_header, read_header
+from shared.limits import LimitSettings
 from shared.protocol import ImageRef
-from shared.settings import LimitSettings
 
 _INLINE_CHARS = 256 * 1024  #: base64 up to this many characters is decoded on the event loop
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4

@@ -29,10 +29,11 @@ from gateway.translate import (
     translate_sampling,
 )
 from shared.image_store import ImageStore
+from shared.limits import LimitSettings
 from shared.metrics import GatewayMetrics
 from shared.protocol import GenerateRequest, ModelCard
 from shared.request_queue import QueueFull
-from shared.settings import GatewaySettings, LimitSettings
+from shared.settings import GatewaySettings
 
 #: Pictures that nobody releases outlive their request's deadline by that much.
 _IMAGE_GRACE_S = 60.0
@@ -107,6 +108,7 @@ class Intake:
             images=tuple(image.ref for image in images),
             cache_salt=context.cache_salt,
             trace_parent=context.trace_parent,
+            stream=bool(request.stream),
         )
         requests = split_choices(generate, count)
         if not images:

@@ -20,7 +20,7 @@ from gateway.schemas import (
     ModelList,
     ModelObject,
 )
-from shared.settings import LimitSettings
+from shared.limits import LimitSettings
 
 CHAT_PATH = "/v1/chat/completions"
 _REFERENCE = "#/components/schemas/{name}"

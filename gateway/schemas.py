@@ -1,97 +1,38 @@
 """The OpenAI wire as structs: what a chat request may hold and what an answer looks like.
 
-Strict: an unknown field is an error. Limits that the contract fixes stand here as `Meta`; those an operator may
-change are `shared.settings.LimitSettings`, checked by `gateway.translate`. It must not know the queue or HTTP.
+Strict: an unknown field is an error. Limits are named in `shared.limits`: those that the contract fixes are part of
+the types here, those that an operator may change are checked by `gateway.translate`. It must not know the queue
+or HTTP.
 
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
+from gateway.message_schemas import (
+    ChatMessageParam,
+    Ignored,
+    IgnoredImageFields,
+    IgnoredMessageFields,
+    IgnoredPartFields,
+    RequestStruct,
+)
+from shared.limits import (
+    MAX_METADATA_ENTRIES,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_MODEL_CHARS,
+    MAX_USER_CHARS,
+)
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Detail = Literal["auto", "low", "high"]
-MetadataKey = Annotated[str, Meta(max_length=64)]
-MetadataValue = Annotated[str, Meta(max_length=512)]
-
-
-class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all that clients send: immutable, without unknown fields."""
-
-
-class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
-    """Hints on a picture that change no answer: each model has its own resolution."""
-
-    detail: Detail = "auto"
-
-
-class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
-    """Where a picture is: a `data:` URL, or an http(s) one where the operator allows it."""
-
-    url: str
-
-
-class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
-    """Cache hints that some clients attach to parts; they change no answer."""
-
-    cache_control: Ignored = UNSET
-    prompt_cache_breakpoint: Ignored = UNSET
-
-
-class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A piece of text."""
-
-    text: str
-
-
-class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
-    """A picture; many clients send the URL bare."""
-
-    image_url: ImageUrl | str
-
-
-class InputTextContent(
-    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
-):
-    """Text as the Responses API spells it."""
-
-    text: str
-
-
-class InputImageContent(
-    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
-):
-    """A picture as the Responses API spells it."""
-
-    image_url: str
-    detail: Detail = "auto"
-
-
-ContentPart = TextContent | ImageContent | InputTextContent | InputImageContent
-
-
-class IgnoredMessageFields(RequestStruct, frozen=True, kw_only=True):
-    """Fields of a turn that change no answer."""
-
-    name: Annotated[str, Meta(max_length=64)] | None = None
-    annotations: Ignored = UNSET
-    refusal: str | None = None
-
-
-class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """One turn. Assistant turns may be echoed with all the empty fields that an answer had."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Meta(min_length=1)]
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
+MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
+MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
@@ -109,7 +50,9 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
 class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
     """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
 
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
+    ) = None
     store: Ignored = UNSET
     service_tier: Ignored = UNSET
     parallel_tool_calls: Ignored = UNSET
@@ -163,7 +106,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -182,7 +125,9 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Meta(max_length=512)] | None = None  #: the log holds a short hash of it
+    user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = (
+        None  #: the log holds a short hash of it
+    )
     timings: bool | None = None  #: ours: the answer ends with its stage timings
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 

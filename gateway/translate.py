@@ -12,15 +12,15 @@ from msgspec.structs import replace
 
 from gateway.errors import InvalidRequest
 from gateway.images import ImageSource
-from gateway.request_body import unsupported
-from gateway.schemas import (
-    NEUTRAL_VALUES,
-    ChatCompletionRequest,
+from gateway.message_schemas import (
     ChatMessageParam,
     ContentPart,
     ImageContent,
     InputImageContent,
 )
+from gateway.request_body import unsupported
+from gateway.schemas import NEUTRAL_VALUES, ChatCompletionRequest
+from shared.limits import LimitSettings
 from shared.protocol import (
     ChatMessage,
     GenerateRequest,
@@ -29,7 +29,6 @@ from shared.protocol import (
     SamplingParams,
     TextPart,
 )
-from shared.settings import LimitSettings
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone

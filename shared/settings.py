@@ -9,8 +9,6 @@ import os
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationInfo,
@@ -25,19 +23,15 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from shared.limits import LimitSettings
+from shared.settings_group import MIB, Group
+
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
-MIB = 1024 * 1024
 
 
 class SettingsError(Exception):
     """The settings cannot be used; the message names each field and what is wrong with it."""
-
-
-class Group(BaseModel):
-    """Base of the sub-trees: frozen, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class GatewaySettings(Group):
@@ -94,46 +88,6 @@ class GatewaySettings(Group):
     )
     image_fetch_timeout_s: float = Field(
         default=10.0, gt=0, description="Whole time for fetching one picture."
-    )
-
-
-class LimitSettings(Group):
-    """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
-
-    max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
-    max_open_body_bytes: int = Field(
-        default=512 * MIB,
-        ge=1024,
-        description="Bytes of all bodies that one gateway reads at once; more are sent away.",
-    )
-    max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
-    max_text_chars: int = Field(
-        default=200_000, ge=1, description="Characters of all texts of a request."
-    )
-    max_images: int = Field(default=8, ge=0, description="Pictures of a request.")
-    max_image_bytes: int = Field(
-        default=16 * MIB, ge=1, description="Bytes of one encoded picture."
-    )
-    max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one picture.")
-    max_image_side: int = Field(
-        default=16_384, ge=1, description="Longer side of a picture, in pixels."
-    )
-    max_image_aspect: float = Field(
-        default=200.0, ge=1, description="Longer side over shorter side."
-    )
-    max_choices: int = Field(
-        default=16, ge=1, le=128, description="`n`, the answers of one request."
-    )
-    max_output_tokens: int = Field(default=32_768, ge=1, description="`max_tokens` of one answer.")
-    max_stop_strings: int = Field(default=4, ge=0, description="Stop strings of a request.")
-    max_stop_chars: int = Field(default=64, ge=1, description="Characters of one stop string.")
-    max_logit_bias: int = Field(default=300, ge=0, description="Entries of `logit_bias`.")
-    max_top_logprobs: int = Field(default=20, ge=0, description="`top_logprobs`.")
-    max_queue_depth: int = Field(
-        default=1024, ge=1, description="Requests that wait in a model's queue."
-    )
-    max_open_requests: int = Field(
-        default=4096, ge=1, description="Requests that one gateway keeps open."
     )
 
 

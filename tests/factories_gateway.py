@@ -13,6 +13,7 @@ from gateway.app import create_app
 from gateway.server import DrainingServer, create_server
 from gateway.services import Services
 from shared.image_store import ImageStore
+from shared.limits import LimitSettings
 from shared.protocol import (
     Delta,
     ErrorCode,
@@ -30,7 +31,7 @@ from shared.publication import Claim, Publication
 from shared.redis_client import create_redis
 from shared.registry import Registry, WorkerRecord
 from shared.request_claims import RequestClaims
-from shared.settings import GatewaySettings, LimitSettings, RedisSettings, Settings
+from shared.settings import GatewaySettings, RedisSettings, Settings
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)

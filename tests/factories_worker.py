@@ -10,9 +10,10 @@ from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, Engi
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.mock import MockConfig
 from shared.image_store import ImageStore
+from shared.limits import LimitSettings
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest
 from shared.registry import Registry
-from shared.settings import EngineSettings, LimitSettings, WorkerSettings
+from shared.settings import EngineSettings, WorkerSettings
 from tests.factories_queue import MODEL, Ends
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.preprocess import Preprocessor
@@ -147,6 +148,7 @@ class Answers:
 
     def __init__(self, ends: Ends) -> None:
         self.events: dict[str, list[GenerateEvent]] = {}
+        self.order: list[GenerateEvent] = []  #: of all requests together
         self._heard = asyncio.Condition()
         self._task = asyncio.create_task(self._read(ends))
 
@@ -154,6 +156,7 @@ class Answers:
         while True:
             batch = await ends.next_events()
             async with self._heard:
+                self.order += batch
                 for event in batch:
                     self.events.setdefault(event.request_id, []).append(event)
                 self._heard.notify_all()

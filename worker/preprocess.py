@@ -15,9 +15,9 @@ from redis.exceptions import RedisError
 from engines.base import EngineError, EngineRequest, InvalidImage, InvalidRequest
 from engines.runner import Processor
 from shared.image_store import ImageStore
+from shared.limits import LimitSettings
 from shared.protocol import GenerateRequest, ImageRef, TextPart
 from shared.publication import Claim
-from shared.settings import LimitSettings
 from worker.pixel_cache import PixelCache
 
 logger = logging.getLogger(__name__)

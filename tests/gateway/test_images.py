@@ -13,7 +13,7 @@ from PIL import Image
 from gateway.errors import InvalidRequest
 from gateway.image_header import ImageRefused, check_header, read_header
 from gateway.images import ImageLoader, ImageSource, decode_base64
-from shared.settings import LimitSettings
+from shared.limits import LimitSettings
 from tests.factories_pictures import data_url, encoded
 
 

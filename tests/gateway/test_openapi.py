@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
-from shared.settings import LimitSettings
+from shared.limits import LimitSettings
 
 CHAT = "/v1/chat/completions"
 

@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 from engines.base import InvalidImage
 from engines.mock import MockProcessor
 from shared.image_store import ImageStore
+from shared.limits import LimitSettings
 from shared.protocol import ImageRef
 from shared.publication import Claim
-from shared.settings import LimitSettings
 from tests.factories_pictures import encoded, two_headed_png
 from tests.factories_queue import make_request
 from worker.preprocess import PictureRefused, Preprocessor

@@ -1,0 +1,11 @@
+"""What all groups of settings have in common."""
+
+from pydantic import BaseModel, ConfigDict
+
+MIB = 1024 * 1024
+
+
+class Group(BaseModel):
+    """Base of the sub-trees: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
