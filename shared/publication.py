@@ -21,6 +21,11 @@ class Claim:
     waited_s: float  #: since it was enqueued
     remaining_s: float  #: until its deadline
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a worker may have died of it."""
+        return self.failures > 0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Publication:

@@ -19,7 +19,7 @@ from shared.publisher import Publisher, refusals
 from shared.redis_client import retry_idempotent
 from shared.redis_keys import GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
 from shared.redis_link import RedisLink, RedisSender
-from shared.scripts import CLAIM, REAP, RELEASE, RENEW
+from shared.scripts import BEGIN, CLAIM, REAP, RELEASE, RENEW
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,15 @@ class RequestClaims:
             logger.warning("could not claim %s: %s", request_id, error)
         self._held.discard(entry_id)
         return None
+
+    async def begin(self, claim: Claim) -> bool:
+        """Say that a suspect starts to run. Returns whether it is still ours. Raises: RedisError.
+
+        Until then a worker's death is not blamed on it: it may wait long for its turn to run alone.
+        """
+        request = self._keys.request(self._model, claim.request.request_id)
+        keys, arguments = (request,), (claim.attempt,)
+        return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """Send events; see `Publisher.publish`. Requests that end or are refused are no longer held."""

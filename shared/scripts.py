@@ -24,6 +24,7 @@ def _load(name: str) -> Script:
 
 ENQUEUE = _load("enqueue")
 CLAIM = _load("claim")
+BEGIN = _load("begin")
 PUBLISH = _load("publish")
 FINISH = _load("finish")
 CANCEL = _load("cancel")

@@ -21,6 +21,9 @@ from shared.protocol import (
 )
 from shared.publication import Claim
 
+#: A suspect that came so many tokens further than its earlier attempts will hardly end this worker.
+PROVEN_AFTER_TOKENS = 8
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -45,6 +48,13 @@ class Flight:
     def request_id(self) -> str:
         """The request's id on the wire."""
         return self.claim.request.request_id
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing may run beside it: a suspect until it is proven, one on its last chance always."""
+        num_new_tokens = self.num_tokens - len(self.claim.output_token_ids)
+        is_proven = not self.claim.is_last_chance and num_new_tokens >= PROVEN_AFTER_TOKENS
+        return self.claim.is_suspect and not is_proven
 
     @property
     def engine_id(self) -> str:

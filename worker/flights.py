@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from engines.base import EngineError, InvalidImage, PromptTooLong
 from shared.protocol import ErrorCode
@@ -32,12 +32,18 @@ class Flights:
     """What is in the air. `changed` is set whenever room may have come or the last one may have landed."""
 
     def __init__(
-        self, engine: EngineThread, preprocessor: Preprocessor, outbox: Outbox, max_num_seqs: int
+        self,
+        engine: EngineThread,
+        preprocessor: Preprocessor,
+        outbox: Outbox,
+        max_num_seqs: int,
+        begin: Callable[[Claim], Awaitable[bool]],
     ) -> None:
         self._engine = engine
         self._preprocessor = preprocessor
         self._outbox = outbox
         self._max_num_seqs = max_num_seqs
+        self._begin = begin  # says that a suspect starts; whether it is still ours
         self._flights: dict[str, Flight] = {}  # by request id
         self._by_engine_id: dict[str, Flight] = {}
         self._parked: deque[Flight] = deque()  # claimed, to be started when the way is clear
@@ -59,7 +65,7 @@ class Flights:
         """How many more requests the engine can start soon."""
         if self._parked or self._engine.stats.num_waiting > 0:
             return 0
-        if any(flight.claim.is_last_chance for flight in self._flights.values()):
+        if any(flight.is_alone for flight in self._flights.values()):
             return 0
         return max(0, self._max_num_seqs - len(self._flights))
 
@@ -73,21 +79,31 @@ class Flights:
             self._flights[flight.request_id] = flight
             self._by_engine_id[flight.engine_id] = flight
             self._parked.append(flight)
+        if any(flight.claim.is_suspect for flight in self._parked):  # they wait for all others
+            self._parked = deque(sorted(self._parked, key=lambda flight: flight.claim.is_suspect))
         self._start_parked()
 
     def _start_parked(self) -> None:
-        """Start what may run. A request on its last chance runs alone: if it kills, it kills no other."""
-        while self._parked:
-            started = [flight for flight in self._flights.values() if flight.started_at]
-            is_solo = self._parked[0].claim.is_last_chance
-            if (is_solo and started) or any(flight.claim.is_last_chance for flight in started):
-                return
+        """Start what may run."""
+        while self._parked and self._may_start(self._parked[0].claim):
             flight = self._parked.popleft()
             flight.started_at = time.monotonic()
             flight.preparation = asyncio.create_task(self._prepare(flight))
 
+    def _may_start(self, claim: Claim) -> bool:
+        """A suspect begins alone or beside proven ones: if it kills, it kills no other's first attempt."""
+        started = [flight for flight in self._flights.values() if flight.started_at]
+        if any(flight.is_alone for flight in started):
+            return False
+        if claim.is_last_chance:
+            return not started
+        return not claim.is_suspect or all(flight.claim.is_suspect for flight in started)
+
     async def _prepare(self, flight: Flight) -> None:
         try:
+            if flight.claim.is_suspect and not await self._begin(flight.claim):
+                self.let_go(flight, "taken back before it began")
+                return
             request = await self._preprocessor.prepare(flight.claim, flight.engine_id)
         except EngineError as error:
             self._refuse(flight, error)
@@ -113,6 +129,8 @@ class Flights:
                 if item.finish_reason is not None:  # the engine has forgotten it already
                     del self._by_engine_id[item.request_id]
         self.changed.set()
+        if self._parked:  # whoever ran alone may be proven now
+            self._start_parked()
 
     def _refuse(self, flight: Flight, error: EngineError) -> None:
         cause = error.cause if isinstance(error, PictureRefused) else error

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from engines.factory import LoadedEngine
 from shared.protocol import ErrorCode
-from shared.publication import Publication
+from shared.publication import Claim, Publication
 from shared.redis_client import BLOCK_S
 from shared.registry import Registry, WorkerRecord
 from shared.request_claims import RequestClaims
@@ -57,7 +57,9 @@ class Worker:
         self.claims = claims
         self._registry = registry
         self._outbox = Outbox()
-        self._flights = Flights(engine, preprocessor, self._outbox, engine_settings.max_num_seqs)
+        self._flights = Flights(
+            engine, preprocessor, self._outbox, engine_settings.max_num_seqs, self._begin
+        )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -173,6 +175,15 @@ class Worker:
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self.claims.reap()
+
+    async def _begin(self, claim: Claim) -> bool:
+        """Say that a suspect starts, after Redis is back if it is away. Returns whether it is still ours."""
+        while True:
+            try:
+                return await self.claims.begin(claim)
+            except RedisError as error:
+                logger.warning("cannot begin %s: %s; trying on", claim.request.request_id, error)
+                await asyncio.sleep(self._settings.heartbeat_s)
 
     async def publish_events(self) -> None:
         """Publish all that was said since the last publish; what Redis did not answer goes out again."""

@@ -367,7 +367,9 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     claim = await ends.claim(ends.worker("a"))
     chances = []
     for name in ("b", "c"):
-        claim = await ends.take_over(ends.worker(name), claim)
+        worker = ends.worker(name)
+        claim = await ends.take_over(worker, claim)
+        assert await worker.begin(claim)
         chances.append(claim.is_last_chance)
     await ends.let_lease_run_out(claim)
 

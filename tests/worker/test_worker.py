@@ -30,6 +30,7 @@ from shared.scripts import CLAIM
 from tests.factories_queue import MODEL, Ends, make_request, open_ends
 from tests.factories_worker import Answers, run_worker, text, token_ids
 from worker.engine_thread import EngineBroken
+from worker.flight import PROVEN_AFTER_TOKENS
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
@@ -354,8 +355,51 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
             assert isinstance((await answers.end(request))[-1], Finished)
 
     order = [added.request_id.partition("@")[0] for added in running.engine.added]
-    assert order == [bystander.request_id, suspect.request_id, later.request_id]
-    assert running.engine.company == [0, 0, 0]
+    place = order.index(suspect.request_id)
+    assert order[0] == bystander.request_id
+    assert running.engine.company[place:] == [0] * (3 - place)  # alone, and left alone
+
+
+async def test_nobody_is_blamed_for_a_death_while_it_waits_to_run_alone(ends, answers):
+    """Three requests that have failed twice; whatever ends this worker can only be the first of them."""
+    suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(3)]
+    claims = [await ends.claim(ends.worker("first")) for _ in suspects]
+    second = ends.worker("second")
+    for claim in claims:
+        assert await second.begin(await ends.take_over(second, claim))
+    for claim in claims:
+        await ends.let_lease_run_out(claim)
+    async with run_worker(ends, mock=SLOW) as running:
+        await answers.tokens(suspects[0], 1)
+        await running.vanish()
+    judge = ends.worker("judge")
+    for claim in claims:
+        await ends.let_lease_run_out(claim)
+
+    spared = await judge.reclaim(3)
+
+    assert [claim.request.request_id for claim in spared] == [s.request_id for s in suspects[1:]]
+    assert [claim.failures for claim in spared] == [2, 2]
+    [failed] = [e for e in await answers.end(suspects[0]) if isinstance(e, Failed)]
+    assert failed.code is ErrorCode.TOO_MANY_ATTEMPTS
+
+
+async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answers):
+    suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
+    claims = [await ends.claim(ends.worker("victim")) for _ in suspects]
+    for claim in claims:
+        await ends.let_lease_run_out(claim)
+    async with run_worker(ends, mock=SLOW, max_num_seqs=2) as running:
+        for suspect in suspects:
+            assert isinstance((await answers.end(suspect))[-1], Finished)
+
+    assert running.engine.company == [0, 1]
+    began = answers.events[suspects[1].request_id][0]
+    others = [e for e in answers.order if e.request_id == suspects[0].request_id or e is began]
+    tokens_before = sum(
+        len(e.token_ids) for e in others[: others.index(began)] if isinstance(e, Delta)
+    )
+    assert tokens_before >= PROVEN_AFTER_TOKENS
 
 
 async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeypatch):
