@@ -119,7 +119,7 @@ class ChatCompletions:
                 await send_stream(reply, self.settings)
             else:
                 await send_whole(reply)
-            recorder.record()
+            recorder.record(streamed=options.stream)
         finally:
             generation.close()
             watcher.cancel()

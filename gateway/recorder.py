@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gateway.answer import AnswerTotals, check_finished
 from gateway.errors import from_failed
 from gateway.generation import ChoiceEvent
-from gateway.timings import StageClock, slowest, stages_of
+from gateway.timings import StageClock, slowest, stages_of, ttft_of
 from shared.metrics import GatewayMetrics, RequestRecord
 from shared.protocol import Delta, Failed, Finished
 
@@ -57,16 +57,22 @@ class AnswerRecorder:
         """Each stage of the slowest choice, once the answer is complete."""
         return stages_of(self.clock, slowest(self.totals.timings), e2e_s)
 
-    def record(self) -> None:
+    def _ttft_s(self, stages: dict[str, float], streamed: bool) -> float | None:
+        """Tokens of a whole answer come late and together: the worker knows when it had the first."""
+        seen_s = self.clock.ttft_s
+        return seen_s if streamed or seen_s is None else ttft_of(stages)
+
+    def record(self, *, streamed: bool) -> None:
         """Feed the metrics of an answer that is complete and with the socket."""
         e2e_s = self.clock.elapsed_s()
+        stages = self.stages(e2e_s)
         prompt = self.totals.prompt
         self.metrics.record_finished(
             RequestRecord(
                 model=self.model,
-                stages=self.stages(e2e_s),
+                stages=stages,
                 e2e_s=e2e_s,
-                ttft_s=self.clock.ttft_s,
+                ttft_s=self._ttft_s(stages, streamed),
                 num_prompt_tokens=prompt.num_prompt_tokens,
                 num_image_tokens=prompt.num_image_tokens,
                 num_cached_tokens=prompt.num_cached_tokens,

@@ -49,6 +49,11 @@ def stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str
     return stages
 
 
+def ttft_of(stages: dict[str, float]) -> float:
+    """Until the worker had the first token of an answer that is sent whole."""
+    return sum(seconds for name, seconds in stages.items() if name not in ("decode", "relay"))
+
+
 def slowest(timings: list[StageTimings]) -> StageTimings:
     """Of the choices of one request the one that the client waited for."""
     if len(timings) == 1:

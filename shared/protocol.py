@@ -110,6 +110,7 @@ class GenerateRequest(Message, frozen=True, omit_defaults=True):
     images: tuple[ImageRef, ...] = ()
     cache_salt: str = ""  #: separates the caches of tenants
     trace_parent: str | None = None
+    stream: bool = True  #: whether tokens are wanted as they come; else they may wait for one another
     version: int = PROTOCOL_VERSION
 
 

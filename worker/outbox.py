@@ -1,9 +1,11 @@
 """Events that wait to be published: consecutive ones of a request merge while a publish is under way.
 
-Pure: no Redis. Filled and emptied on the event loop.
+Tokens that nobody reads as they come wait a little longer, for the end of their answer at best. Pure: no Redis.
+Filled and emptied on the event loop.
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, Started
@@ -11,13 +13,26 @@ from shared.publication import Publication
 from worker.flight import Flight
 
 
+#: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
+HOLD_S = 0.25
+
+
 @dataclass(slots=True)
 class _Draft:
     """What is to be said about one request."""
 
+    begun_at: float
     started: Started | None = None
     deltas: list[Delta] = field(default_factory=list)
     terminal: Finished | Failed | None = None
+
+    def add(self, event: GenerateEvent) -> None:
+        if isinstance(event, Delta):
+            self.deltas.append(event)
+        elif isinstance(event, Started):
+            self.started = event
+        else:
+            self.terminal = event
 
     def events(self) -> tuple[GenerateEvent, ...]:
         parts: list[GenerateEvent] = []
@@ -46,42 +61,43 @@ def merge(deltas: list[Delta]) -> Delta:
 
 
 class Outbox:
-    """What to publish next."""
+    """What to publish next. `hold_s`: see `HOLD_S`."""
 
-    def __init__(self) -> None:
-        self._drafts: dict[Flight, _Draft] = {}
-        self._ended: set[Flight] = (
-            set()
-        )  # flights whose end was posted and that are not yet dropped
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._held: dict[Flight, _Draft] = {}  # for later
+        self._due: dict[Flight, _Draft] = {}  # for now
+        # Flights whose end was posted and that are not yet dropped.
+        self._ended: set[Flight] = set()
         self._filled = asyncio.Event()
 
     def post(self, flight: Flight, event: GenerateEvent) -> None:
         """Say something about a request; nothing counts after its terminal event."""
         if flight in self._ended:
             return
-        draft = self._drafts.get(flight)
-        if draft is None:
-            draft = self._drafts[flight] = _Draft()
-        if isinstance(event, Delta):
-            draft.deltas.append(event)
-        elif isinstance(event, Started):
-            draft.started = event
-        else:
-            draft.terminal = event
+        now = time.monotonic()
+        draft = self._due.get(flight) or self._held.pop(flight, None) or _Draft(now)
+        draft.add(event)
+        if draft.terminal is not None:
             self._ended.add(flight)
+        elif not flight.claim.request.stream and now - draft.begun_at < self._hold_s:
+            self._held[flight] = draft
+            return
+        self._due[flight] = draft
         self._filled.set()
 
     async def take(self) -> list[Publication]:
-        """All that waits, one publication a request; waits until there is something."""
-        while not self._drafts:
+        """All that is due, one publication a request; waits until there is something."""
+        while not self._due:
             self._filled.clear()
             await self._filled.wait()
-        drafts, self._drafts = self._drafts, {}
+        drafts, self._due = self._due, {}
         return [_publication(flight, draft) for flight, draft in drafts.items()]
 
     def drop(self, flight: Flight) -> None:
         """Forget a request."""
-        self._drafts.pop(flight, None)
+        self._held.pop(flight, None)
+        self._due.pop(flight, None)
         self._ended.discard(flight)
 
 

@@ -61,6 +61,37 @@ async def test_publications_are_numbered_and_know_the_tokens_before_them():
     assert (second.number, second.num_tokens, second.num_new_tokens) == (2, 4, 1)
 
 
+async def test_tokens_of_a_whole_answer_wait_for_its_end():
+    flight, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=1000.0)
+    outbox.post(flight, delta(flight, 0, 1))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(outbox.take(), 0.01)
+
+    finished = Finished(flight.request_id, 2, FinishReason.STOP, Usage(3, 2))
+    outbox.post(flight, delta(flight, 1, 2))
+    outbox.post(flight, finished)
+
+    [publication] = await outbox.take()
+    assert publication.events == (delta(flight, 0, 1, 2), finished)
+
+
+async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
+    flight, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=0.0)
+    outbox.post(flight, delta(flight, 0, 1))
+
+    [publication] = await outbox.take()
+    assert publication.events == (delta(flight, 0, 1),)
+
+
+async def test_what_waits_is_not_taken_with_another_request():
+    waiting, streaming = make_flight(request=make_request(stream=False)), make_flight()
+    outbox = Outbox(hold_s=1000.0)
+    outbox.post(waiting, delta(waiting, 0, 1))
+    outbox.post(streaming, delta(streaming, 0, 2))
+
+    assert [publication.claim for publication in await outbox.take()] == [streaming.claim]
+
+
 async def test_nothing_counts_after_the_end():
     flight, outbox = make_flight(), Outbox()
     failed = Failed(flight.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
