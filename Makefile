@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test browser-test lint format typecheck bench loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +11,7 @@ ARGS   ?=
 TORCH_ARGS ?=
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -29,6 +29,9 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with
 
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

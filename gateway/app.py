@@ -19,6 +19,7 @@ from gateway.context import ContextMiddleware
 from gateway.errors import ApiError, from_status, unexpected
 from gateway.models import ModelDirectory
 from gateway.openapi import CHAT_PATH, create_openapi
+from gateway.page import PageMiddleware, load_page
 from gateway.probes import create_probes
 from gateway.services import Services, package_version
 
@@ -47,6 +48,7 @@ def create_app(services: Services) -> FastAPI:
     chat = create_chat(services)
     app.add_middleware(ChatMiddleware, chat=chat)
     app.add_middleware(AuthMiddleware, keys=KeyRing(settings.gateway.api_keys))
+    app.add_middleware(PageMiddleware, files=load_page())
     app.add_middleware(ContextMiddleware)
     app.add_exception_handler(ApiError, _show_api_error)
     app.add_exception_handler(HTTPException, _show_http_error)

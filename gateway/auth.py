@@ -1,4 +1,5 @@
-"""Who may use the gateway: API keys as bearer tokens, by digest, for every path but the health probes.
+"""Who may use the gateway: API keys as bearer tokens, by digest, for every path but the health probes
+and the files of the chat page, which are answered before.
 
 Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the gateway is
 open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key like all the rest:

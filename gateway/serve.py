@@ -121,6 +121,7 @@ def show_screen(settings: Settings, model: str, num_workers: int) -> None:
     console.print(
         Panel(
             f"[bold]{model}[/bold] on {num_workers} worker(s), engine {settings.engine.kind}\n"
+            f"{url}/          chat page\n"
             f"{url}/v1        base_url of any OpenAI client\n"
             f"{url}/metrics   Prometheus\n"
             f"{url}/docs      API reference",

@@ -1,0 +1,27 @@
+// Server-sent events out of a response's body. Knows nothing of what they hold.
+
+/** The data of each event, as it comes. Comments (`: keep-alive`) are skipped. */
+export async function* readEvents(body) {
+  let rest = "";
+  for await (const text of readText(body)) {
+    const lines = (rest + text).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ")) yield line.slice("data: ".length);
+    }
+  }
+}
+
+/** The body's text; lets go of the connection when the reader stops early. */
+async function* readText(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield value;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,252 @@
+// The page's life: who is asked, what is sent, what comes back. The parts know nothing of each other.
+
+import { ApiError, listModels, streamAnswer } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { askForKey } from "./key_dialog.js";
+import { PictureTray } from "./pictures.js";
+import { describeModel, readSettings, showModels } from "./settings.js";
+import { Turn } from "./turn.js";
+import { showWelcome } from "./welcome.js";
+
+const REFRESH_PAUSE_MS = 15000;
+const find = (selector) => document.querySelector(selector);
+const main = find("#main");
+const question = find("#question");
+const hint = find("#hint");
+const settings = find("#settings");
+const tray = new PictureTray(find("#tray"), () => showHint(""));
+
+let conversation = new Conversation();
+let models = [];
+let refreshing = null; // the promise of the models that are being asked for
+let running = null; // the AbortController of the answer that is coming
+
+// --- asking ---------------------------------------------------------------------------------------------------------
+
+async function ask(asked) {
+  const chosen = readSettings(settings);
+  if (!chosen) {
+    toggleSettings(true);
+    settings.reportValidity();
+    return false;
+  }
+  const turn = new Turn(find("#turn-template"), asked);
+  find("#welcome").hidden = true;
+  find("#log").append(turn.element);
+  main.scrollTop = main.scrollHeight;
+  const body = {
+    model: find("#model").value,
+    messages: conversation.toMessages(asked, chosen.system),
+    ...chosen.sampling,
+  };
+  answer(turn, asked, body);
+  return true;
+}
+
+/** Show an answer as it comes, and whatever ends it. */
+async function answer(turn, asked, body) {
+  const talk = conversation;
+  let text = "";
+  setRunning(new AbortController());
+  try {
+    const measured = await follow(turn, body, running.signal, (piece) => (text += piece));
+    turn.finish(measured, measured.reason);
+    announce(text || "The answer is empty.");
+  } catch (error) {
+    if (error.name === "AbortError") turn.stop();
+    else fail(turn, asked, error);
+  } finally {
+    talk.remember(asked, text);
+    setRunning(null);
+  }
+}
+
+/** Append the stream's text to the turn; returns its usage and times. */
+async function follow(turn, body, signal, onText) {
+  const began = performance.now();
+  const measured = { timings: null, usage: null, firstTextAfter: null, reason: null };
+  for await (const chunk of streamAnswer(body, signal)) {
+    measured.timings = chunk.timings ?? measured.timings;
+    measured.usage = chunk.usage ?? measured.usage;
+    const [choice] = chunk.choices;
+    measured.reason = choice?.finish_reason ?? measured.reason;
+    const piece = choice?.delta.content;
+    if (!piece) continue;
+    measured.firstTextAfter ??= (performance.now() - began) / 1000;
+    onText(piece);
+    keepAtEnd(() => turn.append(piece));
+  }
+  keepAtEnd(() => {});
+  return measured;
+}
+
+function fail(turn, asked, error) {
+  if (!(error instanceof ApiError)) throw error;
+  const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
+  turn.fail(error.message + wait, () => {
+    if (running) return;
+    turn.element.remove();
+    ask(asked);
+  });
+  announce(`It did not work: ${error.message}`);
+  if (error.status === 401) refreshModels();
+}
+
+/** Change the log; whoever reads at its end stays there. */
+function keepAtEnd(change) {
+  const isAtEnd = main.scrollHeight - main.scrollTop - main.clientHeight < 60;
+  change();
+  if (isAtEnd) requestAnimationFrame(() => (main.scrollTop = main.scrollHeight));
+}
+
+function setRunning(controller) {
+  running = controller;
+  const hadFocus = document.activeElement?.closest(".composer button");
+  find("#send").hidden = running !== null;
+  find("#stop").hidden = running === null;
+  find("#new").disabled = running !== null;
+  if (hadFocus) question.focus();
+}
+
+function announce(message) {
+  find("#announcer").textContent = message;
+}
+
+function showHint(message) {
+  hint.textContent = message;
+}
+
+async function submit() {
+  const text = question.value.trim();
+  if (running) return;
+  if (!text) {
+    showHint(tray.pictures.length ? "What would you like to know about it?" : "Type a question first.");
+    question.focus();
+    return;
+  }
+  if (!find("#model").value) {
+    showHint("There is no model yet; a worker has to start first.");
+    return;
+  }
+  showHint("");
+  if (await ask({ text, pictures: tray.pictures })) {
+    tray.take();
+    question.value = "";
+    fitQuestion();
+  }
+}
+
+// --- pictures -------------------------------------------------------------------------------------------------------
+
+async function addFiles(files) {
+  for (const file of files) {
+    try {
+      await tray.add(file, file.name);
+    } catch (error) {
+      showHint(error.message);
+    }
+  }
+  question.focus();
+}
+
+async function addSample(blob, name) {
+  await tray.add(blob, name);
+  question.focus();
+}
+
+function askSuggested(text) {
+  question.value = text;
+  submit();
+}
+
+// --- the model and the settings -------------------------------------------------------------------------------------
+
+function refreshModels() {
+  refreshing ??= loadModels().finally(() => (refreshing = null));
+  return refreshing;
+}
+
+async function loadModels() {
+  try {
+    models = await listModels();
+    showModels(find("#model"), models);
+    showModel();
+  } catch (error) {
+    if (error.status === 401) return askForKey().then(loadModels);
+    find("#fleet").textContent = error.status === 0 ? "gateway away" : "not ready";
+  }
+}
+
+function showModel() {
+  find("#fleet").textContent = describeModel(models.find(({ id }) => id === find("#model").value));
+}
+
+function toggleSettings(isOpen) {
+  settings.hidden = !isOpen;
+  find("#show-settings").ariaExpanded = String(isOpen);
+  if (isOpen) settings.elements.temperature.focus();
+}
+
+function startAnew() {
+  conversation = new Conversation();
+  find("#log").replaceChildren();
+  find("#welcome").hidden = false;
+  question.focus();
+}
+
+function fitQuestion() {
+  question.style.height = "auto";
+  question.style.height = `${question.scrollHeight}px`;
+}
+
+// --- what the user does ---------------------------------------------------------------------------------------------
+
+const carriesFiles = (event) => event.dataTransfer?.types.includes("Files");
+
+find("#composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit();
+});
+settings.addEventListener("submit", (event) => event.preventDefault());
+question.addEventListener("input", fitQuestion);
+question.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  submit();
+});
+find("#stop").addEventListener("click", () => running?.abort());
+find("#new").addEventListener("click", startAnew);
+find("#show-settings").addEventListener("click", () => toggleSettings(settings.hidden));
+find("#model").addEventListener("change", showModel);
+find("#files").addEventListener("change", ({ target }) => {
+  addFiles([...target.files]);
+  target.value = "";
+});
+document.addEventListener("paste", ({ clipboardData }) => {
+  if (clipboardData.files.length) addFiles([...clipboardData.files]);
+});
+document.addEventListener("dragover", (event) => {
+  if (!carriesFiles(event)) return;
+  event.preventDefault();
+  find("#drop-zone").hidden = false;
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) find("#drop-zone").hidden = true;
+});
+document.addEventListener("drop", (event) => {
+  if (!carriesFiles(event)) return;
+  event.preventDefault();
+  find("#drop-zone").hidden = true;
+  addFiles([...event.dataTransfer.files]);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+
+showWelcome(
+  { pictures: find("#samples"), questions: find("#suggestions") },
+  { hasPicture: () => tray.pictures.length > 0, onPicture: addSample, onQuestion: askSuggested },
+);
+refreshModels();
+setInterval(() => document.hidden || refreshModels(), REFRESH_PAUSE_MS);
+if (matchMedia("(pointer: fine)").matches) question.focus();

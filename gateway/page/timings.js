@@ -1,0 +1,65 @@
+// Where an answer's time went: a bar of its stages, their numbers, and one line of facts.
+
+const LABELS = {
+  ingest: "ingest",
+  image_decode: "image decode",
+  queue: "queue",
+  preprocess: "preprocess",
+  vision: "vision",
+  prefill: "prefill",
+  decode: "decode",
+  relay: "relay",
+};
+
+/** The stages in their order. Units: seconds. */
+function stagesOf(timings) {
+  return Object.keys(LABELS)
+    .map((name) => ({ name, seconds: timings[`${name}_s`] ?? 0 }))
+    .filter(({ seconds }) => seconds > 0);
+}
+
+export function formatTime(seconds) {
+  const ms = seconds * 1000;
+  if (ms >= 1000) return `${seconds.toFixed(2)} s`;
+  return ms >= 100 ? `${ms.toFixed(0)} ms` : `${ms.toFixed(1)} ms`;
+}
+
+/** Fill the footer of an answer from the stream's `timings` and `usage`; `firstTextAfter` is in seconds. */
+export function showTimings(footer, { timings, usage, firstTextAfter }) {
+  const stages = stagesOf(timings);
+  const bar = footer.querySelector(".bar");
+  bar.ariaLabel = `Time by stage: ${stages.map(({ name, seconds }) => `${LABELS[name]} ${formatTime(seconds)}`).join(", ")}`;
+  bar.replaceChildren(...stages.map(toSegment));
+  footer.querySelector(".stages").replaceChildren(...stages.map(toEntry));
+  footer.querySelector(".facts").textContent = toFacts(timings, usage, firstTextAfter).join(" \u00b7 ");
+  footer.hidden = false;
+}
+
+function toSegment({ name, seconds }) {
+  const segment = document.createElement("span");
+  segment.className = `stage-${name}`;
+  segment.style.flexGrow = seconds * 1e6; // shares of a whole only above 1
+  segment.title = `${LABELS[name]} ${formatTime(seconds)}`;
+  return segment;
+}
+
+function toEntry({ name, seconds }) {
+  const entry = document.createElement("div");
+  const term = document.createElement("dt");
+  const value = document.createElement("dd");
+  entry.className = `stage-${name}`;
+  term.textContent = LABELS[name];
+  value.textContent = formatTime(seconds);
+  entry.append(term, value);
+  return entry;
+}
+
+function toFacts(timings, usage, firstTextAfter) {
+  const { completion_tokens: tokens = 0, prompt_tokens: prompt = 0, prompt_tokens_details: details } = usage ?? {};
+  const facts = [`${formatTime(timings.e2e_s)} in all`];
+  if (firstTextAfter !== null) facts.push(`first text after ${formatTime(firstTextAfter)}`);
+  facts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
+  if (tokens > 1 && timings.decode_s > 0) facts.push(`${Math.round((tokens - 1) / timings.decode_s)} tokens/s`);
+  facts.push(`${prompt} prompt tokens${details?.cached_tokens ? ` (${details.cached_tokens} cached)` : ""}`);
+  return facts;
+}

@@ -1,0 +1,36 @@
+// What an empty page offers: sample pictures and questions. The built-in model "shapes" was made for them.
+
+const SAMPLES = [
+  { path: "page/samples/shapes.png", name: "Sample: star, circle and square on white" },
+  { path: "page/samples/night.png", name: "Sample: ring and cross on black" },
+  { path: "page/samples/crowd.png", name: "Sample: triangle, star, circle and cross on gray" },
+];
+const SUGGESTIONS = ["Describe the image.", "How many shapes are there?", "What is in the center?"];
+
+/** Fill the lists; `onPicture` gets a blob and its name, `onQuestion` a text, after a picture if there was none. */
+export function showWelcome({ pictures, questions }, { hasPicture, onPicture, onQuestion }) {
+  const take = async ({ path, name }) => onPicture(await (await fetch(path)).blob(), name);
+  const ask = async (text) => {
+    if (!hasPicture()) await take(SAMPLES[0]);
+    onQuestion(text);
+  };
+  pictures.replaceChildren(...SAMPLES.map((sample) => toButton(toImage(sample), () => take(sample))));
+  questions.replaceChildren(...SUGGESTIONS.map((text) => toButton(text, () => ask(text))));
+}
+
+function toImage({ path, name }) {
+  const image = document.createElement("img");
+  image.src = path;
+  image.alt = name;
+  return image;
+}
+
+function toButton(content, onClick) {
+  const item = document.createElement("li");
+  const button = document.createElement("button");
+  button.type = "button";
+  button.append(content);
+  button.addEventListener("click", onClick);
+  item.append(button);
+  return item;
+}

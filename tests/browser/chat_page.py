@@ -1,0 +1,127 @@
+"""The chat page in a headless browser, in the words of somebody who uses it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tests.integration.fleet_process import ROOT
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SCREENSHOTS = ROOT / ".cache" / "screenshots"
+PATIENCE_S = 30  # a busy machine; an idle one needs a hundredth of it
+DESK = (1180, 800)
+PHONE = (390, 844)
+
+#: Hands files to the page as a drop or a paste would: events cannot be made from outside of a browser.
+GIVE_FILES = """
+const [kind, name, type, base64] = arguments;
+const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+const data = new DataTransfer();
+data.items.add(new File([bytes], name, {type}));
+const options = {bubbles: true, cancelable: true};
+if (kind === "drop") {
+  document.body.dispatchEvent(new DragEvent("dragover", {...options, dataTransfer: data}));
+  document.body.dispatchEvent(new DragEvent("drop", {...options, dataTransfer: data}));
+} else {
+  document.activeElement.dispatchEvent(new ClipboardEvent("paste", {...options, clipboardData: data}));
+}
+"""
+
+
+def start_browser(profile: Path) -> Chrome:
+    """A headless browser of its own. Skips the test, and says why, where there is none."""
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("no chromium with chromedriver here (Debian: chromium, chromium-driver)")
+    options = ChromeOptions()
+    options.binary_location = binary
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    arguments += ["--disable-background-networking", f"--user-data-dir={profile}"]
+    if os.geteuid() == 0:
+        arguments.append("--no-sandbox")
+    for argument in arguments:
+        options.add_argument(argument)
+    return Chrome(options=options, service=ChromeService(driver))
+
+
+class ChatPage:
+    """One open page."""
+
+    def __init__(self, browser: Chrome, url: str) -> None:
+        self.browser = browser
+        self.url = url
+
+    def open(self, size: tuple[int, int] = DESK, scheme: str = "light") -> None:
+        """Load the page anew on a screen of this size, in CSS pixels."""
+        width, height = size
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
+        self.browser.get(self.url)
+
+    def wait_for(self, condition):
+        """What `condition` returns once it is true."""
+        return WebDriverWait(self.browser, PATIENCE_S, poll_frequency=0.05).until(
+            lambda _: condition()
+        )
+
+    def find(self, selector: str) -> WebElement:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def find_all(self, selector: str) -> list[WebElement]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def wait_for_model(self) -> str:
+        """The chosen model, once the fleet has told its models."""
+        return self.wait_for(lambda: self.find("#model").get_property("value"))
+
+    def attach(self, *pictures: Path) -> None:
+        self.find("#files").send_keys("\n".join(map(str, pictures)))
+
+    def give(self, kind: str, base64: str, name: str, media_type: str) -> None:
+        """Drop or paste a file."""
+        self.browser.execute_script(GIVE_FILES, kind, name, media_type, base64)
+
+    def ask(self, question: str, *pictures: Path) -> None:
+        """Type a question and press enter."""
+        if pictures:
+            self.attach(*pictures)
+            self.wait_for(lambda: len(self.find_all("#tray img")) == len(pictures))
+        self.find("#question").send_keys(question, Keys.ENTER)
+
+    @property
+    def answer(self) -> WebElement:
+        """The latest answer."""
+        return self.find_all(".answer")[-1]
+
+    @property
+    def answer_text(self) -> str:
+        return self.answer.find_element(By.CSS_SELECTOR, ".text").text
+
+    @property
+    def note(self) -> str:
+        return self.answer.find_element(By.CSS_SELECTOR, ".note").text
+
+    def wait_for_end(self) -> str:
+        """The latest answer's text, once it is complete, stopped or failed."""
+        self.wait_for(lambda: self.answer.get_attribute("aria-busy") == "false")
+        return self.answer_text
+
+    def complaints(self) -> list[str]:
+        """What the browser's console has said since it was asked last: errors, policy violations."""
+        return [entry["message"] for entry in self.browser.get_log("browser")]
+
+    def keep(self, name: str) -> None:
+        """Keep a screenshot for people to look at."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.browser.save_screenshot(str(SCREENSHOTS / f"{name}.png"))

@@ -1,0 +1,226 @@
+"""The chat page against a real fleet: asking, watching, stopping, following up, and what goes wrong."""
+
+import base64
+import re
+from collections.abc import Iterator
+
+import pytest
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from shared.metrics import STAGES
+from tests.browser.chat_page import DESK, PHONE, ChatPage
+from tests.browser.conftest import NUM_TOKENS
+from tests.integration.fleet_process import SAMPLE, Served, start_fleet
+
+SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
+
+
+def test_an_answer_about_a_picture_streams_in_and_tells_where_its_time_went(page: ChatPage):
+    page.ask("What is it?", SAMPLE)
+    beginning = page.wait_for(lambda: page.answer_text)
+    assert page.answer.get_attribute("aria-busy") == "true"
+    answer = page.wait_for_end()
+    assert answer.startswith(beginning)
+    assert len(answer) > len(beginning)
+    facts = page.answer.find_element(By.CSS_SELECTOR, ".facts").text
+    assert "in all" in facts
+    assert f"{NUM_TOKENS} tokens" in facts
+    assert "tokens/s" in facts
+    times = {row.get_attribute("class"): milliseconds(row) for row in page.find_all(".stages div")}
+    assert {f"stage-{name}" for name in STAGES} >= set(times) > {"stage-vision", "stage-decode"}
+    widths = {
+        segment.get_attribute("class"): segment.size["width"]
+        for segment in page.find_all(".bar span")
+    }
+    assert max(widths, key=widths.__getitem__) == max(times, key=times.__getitem__)
+    assert page.find("#announcer").get_property("textContent") == answer
+    page.keep("answer")
+
+
+def milliseconds(row: WebElement) -> float:
+    value, unit = row.find_element(By.TAG_NAME, "dd").text.split()
+    return float(value) * (1000 if unit == "s" else 1)
+
+
+def test_a_follow_up_carries_the_conversation(page: ChatPage):
+    page.ask("What is it?", *SAMPLES[:2])
+    page.wait_for_end()
+    first = prompt_tokens(page)
+    page.ask("And the other?")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    page.wait_for_end()
+    assert prompt_tokens(page) > first + NUM_TOKENS
+    assert page.find_all("#tray img") == []
+    page.find("#new").click()
+    assert page.find_all(".answer") == []
+    assert page.find("#welcome").is_displayed()
+
+
+def prompt_tokens(page: ChatPage) -> int:
+    facts = page.answer.find_element(By.CSS_SELECTOR, ".facts").text
+    return int(re.findall(r"(\d+) prompt tokens", facts)[0])
+
+
+def test_an_answer_can_be_stopped_and_what_came_stays(page: ChatPage):
+    page.ask("What is it?", SAMPLE)
+    page.wait_for(lambda: page.answer_text)
+    page.find("#stop").click()
+    text = page.wait_for_end()
+    assert page.note == "Stopped."
+    assert 0 < len(text.split()) < NUM_TOKENS - 1
+    assert page.find("#send").is_displayed()
+    assert page.browser.switch_to.active_element == page.find("#question")
+
+
+def test_escape_stops_too(page: ChatPage):
+    page.ask("What is it?", SAMPLE)
+    page.wait_for(lambda: page.answer_text)
+    page.find("#question").send_keys(Keys.ESCAPE)
+    page.wait_for_end()
+    assert page.note == "Stopped."
+
+
+def test_pictures_are_dropped_pasted_and_taken_out_again(page: ChatPage):
+    data = base64.b64encode(SAMPLE.read_bytes()).decode()
+    page.give("drop", data, "dropped.png", "image/png")
+    page.wait_for(lambda: len(page.find_all("#tray img")) == 1)
+    page.give("paste", data, "pasted.png", "image/png")
+    page.wait_for(lambda: len(page.find_all("#tray img")) == 2)
+    page.find("#samples button").click()
+    page.wait_for(lambda: len(page.find_all("#tray img")) == 3)
+    page.find('[aria-label="Remove dropped.png"]').click()
+    names = [image.get_attribute("alt") for image in page.find_all("#tray img")]
+    assert names == ["pasted.png", "Sample: star, circle and square on white"]
+    page.ask("What are they?")
+    page.wait_for_end()
+    assert len(page.find_all(".question img")) == 2
+
+
+def test_other_formats_are_drawn_anew_and_what_is_no_picture_is_said_kindly(page: ChatPage):
+    gif = "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
+    page.give("drop", gif, "dot.gif", "image/gif")
+    page.wait_for(lambda: len(page.find_all("#tray img")) == 1)
+    assert page.find("#tray img").get_attribute("src").startswith("data:image/png;base64,")
+    page.give("drop", base64.b64encode(b"hello").decode(), "notes.txt", "text/plain")
+    hint = page.wait_for(lambda: page.find("#hint").text)
+    assert hint == "notes.txt is not a picture that this browser can read."
+    page.find("#tray button").click()
+    page.find("#send").click()
+    assert page.find("#hint").text == "Type a question first."
+
+
+def test_an_error_is_shown_in_words_and_the_question_can_be_asked_again(page: ChatPage):
+    broken = base64.b64encode(SAMPLE.read_bytes()[:20]).decode()
+    page.give("paste", broken, "broken.png", "image/png")
+    page.wait_for(lambda: page.find_all("#tray img"))
+    page.ask("What is it?")
+    page.wait_for_end()
+    assert "image" in page.note
+    assert "{" not in page.note
+    page.keep("error")
+    page.answer.find_element(By.CSS_SELECTOR, ".again").click()
+    page.wait_for_end()
+    assert len(page.find_all(".answer")) == 1
+    page.ask("And without it?")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    assert page.wait_for_end()
+    refused = [line for line in page.complaints() if "400 (Bad Request)" not in line]
+    assert refused == []
+
+
+def test_settings_reach_the_model_and_wrong_ones_are_shown(page: ChatPage):
+    page.find("#show-settings").click()
+    longest = page.find("[name=max_tokens]")
+    longest.send_keys("0")
+    page.ask("What is it?")
+    assert page.find_all(".answer") == []
+    assert page.find("#settings").is_displayed()
+    page.keep("settings")
+    longest.clear()
+    longest.send_keys("5")
+    page.find("#question").send_keys(Keys.ENTER)
+    assert len(page.wait_for(lambda: page.find_all(".answer")) and page.wait_for_end().split()) == 5
+    assert page.note == "Cut at the longest length that is allowed."
+
+
+def test_markup_in_a_question_stays_text(page: ChatPage):
+    page.ask("<img src=x onerror=alert(1)><b>bold</b>")
+    page.wait_for_end()
+    assert page.find(".question .text").text == "<img src=x onerror=alert(1)><b>bold</b>"
+    assert page.find_all(".question .text *") == []
+
+
+def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
+    page.find("#samples button").send_keys(Keys.ENTER)
+    page.wait_for(lambda: page.find_all("#tray img"))
+    names = []
+    page.browser.execute_script("document.querySelector('#show-settings').focus()")
+    while (element := page.browser.switch_to.active_element) != page.find("#send"):
+        names.append(element.accessible_name)
+        ActionChains(page.browser).send_keys(Keys.TAB).perform()
+        assert len(names) < 40
+    names.append(element.accessible_name)
+    assert all(names), names
+    assert names.index("Settings") < names.index("Describe the image.") < names.index("Question")
+    assert {"Add pictures", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
+
+
+def test_it_fits_a_phone_and_the_dark(page: ChatPage):
+    screens = (("phone", PHONE, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
+    for name, size, scheme in screens:
+        page.open(size, scheme)
+        page.wait_for_model()
+        page.keep(f"welcome-{name}")
+        page.ask("What is it?", *SAMPLES[:2])
+        page.wait_for_end()
+        root = page.find("html")
+        assert root.get_property("scrollWidth") <= size[0]
+        page.keep(f"answer-{name}")
+    assert is_dark(page)
+    page.open()
+    page.wait_for_model()
+    assert not is_dark(page)
+    page.keep("welcome")
+
+
+def is_dark(page: ChatPage) -> bool:
+    color = page.find("html").value_of_css_property("background-color")
+    return int(color.split("(")[1].split(",")[0]) < 128
+
+
+@pytest.fixture
+def keyed(browser, tmp_path) -> Iterator[Served]:
+    """A fleet of its own that wants a key."""
+    fleet = start_fleet(
+        tmp_path, VLM_GATEWAY__API_KEYS="sk-one", VLM_ENGINE__MOCK__DECODE_S="0.05",
+        VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="1000",
+    )  # fmt: skip
+    yield fleet
+    fleet.end()
+
+
+def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser, keyed):
+    page = ChatPage(browser, keyed.url)
+    page.open()
+    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+    page.keep("key")
+    page.find("#key").send_keys("sk-wrong", Keys.ENTER)
+    refused = page.wait_for(lambda: page.find("#key-error").text)
+    assert refused == "The gateway did not take that key."
+    page.find("#key").send_keys("sk-one", Keys.ENTER)
+    assert page.wait_for_model() == "mock"
+    assert not page.find("#key-dialog").is_displayed()
+    page.ask("What is it?", SAMPLE)
+    page.wait_for(lambda: page.answer_text)
+    keyed.child("gateway").kill()
+    assert page.wait_for_end()
+    assert page.note == "The connection was lost before the answer was complete."
+    page.answer.find_element(By.CSS_SELECTOR, ".again").click()
+    page.wait_for(lambda: "cannot be reached" in page.note)
+    assert page.browser.execute_script("return localStorage.length + sessionStorage.length") == 0
+    expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+    complaints = page.complaints()
+    assert [line for line in complaints if not any(text in line for text in expected)] == []

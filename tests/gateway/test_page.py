@@ -1,0 +1,83 @@
+"""The chat page's files: who gets them, with which rules, and that they are complete."""
+
+import re
+
+import pytest
+
+from gateway.page import FOLDER, load_page
+from tests.integration.fleet_process import SAMPLE
+
+KEYS = {"gateway": {"api_keys": ("sk-one",)}}
+FILES = load_page()
+
+
+@pytest.mark.parametrize("changes", [{}, KEYS])
+async def test_every_file_is_served_without_a_key(gateway):
+    for path, file in FILES.items():
+        response = await gateway.client.get(path)
+        assert (response.status_code, response.content) == (200, file.body), path
+        assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("changes", [KEYS])
+@pytest.mark.parametrize(
+    "path",
+    ["/page", "/page/", "/page/index.html", "/page/../v1/models", "/page/../page.py", "//", "/index.html",
+     "/page/%2e%2e/page.py"],
+)  # fmt: skip
+async def test_nothing_else_is_public_with_the_page(gateway, path):
+    assert (await gateway.client.get(gateway.url + path)).status_code == 401
+
+
+async def test_only_reading_is_answered(gateway):
+    assert (await gateway.client.post("/")).status_code == 404
+    head = await gateway.client.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_the_policy_allows_this_pages_own_files_alone(gateway):
+    headers = (await gateway.client.get("/")).headers
+    policy = dict(
+        part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
+    )
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+async def test_a_browser_that_has_the_bytes_is_told_so(gateway):
+    first = await gateway.client.get("/page/main.js")
+    tag = first.headers["etag"]
+    assert first.headers["cache-control"] == "no-cache"
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        again = await gateway.client.get("/page/main.js", headers={"if-none-match": known})
+        assert (again.status_code, again.content) == (304, b""), known
+        assert again.headers["etag"] == tag
+    other = await gateway.client.get("/page/main.js", headers={"if-none-match": '"other"'})
+    assert other.status_code == 200
+
+
+def test_the_page_has_no_inline_code_and_names_only_files_that_are_there():
+    html = FILES["/"].body.decode()
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", html)
+    assert all(" src=" in tag for tag in re.findall(r"<script[^>]*>", html))
+    named = set(re.findall(r'(?:src|href)="([^"]+)"', html))
+    for path, file in FILES.items():
+        if path.endswith(".js"):
+            text = file.body.decode()
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text
+            )
+            assert not re.search(r"localStorage|sessionStorage|document\.cookie|indexedDB", text)
+            named |= {f"page/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
+            named |= set(re.findall(r'"(page/[^"]+)"', text))
+    assert {f"/{name}" for name in named} == set(FILES) - {"/"}
+
+
+def test_sample_pictures_are_those_of_the_built_in_model():
+    originals = {path.name: path.read_bytes() for path in SAMPLE.parent.glob("*.png")}
+    assert {path.name: path.read_bytes() for path in (FOLDER / "samples").iterdir()} == originals
