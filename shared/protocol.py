@@ -110,7 +110,12 @@ class GenerateRequest(Message, frozen=True, omit_defaults=True):
     images: tuple[ImageRef, ...] = ()
     cache_salt: str = ""  #: separates the caches of tenants
     trace_parent: str | None = None
-    stream: bool = True  #: whether tokens are wanted as they come; else they may wait for one another
+    stream: bool = (
+        True  #: whether tokens are wanted as they come; else they may wait for one another
+    )
+    is_detached: bool = (
+        False  #: it goes on without its gateway: its answer may be asked for elsewhere
+    )
     version: int = PROTOCOL_VERSION
 
 

@@ -17,7 +17,7 @@ AFTER_END_S = 60.0
 #: Idle queues; longer than the longest deadline.
 QUEUE_TTL_S = 48 * 3600.0
 #: A mailbox nobody renews belongs to a gateway that is gone.
-MAILBOX_TTL_S = 60.0
+MAILBOX_TTL_S = 30.0
 MAX_MAILBOX_ENTRIES = 20_000
 DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000

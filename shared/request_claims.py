@@ -17,9 +17,9 @@ from shared.claim_reply import giving_up, read_claim
 from shared.publication import Claim, Publication
 from shared.publisher import Publisher, refusals
 from shared.redis_client import retry_idempotent
-from shared.redis_keys import GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
+from shared.redis_keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
 from shared.redis_link import RedisLink, RedisSender
-from shared.scripts import BEGIN, CLAIM, REAP, RELEASE, RENEW
+from shared.scripts import BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,23 @@ class RequestClaims:
         refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
         self._held.difference_update(c.entry_id for c in claims if c.request.request_id in refused)
         return refused
+
+    async def gateways(self, names: Iterable[str]) -> list[tuple[str, bool]]:
+        """Gateways by name, and whether each has its mailbox. Raises: RedisError."""
+        names = list(names)
+        keys = [self._keys.mailbox(self._model, name) for name in names]
+        found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
+        return [(name, count == 1) for name, count in zip(names, found, strict=True)]
+
+    async def cancel(self, claims: Sequence[Claim]) -> None:
+        """End requests that nobody waits for any more. Raises: RedisError."""
+        keys = [self._queue]
+        for claim in claims:
+            request_id = claim.request.request_id
+            keys.append(self._keys.request(self._model, request_id))
+            keys.append(self._keys.log(self._model, request_id))
+            self._held.discard(claim.entry_id)
+        await self._sender.run(CANCEL, keys, (GROUP, to_ms(AFTER_END_S)))
 
     async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
         """Give requests back for others to take at once; returns how many. Raises: RedisError.

@@ -19,6 +19,7 @@ from shared.redis_client import BLOCK_S
 from shared.registry import Registry, WorkerRecord
 from shared.request_claims import RequestClaims
 from shared.settings import EngineSettings, WorkerSettings
+from worker.absence import Absence
 from worker.engine_thread import EngineBroken, EngineThread, News
 from worker.flights import Flights
 from worker.outbox import Outbox
@@ -61,6 +62,7 @@ class Worker:
             engine, preprocessor, self._outbox, engine_settings.max_num_seqs, self._begin
         )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
+        self._absence = Absence()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
         self._last_reap_at = time.monotonic()
@@ -214,6 +216,18 @@ class Worker:
         for flight in flights:
             if flight.request_id in refused and self._flights.find(flight.claim):
                 self._flights.let_go(flight, refused[flight.request_id])
+        await self._cancel_deserted()
+
+    async def _cancel_deserted(self) -> None:
+        """End what nobody waits for: the requests of gateways that are gone."""
+        waited_for = [f for f in self._flights.all() if not f.claim.request.is_detached]
+        names = {flight.claim.request.reply_to for flight in waited_for}
+        gone = self._absence.note(await self.claims.gateways(names), time.monotonic())
+        deserted = [flight for flight in waited_for if flight.claim.request.reply_to in gone]
+        if deserted:
+            await self.claims.cancel([flight.claim for flight in deserted])
+            for flight in deserted:
+                self._flights.let_go(flight, "cancelled")
 
     @property
     def _is_wedged(self) -> bool:

@@ -10,6 +10,7 @@ from PIL import Image
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+import worker.absence
 from shared.image_store import ImageStore
 from shared.protocol import (
     ChatMessage,
@@ -180,6 +181,28 @@ async def test_a_cancelled_request_leaves_the_engine(ends, answers):
 
         await until(is_idle, 2.0)
         assert running.engine.aborted
+
+
+async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, monkeypatch):
+    monkeypatch.setattr(worker.absence, "GONE_AFTER_S", 0.2)
+    async with run_worker(ends, mock=SLOW) as running:
+        deserted = await ends.enqueue(make_request(reply_to="gone", sampling=LONG))
+        detached = make_request(reply_to="gone", sampling=LONG, is_detached=True)
+        await ends.enqueue(detached)
+        heard = await ends.enqueue(make_request(sampling=LONG))
+
+        async def has_left_the_engine() -> bool:
+            return bool(running.engine.aborted)
+
+        await until(has_left_the_engine)
+        assert isinstance((await answers.end(heard))[-1], Finished)
+
+        async def has_ended() -> bool:
+            return (await ends.queue.state(MODEL, detached.request_id)).state == "finished"
+
+        await until(has_ended)
+    assert (await ends.queue.state(MODEL, deserted.request_id)).state == "cancelled"
+    assert running.engine.aborted == [f"{deserted.request_id}@1"]
 
 
 async def test_a_request_past_its_deadline_is_ended_while_it_runs(ends, answers):
