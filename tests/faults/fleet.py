@@ -1,0 +1,113 @@
+"""The fleet under test: what stands, who asks, and the promises that must hold at the end of each test."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from shared.redis_keys import RedisKeys
+from tests.faults.clients import Clients
+from tests.faults.history import CANCELLED, FAILED, FINISHED, conservation
+from tests.faults.processes import MODEL, PREFIX, WITHIN_S, Process, Processes, run_processes
+from tests.faults.proxy import FaultProxy, run_proxy
+from tests.faults.rest import redis_leftovers
+
+KEYS = RedisKeys(PREFIX)
+
+
+class Fleet:
+    """Processes, the gateway's URL, and names that no other request has."""
+
+    def __init__(self, processes: Processes, gateway: Process, url: str, proxy: FaultProxy) -> None:
+        self.processes = processes
+        self.redis = processes.redis
+        self.gateway = gateway
+        self.url = url
+        self.proxy = proxy
+        self._numbers = count(1)
+        self._worker_numbers = count(1)
+
+    def name(self, fault: str = "") -> str:
+        """A prompt of its own, which asks for a fault."""
+        return f"{fault} question {next(self._numbers)}".strip()
+
+    async def worker(self, *, wait: bool = True, **variables: str) -> Process:
+        """One more worker."""
+        name = f"worker-{next(self._worker_numbers)}"
+        return await self.processes.worker(name, wait=wait, **variables)
+
+    async def retire_workers(self) -> None:
+        """No worker is left, nor any request."""
+        for process in self.processes.all:
+            if process.name.startswith("worker"):
+                await process.end()
+
+    async def until(self, holds: Callable[[], Awaitable[bool]], within_s: float = WITHIN_S) -> None:
+        """Wait until something holds; while Redis is away it does not."""
+        async with asyncio.timeout(within_s):
+            while not await _holds(holds):
+                await asyncio.sleep(0.05)
+
+    async def at_rest(self) -> None:
+        """Every request has ended, in Redis as for the clients. Raises: AssertionError, naming what is left."""
+        left: list[str] = []
+
+        async def is_empty() -> bool:
+            left[:] = await redis_leftovers(self.redis, PREFIX)
+            return not left
+
+        try:
+            await self.until(is_empty, 30.0)
+        except TimeoutError:
+            raise AssertionError(left) from None
+
+    async def dead_letters(self) -> list[dict[bytes, bytes]]:
+        """The requests that were given up."""
+        return [fields for _, fields in await self.redis.xrange(KEYS.dead(MODEL))]
+
+
+async def _holds(holds: Callable[[], Awaitable[bool]]) -> bool:
+    try:
+        return await holds()
+    except RedisError:
+        return False
+
+
+@asynccontextmanager
+async def run_fleet(folder: Path) -> AsyncIterator[Fleet]:
+    """Redis behind a proxy, and a gateway that listens."""
+    async with run_proxy(folder / "redis.sock") as proxy, run_processes(folder, proxy.url) as all_:
+        gateway, url = await all_.gateway()
+        yield Fleet(all_, gateway, url, proxy)
+
+
+@asynccontextmanager
+async def playing(fleet: Fleet, texts: Iterable[str], **options) -> AsyncIterator[Clients]:
+    """Clients that ask all at once while the block plays a fault; then every promise must hold."""
+    clients = Clients()
+    tasks = [asyncio.create_task(clients.ask(fleet.url, text, **options)) for text in texts]
+    try:
+        yield clients
+        async with asyncio.timeout(WITHIN_S):
+            await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    outcomes = clients.history.outcomes()
+    accepted = sum(outcomes[kind] for kind in (FINISHED, FAILED, CANCELLED))
+    assert clients.history.violations() == []
+    assert conservation(accepted, outcomes) == []
+    await fleet.at_rest()
+
+
+async def tokens_seen(fleet: Fleet, clients: Clients, text: str, count: int) -> None:
+    """Wait until a client has seen so many tokens."""
+
+    async def has_seen() -> bool:
+        return len(clients.history.tokens(text)) >= count
+
+    await fleet.until(has_seen)

@@ -1,0 +1,142 @@
+"""A fleet of real processes around a Redis of its own, which tests kill, stop and start again."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from shared.embedded_redis import EmbeddedRedis
+from shared.redis_client import create_redis
+from shared.settings import RedisSettings
+
+ROOT = Path(__file__).parent.parent.parent
+WITHIN_S = 120.0  #: for anything to happen at all, on a machine with much else to do
+LEASE_S = 3.0
+REQUEST_TIMEOUT_S = 90.0
+PREFIX = "faults"
+MODEL = "mock"
+
+
+class Process:
+    """One process, its exit code and what it said."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.process = process
+        self.lines: list[str] = []
+        self._said = asyncio.Condition()
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            async with self._said:
+                self.lines.append(line.decode(errors="replace"))
+                self._said.notify_all()
+        async with self._said:
+            self._said.notify_all()
+
+    async def says(self, words: str) -> str:
+        """The first line with these words, once it was said."""
+
+        def found() -> bool:
+            return any(words in line for line in self.lines) or self._reader.done()
+
+        async with asyncio.timeout(WITHIN_S), self._said:
+            await self._said.wait_for(lambda: found() or self.process.returncode is not None)
+        lines = [line for line in self.lines if words in line]
+        assert lines, f"{self.name} never said {words!r}:\n" + "".join(self.lines[-20:])
+        return lines[0]
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Its exit code, once it has ended."""
+        return await asyncio.wait_for(self.process.wait(), WITHIN_S)
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            self.signal(signal.SIGKILL)
+        await self.process.wait()
+        await self._reader
+
+
+class Processes:
+    """Gateways and workers by name, and the Redis between them."""
+
+    def __init__(self, server: EmbeddedRedis, redis: Redis, redis_url: str) -> None:
+        self.server = server
+        self.redis = redis
+        self.redis_url = redis_url  #: what new processes are told; a proxy may stand there
+        self.all: list[Process] = []
+
+    async def _start(self, name: str, *command: str, **variables: str) -> Process:
+        environment = {
+            "VLM_REDIS_URL": self.redis_url,
+            "VLM_REDIS__KEY_PREFIX": PREFIX,
+            "VLM_GATEWAY__REQUEST_TIMEOUT_S": str(REQUEST_TIMEOUT_S),
+            "VLM_GATEWAY__SILENCE_TIMEOUT_S": "2",
+            "VLM_WORKER__LEASE_S": str(LEASE_S),
+            "VLM_WORKER__HEARTBEAT_S": "0.2",
+            "VLM_ENGINE__MOCK__DECODE_S": "0.02",
+            "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
+            **variables,
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *command,
+            cwd=ROOT, env={**os.environ, **environment}, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        self.all.append(Process(name, process))
+        return self.all[-1]
+
+    async def worker(self, name: str, *, wait: bool = True, **variables: str) -> Process:
+        """A worker that plays the faults named in prompts; ready, if waited for."""
+        variables["VLM_WORKER__ID"] = name
+        process = await self._start(name, "tests.faults.faulty_worker", **variables)
+        if wait:
+            await process.says("is ready")
+        return process
+
+    async def gateway(self, **variables: str) -> tuple[Process, str]:
+        """A gateway that listens, and its URL."""
+        command = ("vlm", "gateway", "--port", "0", "--die-with-parent")
+        process = await self._start("gateway", *command, **variables)
+        line = await process.says("gateway listens")
+        found = re.search(r"http://[\d.:]+", line)
+        assert found is not None
+        return process, found[0]
+
+    def kill_redis(self) -> None:
+        assert self.server.pid is not None
+        os.kill(self.server.pid, signal.SIGKILL)
+        self.server.stop()
+
+    async def close(self) -> None:
+        for process in self.all:
+            process.signal(signal.SIGCONT)
+            await process.end()
+
+
+@asynccontextmanager
+async def run_processes(folder: Path, redis_url: str = "") -> AsyncIterator[Processes]:
+    """A Redis, and room for processes around it. `redis_url`: where they find it, if not directly."""
+    with EmbeddedRedis(folder) as server:
+        redis = create_redis(RedisSettings(url=server.url))
+        processes = Processes(server, redis, redis_url or server.url)
+        try:
+            yield processes
+        finally:
+            await processes.close()
+            await redis.aclose()

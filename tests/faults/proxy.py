@@ -1,0 +1,129 @@
+"""A TCP proxy that does to connections what networks do: delay, lose a reply, go silent, reset.
+
+It stands between processes and Redis; it must not know what they say, only which bytes to wait for.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+CHUNK = 65536
+
+
+class FaultProxy:
+    """Forwards connections from `port` to a unix socket until it is told otherwise."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.port = 0
+        self.latency_s = 0.0
+        self.num_lost = 0  #: replies that were dropped
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._lost_after = b""
+        self._is_lossy: set[asyncio.StreamWriter] = set()  # connections whose next reply is lost
+        self._clients: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._clients)
+
+    def drop_next_reply(self, after: bytes) -> None:
+        """Let the next command that holds these bytes through, and lose the reply: the connection breaks."""
+        self._lost_after = after
+
+    def freeze(self) -> None:
+        """Keep every connection open and pass nothing on, in either direction."""
+        self._flowing.clear()
+
+    def thaw(self) -> None:
+        """Pass on what was held back, and all that follows."""
+        self._flowing.set()
+
+    def reset(self) -> None:
+        """End every connection with an RST."""
+        for client in list(self._clients):
+            sock = client.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        try:
+            up_reader, up_writer = await asyncio.open_unix_connection(str(self.target))
+        except OSError:
+            client.transport.abort()
+            return
+        self._clients.add(client)
+        up = asyncio.create_task(self._send_commands(reader, up_writer, client))
+        down = asyncio.create_task(self._send_replies(up_reader, client))
+        self._tasks |= {up, down}
+        await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (up, down):
+            task.cancel()
+        for writer in (client, up_writer):
+            writer.transport.abort()
+        self._clients.discard(client)
+        self._is_lossy.discard(client)
+        self._tasks -= {up, down}
+
+    async def _send_commands(
+        self,
+        reader: asyncio.StreamReader,
+        redis: asyncio.StreamWriter,
+        client: asyncio.StreamWriter,
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(CHUNK):
+                await self._delay()
+                if self._lost_after and self._lost_after in data:
+                    self._lost_after = b""
+                    self._is_lossy.add(client)
+                redis.write(data)
+                await redis.drain()
+
+    async def _send_replies(
+        self, redis: asyncio.StreamReader, client: asyncio.StreamWriter
+    ) -> None:
+        with suppress(OSError):
+            while data := await redis.read(CHUNK):
+                if client in self._is_lossy:
+                    self.num_lost += 1
+                    return
+                await self._delay()
+                client.write(data)
+                await client.drain()
+
+    async def _delay(self) -> None:
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
+        await self._flowing.wait()
+
+    async def close(self) -> None:
+        """End all connections."""
+        self.thaw()
+        self.reset()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def run_proxy(target: Path) -> AsyncIterator[FaultProxy]:
+    """A proxy on a free port of loopback."""
+    proxy = FaultProxy(target)
+    server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        server.close()
+        await proxy.close()
+        await server.wait_closed()

@@ -1,0 +1,71 @@
+"""Faults of real processes, short form: what every test run can afford. The rest is in `test_faults_long`.
+
+Faults come at named points of a request or of a stream, never after a time; each test ends with all promises checked.
+"""
+
+import asyncio
+import signal
+from collections import Counter
+
+import pytest
+
+from tests.faults.fleet import playing, tokens_seen
+from tests.faults.history import CANCELLED, FAILED, FINISHED
+from tests.faults.rest import Resources, growth
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+
+async def test_a_worker_killed_in_decode_is_not_noticed_by_any_client(fleet):
+    """P2, P3, P4: the answers are those of a fleet in which nothing happened."""
+    victim = await fleet.worker()
+    texts = [fleet.name("!kill-decode"), *(fleet.name() for _ in range(3))]
+    async with playing(fleet, texts) as clients:
+        assert await victim.ended() == -signal.SIGKILL
+        assert clients.history.outcomes() == Counter()
+        await fleet.worker()
+    assert clients.history.outcomes() == {FINISHED: 4}
+    assert await fleet.dead_letters() == []
+
+
+async def test_a_failing_sequence_fails_alone(fleet):
+    text = fleet.name("!raise")
+    async with playing(fleet, [text, fleet.name(), fleet.name()]) as clients:
+        pass
+    assert clients.history.outcomes() == {FAILED: 1, FINISHED: 2}
+    assert clients.errors[text]["code"] == "engine_failure"
+
+
+async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
+    """P7, and what gateway and Redis hold is what they held before."""
+    async with playing(fleet, [fleet.name() for _ in range(4)]):
+        pass
+    before = Resources.of(fleet.gateway.pid)
+    async with playing(fleet, [fleet.name() for _ in range(8)], leave_after=3) as clients:
+        pass
+    assert clients.history.outcomes() == {CANCELLED: 8}
+
+    async def is_back() -> bool:
+        return growth(before, Resources.of(fleet.gateway.pid)) == []
+
+    await fleet.until(is_back)
+
+
+async def test_a_redis_that_is_killed_in_mid_stream_loses_nothing(fleet):
+    """P4: what it had acknowledged is in its file; streams pause and go on."""
+    texts = [fleet.name() for _ in range(3)]
+    async with playing(fleet, texts, num_tokens=120) as clients:
+        for text in texts:
+            await tokens_seen(fleet, clients, text, 10)
+        fleet.processes.kill_redis()
+        await asyncio.to_thread(fleet.processes.server.start)
+    assert clients.history.outcomes() == {FINISHED: 3}
+
+
+async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):
+    """The worker dies after Redis took the last event and before it knows; P1."""
+    await fleet.retire_workers()
+    victim = await fleet.worker()
+    async with playing(fleet, [fleet.name("!kill-finish")]) as clients:
+        assert await victim.ended() == -signal.SIGKILL
+    assert clients.history.outcomes() == {FINISHED: 1}
