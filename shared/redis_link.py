@@ -8,6 +8,7 @@ client; nothing here knows keys or what scripts mean.
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import hiredis
@@ -25,6 +26,8 @@ from shared.scripts import Script
 
 Part = str | bytes | int
 Command = Sequence[Part]
+Done = Callable[[list[Any] | Exception], None]
+Call = tuple[Command, asyncio.Future[Any]]
 
 _ERRORS: dict[str, type[Exception]] = {
     "NOSCRIPT": NoScriptError,
@@ -52,7 +55,8 @@ class _Wire(asyncio.Protocol):
         self._parser = hiredis.Reader(replyError=_to_error)
         self._replies: list[Any] = []
         self._num_wanted = 0
-        self._answer: asyncio.Future[list[Any]] | None = None
+        self._done: Done | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
 
     @property
@@ -70,39 +74,61 @@ class _Wire(asyncio.Protocol):
         except hiredis.ProtocolError as error:
             self.fail(ConnectionError(f"not the protocol of Redis: {error}"))
             return
-        if self._answer is None:
+        if self._done is None:
             self.fail(ConnectionError("Redis answers what nobody asked"))
         elif len(self._replies) >= self._num_wanted:
             replies, self._replies = self._replies, []
-            answer, self._answer = self._answer, None
-            if not answer.done():
-                answer.set_result(replies)
+            if any(isinstance(reply, ConnectionError) for reply in replies):
+                self._hang_up()
+            self._finish(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail(ConnectionError("Redis closed the connection"))
 
     def fail(self, error: Exception) -> None:
         """Close, and let whoever waits know why."""
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
+        self._hang_up()
+        self._finish(error)
+
+    def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
-    async def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+    def _finish(self, result: list[Any] | Exception) -> None:
+        done, self._done = self._done, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if done is not None:
+            done(result)
+
+    def start(self, commands: Sequence[Command], timeout_s: float, done: Done) -> None:
+        """Send commands; `done` gets their replies, or what went wrong."""
         assert self._transport is not None
-        loop = asyncio.get_running_loop()
-        self._answer = answer = loop.create_future()
+        self._done = done
         self._num_wanted = len(commands)
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
         self._transport.write(b"".join([_pack(tuple(command)) for command in commands]))
-        timer = loop.call_later(timeout_s, self.fail, TimeoutError("Redis did not answer in time"))
+
+    def _give_up(self) -> None:
+        self.fail(TimeoutError("Redis did not answer in time"))
+
+    async def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.start(commands, timeout_s, partial(_set, answer))
         try:
             return await answer
         except asyncio.CancelledError:
             self.fail(ConnectionError("interrupted"))  # replies under way belong to nobody
             raise
-        finally:
-            timer.cancel()
+
+
+def _set(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 class RedisLink:
@@ -123,11 +149,15 @@ class RedisLink:
         wire = self._wire
         if wire is None or not wire.is_open:
             wire = self._wire = await self._connect()
-        replies = await wire.exchange(commands, self._timeout_s)
-        for reply in replies:
-            if isinstance(reply, ConnectionError):
-                wire.fail(reply)
-        return replies
+        return await wire.exchange(commands, self._timeout_s)
+
+    def start(self, commands: Sequence[Command], done: Done) -> bool:
+        """`exchange` without a task: `done` gets what it would return or raise. False if not connected."""
+        wire = self._wire
+        if wire is None or not wire.is_open:
+            return False
+        wire.start(commands, self._timeout_s, done)
+        return True
 
     async def execute(self, *command: Part) -> Any:
         """One command. Raises: RedisError."""
@@ -192,15 +222,19 @@ class RedisSender:
 
     def __init__(self, redis: Redis) -> None:
         self._link = RedisLink(redis)
-        self._waiting: list[tuple[Command, asyncio.Future[Any]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._waiting: list[Call] = []
+        self._sent: list[Call] = []
+        self._is_sending = False
+        self._connecting: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Part) -> Any:
         """One command. Raises: RedisError."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((command, future))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._send(), name="redis sender")
+        if not self._is_sending:
+            self._is_sending = True
+            loop.call_soon(self._send)
         return await future
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
@@ -210,28 +244,36 @@ class RedisSender:
         except NoScriptError:
             return await self.execute("EVAL", script.source, len(keys), *keys, *arguments)
 
-    async def _send(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            try:
-                replies = await self._link.exchange([command for command, _ in batch])
-            except Exception as error:
-                replies = [error] * len(batch)
-            except asyncio.CancelledError:
-                for _, future in batch:
-                    future.cancel()
-                raise
-            for (_, future), reply in zip(batch, replies, strict=True):
-                if future.done():
-                    continue
-                if isinstance(reply, Exception):
-                    future.set_exception(reply)
-                else:
-                    future.set_result(reply)
+    def _send(self) -> None:
+        """Send what waits. What comes while it is under way goes with the next write."""
+        self._sent, self._waiting = self._waiting, []
+        if not self._sent:
+            self._is_sending = False
+            return
+        commands = [command for command, _ in self._sent]
+        if not self._link.start(commands, self._settle):
+            self._connecting = asyncio.create_task(self._connect_and_send(commands))
+
+    async def _connect_and_send(self, commands: Sequence[Command]) -> None:
+        result: list[Any] | Exception
+        try:
+            result = await self._link.exchange(commands)
+        except Exception as error:
+            result = error
+        self._settle(result)
+
+    def _settle(self, result: list[Any] | Exception) -> None:
+        replies = [result] * len(self._sent) if isinstance(result, Exception) else result
+        for (_, future), reply in zip(self._sent, replies, strict=True):
+            _set(future, reply)
+        self._send()
 
     async def close(self) -> None:
         """Hang up. Commands under way fail as cancelled."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for _, future in (*self._sent, *self._waiting):
+            future.cancel()
+        self._waiting.clear()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
         self._link.close()

@@ -23,18 +23,39 @@ async def sender(redis):
 
 
 async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
-    exchange = sender._link.exchange
+    await sender.execute("PING")  # connects
+    start = sender._link.start
     batches = []
 
-    async def watch(commands):
+    def watch(commands, done):
         batches.append(len(commands))
-        return await exchange(commands)
+        return start(commands, done)
 
-    monkeypatch.setattr(sender._link, "exchange", watch)
+    monkeypatch.setattr(sender._link, "start", watch)
     replies = await asyncio.gather(*(sender.execute("ECHO", number) for number in range(10)))
 
     assert replies == [str(number).encode() for number in range(10)]
     assert batches == [10]
+
+
+async def test_commands_wait_for_the_round_trip_before_and_go_together(sender):
+    first = asyncio.create_task(sender.execute("BLPOP", "nothing", "0.05"))
+    await asyncio.sleep(0.01)
+    later = [asyncio.create_task(sender.execute("ECHO", number)) for number in range(5)]
+
+    assert await first is None
+    assert await asyncio.gather(*later) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_what_is_under_way_is_cancelled_by_closing(redis):
+    sender = RedisSender(redis)
+    await sender.execute("PING")
+    waiting = [asyncio.create_task(sender.execute("BLPOP", "nothing", 30)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    await sender.close()
+
+    await asyncio.wait(waiting, timeout=5)
+    assert all(task.cancelled() for task in waiting)
 
 
 async def test_an_error_reply_is_its_callers_alone(sender):
