@@ -1,16 +1,19 @@
 """Fetching a picture from an http(s) URL without becoming a way into the operator's network.
 
-Off by default. The name is resolved once, every address it has must be global, and the connection goes to that
-very address with the original Host and TLS name, so a second resolution cannot point elsewhere. No redirects, no
-proxies or .netrc from the environment, no content encodings; bytes and the whole time are bounded. Every failure
-reads the same, so that the answer does not tell which ports are open.
+Off until the operator names hosts, or `any-public`. A URL is split once; its name is resolved once, every address it
+has must be global, and the connection goes to that very address with the original Host and TLS name, so a second
+resolution cannot point elsewhere. Redirects are followed by hand, a few, each through all of these checks. No proxies
+or .netrc from the environment, no content encodings; bytes, the whole time and the fetches at a time, in all and from
+one host, are bounded. Every failure reads the same, so that the answer does not tell which ports are open.
 """
 
 import asyncio
 import ipaddress
 import socket
-from contextlib import suppress
-from urllib.parse import SplitResult, urlsplit
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpx
 
@@ -20,6 +23,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _MAX_URL_CHARS = 2048
 _MAX_CONCURRENT = 32  #: fetches at a time in this process
+_MAX_PER_HOST = 8  #: of these
+_MAX_REDIRECTS = 3
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+ANY_PUBLIC = "any-public"  #: stands for every host with global addresses only
 _PORTS = {"http": 80, "https": 443}
 _FORBIDDEN = frozenset('\\"<>^`{}|')
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -31,26 +38,64 @@ _IETF = ipaddress.ip_network(
 
 
 class ImageFetcher:
-    """Fetches pictures by URL, within limits. Units: bytes, seconds."""
+    """Fetches pictures by URL from `hosts`, within limits. Units: bytes, seconds."""
 
     def __init__(
-        self, *, max_bytes: int, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        *,
+        hosts: Collection[str],
+        max_bytes: int,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self.hosts = None if ANY_PUBLIC in hosts else frozenset(hosts)
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._num_by_host: Counter[str] = Counter()
         self._client = httpx.AsyncClient(
             trust_env=False, follow_redirects=False, transport=transport, timeout=timeout_s
         )
 
     async def fetch(self, url: str) -> bytes:
         """The bytes behind a URL. Raises: ImageRefused, always with the same words."""
-        with suppress(TimeoutError, OSError, httpx.HTTPError, httpx.InvalidURL, ValueError):
-            async with asyncio.timeout(self.timeout_s), self._slots:
-                return await self._fetch(parse_url(url))
+        with suppress(
+            TimeoutError, OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError
+        ):
+            async with asyncio.timeout(self.timeout_s):
+                return await self._follow(parse_url(url))
         raise ImageRefused("The image could not be fetched from its URL.", code="invalid_image_url")
 
-    async def _fetch(self, url: SplitResult) -> bytes:
+    async def _follow(self, url: SplitResult) -> bytes:
+        for _ in range(1 + _MAX_REDIRECTS):
+            with self._share_of_host(url.hostname or ""):
+                async with self._slots:
+                    answer = await self._fetch(url)
+            if isinstance(answer, bytes):
+                return answer
+            target = parse_url(urljoin(url.geturl(), answer))
+            if url.scheme == "https" != target.scheme:
+                raise ValueError("a redirect gives up encryption")
+            url = target
+        raise ValueError("too many redirects")
+
+    @contextmanager
+    def _share_of_host(self, host: str) -> Iterator[None]:
+        """Count a fetch from a host. Raises: ValueError if it is not allowed, or has too many already."""
+        if self.hosts is not None and host.rstrip(".") not in self.hosts:
+            raise ValueError("not an allowed host")
+        if self._num_by_host[host] >= _MAX_PER_HOST:
+            raise ValueError("too many fetches from this host")
+        self._num_by_host[host] += 1
+        try:
+            yield
+        finally:
+            self._num_by_host[host] -= 1
+            if not self._num_by_host[host]:
+                del self._num_by_host[host]
+
+    async def _fetch(self, url: SplitResult) -> bytes | str:
+        """The picture, or where else it is said to be."""
         host = url.hostname or ""
         port = url.port or _PORTS[url.scheme]
         address = await resolve(host, port)
@@ -60,13 +105,15 @@ class ImageFetcher:
         async with self._client.stream(
             "GET", pinned, headers=headers, extensions={"sni_hostname": host}
         ) as response:
+            if response.status_code in _REDIRECTS:
+                return response.headers["location"]
             if response.status_code != 200 or "content-encoding" in response.headers:
-                raise ValueError
+                raise ValueError("not a plain answer")
             body = bytearray()
             async for piece in response.aiter_raw():
                 body += piece
                 if len(body) > self.max_bytes:
-                    raise ValueError
+                    raise ValueError("too many bytes")
             return bytes(body)
 
     async def close(self) -> None:

@@ -73,7 +73,7 @@ class ImageLoader:
         if self.fetcher is None:
             raise ImageRefused(
                 "Remote images are disabled; send a data: URL "
-                "(the operator may set gateway.allow_remote_images).",
+                "(the operator may set gateway.remote_images).",
                 code="invalid_image_url",
             )
         return await self.fetcher.fetch(url)

@@ -77,7 +77,7 @@ class Intake:
             max_bytes=self.limits.max_body_bytes,
             timeout_s=self.settings.body_timeout_s,
         )
-        request = decode_request(body)
+        request = decode_request(body, self.limits)
         check_supported(request)
         check_stream_options(request)
         return request
@@ -108,6 +108,7 @@ class Intake:
             images=tuple(image.ref for image in images),
             cache_salt=context.cache_salt,
             trace_parent=context.trace_parent,
+            is_detached=context.is_detached,
             stream=bool(request.stream),
         )
         requests = split_choices(generate, count)
@@ -123,7 +124,8 @@ class Intake:
         except BaseException:
             self.image_store.release_soon(digests, holder)
             raise
-        generation.when_closed(lambda _: self.image_store.release_soon(digests, holder))
+        if not context.is_detached:  # else a worker may need them yet
+            generation.when_closed(lambda _: self.image_store.release_soon(digests, holder))
         return generation
 
     async def _enqueue(self, requests: list[GenerateRequest], clock: StageClock) -> Generation:

@@ -14,7 +14,9 @@ from gateway.admission import HeldBody
 from gateway.context import RequestContext
 from gateway.errors import ApiError, InvalidRequest
 from gateway.exchange import ClientGone
+from gateway.json_structure import check_structure
 from gateway.schemas import ChatCompletionRequest
+from shared.limits import LimitSettings
 
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
@@ -37,33 +39,35 @@ async def read_body(
 ) -> bytes:
     """The request's body. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(context, max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_all(receive, held, max_bytes)
+    except TimeoutError:
+        raise InvalidRequest(
+            f"The body did not arrive within {timeout_s:g} s.", status=408, code="timeout"
+        ) from None
+
+
+async def _read_all(receive: Receive, held: HeldBody, max_bytes: int) -> bytes:
     message = await receive()
-    first = _body_of(message, max_bytes)
-    held.add(len(first))
+    first = _body_of(message, held, 0, max_bytes)
     if not message.get("more_body"):
         return first
     body = bytearray(first)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while message.get("more_body"):
-                message = await receive()
-                piece = _body_of(message, max_bytes - len(body))
-                held.add(len(piece))
-                body += piece
-    except TimeoutError:
-        raise InvalidRequest(
-            "The body did not arrive in time.", status=408, code="timeout"
-        ) from None
+    while message.get("more_body"):
+        message = await receive()
+        body += _body_of(message, held, len(body), max_bytes)
     return bytes(body)
 
 
-def _body_of(message: Message, max_bytes: int) -> bytes:
+def _body_of(message: Message, held: HeldBody, num_before: int, max_bytes: int) -> bytes:
     if message["type"] == "http.disconnect":
         raise ClientGone
-    body: bytes = message.get("body", b"")
-    if len(body) > max_bytes:
-        raise _too_large()
-    return body
+    piece: bytes = message.get("body", b"")
+    if num_before + len(piece) > max_bytes:
+        raise _too_large(max_bytes)
+    held.add(len(piece))
+    return piece
 
 
 def _check_headers(context: RequestContext, max_bytes: int) -> None:
@@ -87,20 +91,23 @@ def _check_headers(context: RequestContext, max_bytes: int) -> None:
     if b"transfer-encoding" in headers or not length.isdigit():
         raise InvalidRequest("The body's length is ambiguous.", code="invalid_http")
     if int(length[:20]) > max_bytes:
-        raise _too_large()
+        raise _too_large(max_bytes)
 
 
-def _too_large() -> ApiError:
+def _too_large(max_bytes: int) -> ApiError:
     return InvalidRequest(
-        "The request body is too large (see limits.max_body_bytes).",
+        f"The request body is too large: at most {max_bytes} bytes.",
         status=413,
         code="request_too_large",
     )
 
 
-def decode_request(body: bytes) -> ChatCompletionRequest:
+def decode_request(body: bytes, limits: LimitSettings) -> ChatCompletionRequest:
     """Read the body. Raises: InvalidRequest that names the field."""
+    check_structure(body, limits)
     try:
+        if not body.isascii():
+            body.decode()  # the decoder does not look into the fields that it skips
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _locate(str(error)) from None

@@ -31,6 +31,7 @@ from shared.limits import (
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 
@@ -125,9 +126,7 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = (
-        None  #: the log holds a short hash of it
-    )
+    user: UserName | None = None  #: the log holds a short hash of it
     timings: bool | None = None  #: ours: the answer ends with its stage timings
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 

@@ -1,6 +1,6 @@
 """The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
 
-uvicorn's fast parser takes headers of any size and waits for them for ever; here both are bounded. At SIGTERM the
+uvicorn's fast parser takes headers of any size and waits for requests for ever; here both are bounded. At SIGTERM the
 server first refuses new work while it still answers, so that `/readyz` can say 503 and open requests finish.
 
 A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from asyncio import TimerHandle
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,10 +21,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.errors import InvalidRequest
 from gateway.exchange import ABORT_KEY
 from gateway.services import Services
+from shared.settings import Settings
 
-MAX_HEADER_BYTES = 32 * 1024  #: of all headers together
-MAX_HEADERS = 100
-HEADER_TIMEOUT_S = 10.0
+_BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
 _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 
 logger = logging.getLogger(__name__)
@@ -62,17 +62,25 @@ class JoinedWrites:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with limits on the size and the time of headers."""
+    """uvicorn's httptools protocol with limits on the size of headers, and on the time of headers and bodies."""
 
     _in_headers = False
+    _in_body = False
     _num_received = 0  #: bytes of headers that are not yet complete
     _has_ended = False  #: whether the latest read held the end of a request
-    _header_timer: TimerHandle | None = None
+    _timer: TimerHandle | None = None  #: ends a connection whose request does not come
+    _times_body = False  #: whether that timer is a body's
+
+    def __init__(self, *arguments: Any, settings: Settings, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = settings.limits
+        self._header_timeout_s = settings.gateway.header_timeout_s
+        self._body_timeout_s = settings.gateway.body_timeout_s + _BODY_GRACE_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the first request's headers their time."""
         super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
-        self._start_timer()
+        self._set_timer(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -85,32 +93,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._has_ended = False
         super().data_received(data)
-        if not self._in_headers:
+        if self._in_headers:
+            if (
+                not self._has_ended
+            ):  # else an unknown part of this read belongs to the request before
+                self._num_received += len(data)
+            if self._num_received > self._limits.max_header_bytes:
+                self.send_400_response("The headers are too large.")
+            elif self._timer is None or self._times_body:
+                self._set_timer(self._header_timeout_s)
+        elif not self._in_body:
             self._stop_timer()
-            return
-        if not self._has_ended:  # else an unknown part of this read belongs to the request before
-            self._num_received += len(data)
-        if self._num_received > MAX_HEADER_BYTES:
-            self.send_400_response("The headers are too large.")
-        elif self._header_timer is None:
-            self._start_timer()
+        elif not self._times_body:
+            self._set_timer(self._body_timeout_s)
+            self._times_body = True
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._in_headers, self._num_received = True, 0
+        self._in_headers, self._in_body, self._num_received = True, False, 0
         self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """A request ends; the next may begin in the same read."""
-        self._has_ended = True
+        self._has_ended, self._in_body = True, False
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         """The application's time begins. Raises: HeadersTooLarge."""
-        self._in_headers = False
+        self._in_headers, self._in_body = False, True
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+        if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
             raise HeadersTooLarge
         super().on_headers_complete()
 
@@ -125,13 +138,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head + fields + b"\r\n" + body)
         self.transport.close()
 
-    def _start_timer(self) -> None:
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+    def _set_timer(self, timeout_s: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(timeout_s, self.transport.close)
 
     def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._times_body = False
 
 
 class DrainingServer(uvicorn.Server):
@@ -182,7 +197,7 @@ def create_server(services: Services, app: object) -> DrainingServer:
         app,  # type: ignore[arg-type]
         host=settings.host,
         port=settings.port,
-        http=BoundedHttpProtocol,
+        http=partial(BoundedHttpProtocol, settings=services.settings),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,

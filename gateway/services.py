@@ -96,9 +96,10 @@ class Services:
 
 def create_fetcher(settings: Settings) -> ImageFetcher | None:
     """The fetcher of remote pictures, where the operator allows it."""
-    if not settings.gateway.allow_remote_images:
+    if not settings.gateway.remote_images:
         return None
     return ImageFetcher(
+        hosts=settings.gateway.remote_images,
         max_bytes=settings.limits.max_image_bytes,
         timeout_s=settings.gateway.image_fetch_timeout_s,
     )

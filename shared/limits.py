@@ -25,6 +25,16 @@ class LimitSettings(Group):
         ge=1024,
         description="Bytes of all bodies that one gateway reads at once; more are sent away.",
     )
+    max_json_depth: int = Field(
+        default=32, ge=8, le=200, description="Objects and arrays of a body inside each other."
+    )
+    max_json_items: int = Field(
+        default=20_000, ge=64, description="Strings, objects and arrays of a body together."
+    )
+    max_header_bytes: int = Field(
+        default=32 * 1024, ge=1024, description="Bytes of the request line and all headers."
+    )
+    max_headers: int = Field(default=100, ge=16, description="Headers of a request.")
     max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
     max_text_chars: int = Field(
         default=200_000, ge=1, description="Characters of all texts of a request."

@@ -6,6 +6,7 @@ value or an unknown key stops the process and names the field.
 """
 
 import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,6 +27,7 @@ from pydantic_settings import (
 from shared.limits import LimitSettings
 from shared.settings_group import MIB, Group
 
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
 
@@ -46,14 +48,6 @@ class GatewaySettings(Group):
         description="Accepted API keys, comma separated. None: open, on a loopback address only.",
     )
 
-    @field_validator("api_keys", mode="before")
-    @classmethod
-    def split_keys(cls, value: Any) -> Any:
-        """Accept a comma-separated string, as environments hold it."""
-        if isinstance(value, str):
-            return tuple(key.strip() for key in value.split(",") if key.strip())
-        return value
-
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
@@ -62,6 +56,9 @@ class GatewaySettings(Group):
         gt=0,
         le=86400,
         description="Deadline of a request, from its acceptance to its last token.",
+    )
+    header_timeout_s: float = Field(
+        default=10.0, gt=0, description="Whole time for receiving a request's headers."
     )
     body_timeout_s: float = Field(
         default=30.0, gt=0, description="Whole time for receiving a request's body."
@@ -83,12 +80,29 @@ class GatewaySettings(Group):
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish open requests that long after SIGTERM."
     )
-    allow_remote_images: bool = Field(
-        default=False, description="Fetch pictures from http(s) URLs."
+    remote_images: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Hosts from which pictures are fetched, comma separated, or `any-public`. None: no fetching.",
     )
     image_fetch_timeout_s: float = Field(
         default=10.0, gt=0, description="Whole time for fetching one picture."
     )
+
+    @field_validator("api_keys", "remote_images", mode="before")
+    @classmethod
+    def split_items(cls, value: Any) -> Any:
+        """Accept a comma-separated string, as environments hold it."""
+        if isinstance(value, str):
+            return tuple(item.strip() for item in value.split(",") if item.strip())
+        return value
+
+    @field_validator("remote_images")
+    @classmethod
+    def check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """Take host names only; no URLs, ports or wildcards. Raises: ValueError."""
+        if any(not _HOST.fullmatch(host) for host in hosts):
+            raise ValueError("name hosts, such as `pictures.example.com`, or `any-public`")
+        return hosts
 
 
 class WorkerSettings(Group):

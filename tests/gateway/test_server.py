@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-from gateway import server as server_module
 from shared.protocol import ModelCard
 from shared.registry import WorkerRecord
 from tests.factories_gateway import (
@@ -65,10 +64,29 @@ async def test_what_is_not_plain_http_is_refused_and_hung_up_on(gateway, pieces)
     assert b'"code":"invalid_http"' in answer
 
 
-async def test_headers_that_do_not_come_are_not_waited_for(gateway, monkeypatch):
-    monkeypatch.setattr(server_module, "HEADER_TIMEOUT_S", 0.2)
+@pytest.mark.parametrize("changes", [{"gateway": {"header_timeout_s": 0.2}}])
+async def test_headers_that_do_not_come_are_not_waited_for(gateway, changes):
     assert await talk(gateway) == b""
     assert await talk(gateway, START) == b""
+
+
+POST = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n%b\r\n%b"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"body_timeout_s": 0.2}}])
+@pytest.mark.parametrize("sent", [b"", b"{"])
+@pytest.mark.parametrize("header", [b"", b"expect: 100-continue\r\n"], ids=["plain", "expect"])
+async def test_a_body_that_does_not_come_is_not_waited_for(gateway, changes, sent, header):
+    answer = await talk(gateway, POST % (CHAT.encode(), header, sent))
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 408 "), answer
+    assert b'"code":"timeout"' in answer
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"body_timeout_s": 0.2}}])
+async def test_a_body_that_nobody_reads_is_not_waited_for_either(gateway, changes):
+    answer = await talk(gateway, POST % (b"/nowhere", b"", b"{"))
+    assert answer.startswith(b"HTTP/1.1 404 "), answer
 
 
 async def test_requests_one_after_the_other_share_a_connection(gateway):
