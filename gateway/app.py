@@ -21,7 +21,9 @@ from gateway.models import ModelDirectory
 from gateway.openapi import CHAT_PATH, create_openapi
 from gateway.page import PageMiddleware, load_page
 from gateway.probes import create_probes
+from gateway.resume import ResumeStream
 from gateway.services import Services, package_version
+from gateway.streams import STREAM_PATH, Streams
 
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
 
@@ -45,7 +47,8 @@ def create_app(services: Services) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    chat = create_chat(services)
+    streams = Streams(services.queue, settings.gateway.request_timeout_s)
+    chat = create_chat(services, streams)
     app.add_middleware(ChatMiddleware, chat=chat)
     app.add_middleware(AuthMiddleware, keys=KeyRing(settings.gateway.api_keys))
     app.add_middleware(PageMiddleware, files=load_page())
@@ -54,6 +57,8 @@ def create_app(services: Services) -> FastAPI:
     app.add_exception_handler(HTTPException, _show_http_error)
     app.add_exception_handler(Exception, _show_unexpected)
     app.router.routes.append(Route(CHAT_PATH, chat, methods=["POST"]))
+    resume = create_resume(services, streams)
+    app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
     app.include_router(create_model_routes(services.models))
     app.include_router(
         create_probes(services.admission, services.models, services.queue, services.metrics)
@@ -78,15 +83,31 @@ class ChatMiddleware:
             await self.app(scope, receive, send)
 
 
-def create_chat(services: Services) -> ChatCompletions:
+def create_chat(services: Services, streams: Streams) -> ChatCompletions:
     """The chat route."""
     return ChatCompletions(
         services.settings.gateway,
         services.admission,
         services.intake,
+        streams,
         services.metrics,
-        system_fingerprint=f"vlm-fleet-{package_version()}",
+        system_fingerprint=_fingerprint(),
     )
+
+
+def create_resume(services: Services, streams: Streams) -> ResumeStream:
+    """The route of answers that are taken up again."""
+    return ResumeStream(
+        services.settings.gateway,
+        services.admission,
+        streams,
+        services.metrics,
+        system_fingerprint=_fingerprint(),
+    )
+
+
+def _fingerprint() -> str:
+    return f"vlm-fleet-{package_version()}"
 
 
 def create_model_routes(models: ModelDirectory) -> APIRouter:

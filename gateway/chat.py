@@ -7,8 +7,9 @@ fleet hears of it.
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
@@ -24,8 +25,10 @@ from gateway.reply import Reply, ReplyOptions, new_head, send_stream, send_whole
 from gateway.request_log import log_request
 from gateway.schemas import ChatCompletionRequest
 from gateway.sse import error_frame
+from gateway.streams import StreamRecord, Streams, detach, fingerprint, last_event_id
 from gateway.timings import StageClock
 from shared.metrics import GatewayMetrics
+from shared.protocol import ModelCard
 from shared.request_queue import QueueUnavailable
 from shared.settings import GatewaySettings
 
@@ -42,6 +45,9 @@ class ChatRun:
     model: str = _OTHER
     user: str | None = None
     recorder: AnswerRecorder | None = None
+    created: int = field(
+        default_factory=lambda: int(time.time())
+    )  #: the answer's, in epoch seconds
 
 
 class ChatCompletions:
@@ -52,12 +58,14 @@ class ChatCompletions:
         settings: GatewaySettings,
         admission: Admission,
         intake: Intake,
+        streams: Streams,
         metrics: GatewayMetrics,
         system_fingerprint: str,
     ) -> None:
         self.settings = settings
         self.admission = admission
         self.intake = intake
+        self.streams = streams
         self.metrics = metrics
         self.system_fingerprint = system_fingerprint
 
@@ -104,13 +112,13 @@ class ChatCompletions:
 
     async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
         options, generation = await self._take_in(run, exchange, context)
-        watcher = asyncio.create_task(_close_when_gone(exchange, generation))
+        watcher = asyncio.create_task(close_when_gone(exchange, generation))
         recorder = AnswerRecorder(run.model, len(generation.choices), run.clock, self.metrics)
         run.recorder = recorder
         reply = Reply(
             exchange=exchange,
             options=options,
-            head=new_head(context.id, run.model, self.system_fingerprint),
+            head=new_head(context.id, run.model, run.created, self.system_fingerprint),
             generation=generation,
             recorder=recorder,
         )
@@ -133,8 +141,32 @@ class ChatCompletions:
             run.user = request.user
             card = await self.intake.find_model(request.model)
             run.model = card.name
-            generation = await self.intake.submit(request, card, context, run.clock)
-            return reply_options(request, context), generation
+            options = reply_options(request, context)
+            if detach(context, request):
+                return await self._submit_detached(request, card, context, run, options)
+            return options, await self.intake.submit(request, card, context, run.clock)
+
+    async def _submit_detached(
+        self,
+        request: ChatCompletionRequest,
+        card: ModelCard,
+        context: RequestContext,
+        run: ChatRun,
+        options: ReplyOptions,
+    ) -> tuple[ReplyOptions, Generation]:
+        """Queue a request that outlives its connection, or follow it if it was sent before."""
+        context.is_detached = True
+        options = replace(options, last_event_id=last_event_id(context))
+        record = to_record(request, card.name, context, options, run.created)
+        if not await self.streams.claim(context.id, record):
+            found = await self.streams.find_same(context.id, record)
+            run.created = found.created
+            return options, self.streams.follow(context.id, found.model)
+        try:
+            return options, await self.intake.submit(request, card, context, run.clock)
+        except BaseException:
+            await self.streams.forget(context.id)
+            raise
 
 
 def reply_options(request: ChatCompletionRequest, context: RequestContext) -> ReplyOptions:
@@ -149,7 +181,27 @@ def reply_options(request: ChatCompletionRequest, context: RequestContext) -> Re
     )
 
 
-async def _close_when_gone(exchange: Exchange, generation: Generation) -> None:
+def to_record(
+    request: ChatCompletionRequest,
+    model: str,
+    context: RequestContext,
+    options: ReplyOptions,
+    created: int,
+) -> StreamRecord:
+    """What another gateway must know of a detached request."""
+    return StreamRecord(
+        model=model,
+        tenant=context.cache_salt,
+        fingerprint=fingerprint(request),
+        created=created,
+        include_usage=options.include_usage,
+        with_logprobs=options.with_logprobs,
+        shows_timings=options.shows_timings,
+    )
+
+
+async def close_when_gone(exchange: Exchange, generation: Generation) -> None:
+    """Close a generation when its client has left."""
     await exchange.wait_until_gone()
     generation.close()
 

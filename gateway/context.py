@@ -27,6 +27,7 @@ class RequestContext:
     received_at: float
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     cache_salt: str = ""
+    is_detached: bool = False  #: the request goes on when its client leaves
 
     @property
     def trace_parent(self) -> str | None:

@@ -72,6 +72,7 @@ class Dispatcher:
             time.monotonic() + timeout_s,
             self._forget,
         )
+        generation.is_detached = requests[0].is_detached
         for index, request in enumerate(requests):
             self._open[request.request_id] = (generation, index)
         try:
@@ -109,7 +110,7 @@ class Dispatcher:
         unsettled = generation.unsettled_ids
         for choice in generation.choices:
             self._open.pop(choice.request_id, None)
-        if unsettled:
+        if unsettled and not generation.is_detached:
             self._spawn(self._cancel(generation.model, unsettled))
 
     async def _cancel(self, model: str, request_ids: list[str]) -> None:

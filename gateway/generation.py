@@ -89,7 +89,7 @@ class ChoiceProgress:
 
 
 class Generation:
-    """The choices of one request. `close` is synchronous and idempotent, and cancels what still runs.
+    """The choices of one request. `close` is synchronous and idempotent, and cancels what still runs, unless detached.
 
     Units: `deadline_at` is a reading of `time.monotonic`.
     """
@@ -105,6 +105,7 @@ class Generation:
         self.deadline_at = deadline_at
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
+        self.is_detached = False  #: it goes on when it is closed
         self._on_close = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None

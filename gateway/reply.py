@@ -1,6 +1,5 @@
 """The two ways back to the client, over the same events: a whole answer, or a stream of server-sent events."""
 
-import time
 from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
@@ -11,12 +10,13 @@ from gateway.exchange import Exchange
 from gateway.generation import Generation
 from gateway.recorder import AnswerRecorder
 from gateway.schemas import encode
-from gateway.sse import DONE, KEEP_ALIVE, ChunkWriter
+from gateway.sse import KEEP_ALIVE, ChunkWriter
 from gateway.timings import body_timings, server_timing
 from gateway.whole import GatheredChoice, to_completion
 from shared.settings import GatewaySettings
 
 _JSON: Headers = [(b"content-type", b"application/json")]
+_STREAM_PATH = b"/v1/streams/"  #: where a detached answer is taken up again
 _EVENT_STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -32,6 +32,9 @@ class ReplyOptions:
     include_usage: bool
     with_logprobs: bool
     shows_timings: bool
+    last_event_id: int | None = (
+        None  #: events are numbered, and the client has these; None: no numbers
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +72,26 @@ async def send_stream(reply: Reply, settings: GatewaySettings) -> None:
     """Send chunks as they come. Raises: ApiError, ClientGone, Gone; before the status line or after it."""
     generation, recorder, exchange = reply.generation, reply.recorder, reply.exchange
     include_usage, with_logprobs = reply.options.include_usage, reply.options.with_logprobs
-    writer = ChunkWriter(reply.head, include_usage=include_usage, with_logprobs=with_logprobs)
+    last_id = reply.options.last_event_id
+    writer = ChunkWriter(
+        reply.head, include_usage=include_usage, with_logprobs=with_logprobs, last_id=last_id
+    )
+    where = [] if last_id is None else [(b"x-vlm-stream", _STREAM_PATH + reply.head.id.encode())]
     # The status line waits for the first event, so that a prompt that is too long is a 400.
     events = await generation.receive(settings.headers_after_s)
     recorder.note(events)
-    await exchange.start(200, [*_EVENT_STREAM, *_known_timing(recorder)])
+    await exchange.start(200, [*_EVENT_STREAM, *where, *_known_timing(recorder)])
     while not recorder.is_complete:
         frames = writer.frames(events) if events else [KEEP_ALIVE]
-        if frames:
-            await exchange.write(b"".join(frames))
+        if data := b"".join(frames):
+            await exchange.write(data)
         events = await generation.receive(settings.keep_alive_s)
         recorder.note(events)
     timings = _body_timings(reply)
     frames = writer.frames(events, UNSET if include_usage else timings)
     if include_usage:
         frames.append(writer.usage(recorder.totals.usage(), timings))
-    await exchange.write(b"".join((*frames, DONE)), is_last=True)
+    await exchange.write(b"".join((*frames, writer.done())), is_last=True)
 
 
 def _body_timings(reply: Reply) -> dict[str, float] | UnsetType:
@@ -108,6 +115,6 @@ def _timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: boo
     ]
 
 
-def new_head(request_id: str, model: str, system_fingerprint: str) -> AnswerHead:
-    """The fields that every piece of an answer made now repeats."""
-    return AnswerHead(f"chatcmpl-{request_id}", int(time.time()), model, system_fingerprint)
+def new_head(request_id: str, model: str, created: int, system_fingerprint: str) -> AnswerHead:
+    """The fields that every piece of an answer repeats."""
+    return AnswerHead(f"chatcmpl-{request_id}", created, model, system_fingerprint)

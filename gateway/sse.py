@@ -71,8 +71,18 @@ def _merge(first: Delta, second: Delta) -> Delta:
 class ChunkWriter:
     """Turns the events of one request into frames."""
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool, with_logprobs: bool) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        include_usage: bool,
+        with_logprobs: bool,
+        last_id: int | None = None,
+    ) -> None:
+        """`last_id`: number the frames, and leave out those up to this one; -1 for all; None: no numbers."""
         self.head = head
+        self.last_id = last_id
+        self._num_tokens = 0
         self.with_logprobs = with_logprobs
         self._no_usage: UnsetType | None = None if include_usage else UNSET
         self._begun: set[int] = set()
@@ -82,29 +92,52 @@ class ChunkWriter:
     ) -> list[bytes]:
         """The frames of events that arrived together; `timings` go to the last if it ends a choice."""
         frames: list[bytes] = []
+        if self.last_id is not None:
+            events = self._unseen(events, self.last_id)
         last = events[-1][1] if events else None
         for index, event in merge_deltas(events) if len(events) > 1 else events:
             if index not in self._begun:
                 self._begun.add(index)
-                frames.append(self._chunk(ChunkChoice(index, ChoiceDelta("assistant", ""))))
+                frames.append(self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")), 0))
             if isinstance(event, Delta):
                 if event.text or (self.with_logprobs and event.logprobs):
-                    frames.append(self._chunk(self._content(index, event)))
+                    id_ = event.index + len(event.token_ids)
+                    frames.append(self._chunk(self._content(index, event), id_))
             elif isinstance(event, Finished):
+                self._num_tokens = event.usage.num_output_tokens
                 choice = ChunkChoice(index, ChoiceDelta(), None, event.finish_reason.value)
-                frames.append(self._chunk(choice, timings if event is last else UNSET))
+                shown = timings if event is last else UNSET
+                frames.append(self._chunk(choice, self._num_tokens + 1, shown))
         return frames
+
+    def _unseen(self, events: Sequence[ChoiceEvent], last_id: int) -> list[ChoiceEvent]:
+        """Without the tokens that the client has."""
+        return [
+            (index, event)
+            for index, event in events
+            if not isinstance(event, Delta) or event.index + len(event.token_ids) > last_id
+        ]
 
     def _content(self, index: int, event: Delta) -> ChunkChoice:
         logprobs = to_choice_logprobs(event.logprobs) if self.with_logprobs else None
         return ChunkChoice(index, ChoiceDelta(content=event.text), logprobs)
 
-    def _chunk(self, choice: ChunkChoice, timings: Timings | UnsetType = UNSET) -> bytes:
-        return self._encode([choice], self._no_usage, timings)
+    def _chunk(self, choice: ChunkChoice, id_: int, timings: Timings | UnsetType = UNSET) -> bytes:
+        return self._numbered(self._encode([choice], self._no_usage, timings), id_)
+
+    def _numbered(self, data: bytes, id_: int) -> bytes:
+        """A frame under its id; nothing if the client has it. Ids count the tokens told, then the end's frames."""
+        if self.last_id is None:
+            return data
+        return b"id: %d\n" % id_ + data if id_ > self.last_id else b""
 
     def usage(self, usage: CompletionUsage, timings: Timings | UnsetType) -> bytes:
         """The chunk after the last choice's, where the client asked for the usage."""
-        return self._encode([], usage, timings)
+        return self._numbered(self._encode([], usage, timings), self._num_tokens + 2)
+
+    def done(self) -> bytes:
+        """The last frame."""
+        return self._numbered(DONE, self._num_tokens + 3)
 
     def _encode(
         self,

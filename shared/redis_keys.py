@@ -58,6 +58,10 @@ class RedisKeys:
         """Stream of requests that were given up: id, reason, attempt, worker; never their content."""
         return f"{self.prefix}:{{{model}}}:dead"
 
+    def stream(self, request_id: str) -> str:
+        """How a gateway tells the answer of a detached request; the gateways' own words."""
+        return f"{self.prefix}:stream:{request_id}"
+
     def image(self, sha256: str) -> str:
         """The encoded bytes of one picture."""
         return f"{self.prefix}:image:{{{sha256}}}"

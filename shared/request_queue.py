@@ -111,6 +111,32 @@ class RequestQueue:
         log = await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
         return decode_events(b"[" + b",".join(log) + b"]")
 
+    async def events_after(
+        self, model: str, request_id: str, num_items: int
+    ) -> tuple[int, tuple[GenerateEvent, ...]]:
+        """How many items a request's log has beyond so many, and their events. Raises: QueueUnavailable."""
+        log = await self._ask("LRANGE", self._keys.log(model, request_id), num_items, -1)
+        return len(log), decode_events(b"[" + b",".join(log) + b"]")
+
+    async def remember(self, request_id: str, note: bytes, ttl_s: float) -> bool:
+        """Keep a gateway's note on a request; False if there is one already. Raises: QueueUnavailable.
+
+        Sent once: if only the reply is lost, the request counts as sent before, and is followed.
+        """
+        command = ("SET", self._keys.stream(request_id), note, "NX", "PX", to_ms(ttl_s))
+        try:
+            return await self._sender.execute(*command) is not None
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+
+    async def recall(self, request_id: str) -> bytes | None:
+        """The note on a request, if there is one. Raises: QueueUnavailable."""
+        return await self._ask("GET", self._keys.stream(request_id))
+
+    async def forget(self, request_id: str) -> None:
+        """Drop the note on a request. Raises: QueueUnavailable."""
+        await self._ask("DEL", self._keys.stream(request_id))
+
     async def depth(self, model: str) -> int:
         """Requests in a model's queue, waiting and running. Raises: QueueUnavailable."""
         return await self._ask("XLEN", self._keys.queue(model))

@@ -1,0 +1,91 @@
+"""`GET /v1/streams/{id}`: the rest of a detached answer, on any gateway, after the event named by `Last-Event-ID`."""
+
+import asyncio
+import logging
+
+from redis.exceptions import RedisError
+from starlette.types import Receive, Scope, Send
+
+from gateway.admission import Admission
+from gateway.chat import close_when_gone, fail
+from gateway.context import RequestContext, context_of
+from gateway.errors import ApiError, unavailable, unexpected
+from gateway.exchange import ClientGone, Exchange
+from gateway.generation import Gone
+from gateway.recorder import AnswerRecorder
+from gateway.reply import Reply, ReplyOptions, new_head, send_stream
+from gateway.streams import StreamRecord, Streams, answer_id, last_event_id
+from gateway.timings import StageClock
+from shared.metrics import GatewayMetrics
+from shared.request_queue import QueueUnavailable
+from shared.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+
+class ResumeStream:
+    """The ASGI application of the streams route."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        admission: Admission,
+        streams: Streams,
+        metrics: GatewayMetrics,
+        system_fingerprint: str,
+    ) -> None:
+        self.settings = settings
+        self.admission = admission
+        self.streams = streams
+        self.metrics = metrics
+        self.system_fingerprint = system_fingerprint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one reader. The request itself is counted where it came in."""
+        context = context_of(scope)
+        exchange = Exchange(scope, receive, send, self.settings.send_timeout_s)
+        error: ApiError | None = None
+        try:
+            with self.admission:
+                await self._serve(scope["path_params"]["id"], exchange, context)
+        except (ClientGone, Gone):
+            pass
+        except ApiError as raised:
+            error = raised
+        except (QueueUnavailable, RedisError):
+            error = unavailable()
+        except Exception:
+            logger.exception("a stream could not be taken up again")
+            error = unexpected()
+        if error is not None:
+            await fail(exchange, error)
+
+    async def _serve(self, shown_id: str, exchange: Exchange, context: RequestContext) -> None:
+        request_id = answer_id(shown_id)
+        last_id = last_event_id(context)
+        record = await self.streams.find(request_id, context.cache_salt)
+        generation = self.streams.follow(request_id, record.model)
+        watcher = asyncio.create_task(close_when_gone(exchange, generation))
+        clock = StageClock(context.received_at)
+        reply = Reply(
+            exchange=exchange,
+            options=_options(record, last_id),
+            head=new_head(request_id, record.model, record.created, self.system_fingerprint),
+            generation=generation,
+            recorder=AnswerRecorder(record.model, 1, clock, self.metrics),
+        )
+        try:
+            await send_stream(reply, self.settings)
+        finally:
+            generation.close()
+            watcher.cancel()
+
+
+def _options(record: StreamRecord, last_id: int) -> ReplyOptions:
+    return ReplyOptions(
+        stream=True,
+        include_usage=record.include_usage,
+        with_logprobs=record.with_logprobs,
+        shows_timings=record.shows_timings,
+        last_event_id=last_id,
+    )

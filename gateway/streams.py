@@ -1,0 +1,178 @@
+"""Answers that outlive their connection: taken up again by id, on any gateway, exactly where they were left.
+
+A request is detached when its client asks for that (`x-vlm-resumable`) or names it (`Idempotency-Key`): it goes on
+when the client leaves. Whoever comes back follows the request's log, which Redis keeps a minute beyond its end.
+Events carry ids, so that what was seen is not sent again. Only the tenant who asked may read.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import time
+from contextlib import suppress
+
+import msgspec
+
+from gateway.context import RequestContext
+from gateway.errors import InvalidRequest, NotFound
+from gateway.generation import Generation
+from gateway.schemas import ChatCompletionRequest
+from shared.protocol import ErrorCode
+from shared.request_queue import QueueUnavailable, RequestQueue
+
+RESUMABLE_HEADER = b"x-vlm-resumable"
+KEY_HEADER = b"idempotency-key"
+LAST_ID_HEADER = b"last-event-id"
+STREAM_PATH = "/v1/streams/"
+
+LOOK_EVERY_S = 0.05
+#: A request that another gateway is just taking in may not be in Redis yet.
+BEGINS_WITHIN_S = 10.0
+#: The fleet ends a request at its deadline; a follower does if it did not.
+DEADLINE_GRACE_S = 1.0
+#: Records outlive their requests' deadlines like the requests themselves.
+RECORD_GRACE_S = 60.0
+
+_KEY = re.compile(rb"[\x21-\x7e]{1,256}")
+_EVENT_ID = re.compile(rb"[0-9]{1,10}")
+_ANSWER_ID = re.compile(r"(?:chatcmpl-)?([0-9a-f]{32})")
+
+
+class StreamRecord(msgspec.Struct, frozen=True):
+    """What another gateway must know to tell an answer in the same words."""
+
+    model: str
+    tenant: str
+    fingerprint: str  #: of the request: an idempotency key stands for one request only
+    created: int
+    include_usage: bool
+    with_logprobs: bool
+    shows_timings: bool
+
+
+_decoder = msgspec.json.Decoder(StreamRecord)
+
+
+def detach(context: RequestContext, request: ChatCompletionRequest) -> bool:
+    """Whether the request shall go on without its client; its id is derived from its key, if it has one.
+
+    Raises: InvalidRequest.
+    """
+    key = context.headers.get(KEY_HEADER)
+    wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
+    if key is None and not (wants_resume and request.stream):
+        return False
+    if (request.n or 1) != 1:
+        raise InvalidRequest("An answer that can be taken up again is one choice.", param="n")
+    if key is not None:
+        if not _KEY.fullmatch(key):
+            raise InvalidRequest(
+                "Invalid Idempotency-Key: it is 1 to 256 visible ASCII characters.",
+                param="Idempotency-Key",
+            )
+        context.id = hmac.new(context.cache_salt.encode(), key, hashlib.sha256).hexdigest()[:32]
+    return True
+
+
+def fingerprint(request: ChatCompletionRequest) -> str:
+    """The same for equal requests."""
+    return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
+
+
+def last_event_id(context: RequestContext) -> int:
+    """The last event that the client has; -1 for none. Raises: InvalidRequest."""
+    value = context.headers.get(LAST_ID_HEADER, b"")
+    if not value:
+        return -1
+    if not _EVENT_ID.fullmatch(value):
+        raise InvalidRequest("Invalid Last-Event-ID: it is a number.", param="Last-Event-ID")
+    return int(value)
+
+
+def answer_id(text: str) -> str:
+    """The request of an answer's `id`. Raises: NotFound."""
+    found = _ANSWER_ID.fullmatch(text)
+    if found is None:
+        raise _unknown()
+    return found[1]
+
+
+def _unknown() -> NotFound:
+    return NotFound("There is no such stream, or it ended too long ago.", code="stream_not_found")
+
+
+class Streams:
+    """The records of detached requests, and followers of their logs."""
+
+    def __init__(self, queue: RequestQueue, request_timeout_s: float) -> None:
+        self.queue = queue
+        self.keep_s = request_timeout_s + RECORD_GRACE_S
+
+    async def claim(self, request_id: str, record: StreamRecord) -> bool:
+        """Note a new request; False if it is known, and then to be followed. Raises: QueueUnavailable."""
+        return await self.queue.remember(request_id, msgspec.json.encode(record), self.keep_s)
+
+    async def forget(self, request_id: str) -> None:
+        """The request was not taken in after all; what Redis does not hear goes at the end of its time."""
+        with suppress(QueueUnavailable):
+            await self.queue.forget(request_id)
+
+    async def find(self, request_id: str, tenant: str) -> StreamRecord:
+        """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
+        data = await self.queue.recall(request_id)
+        record = _decoder.decode(data) if data is not None else None
+        if record is None or not hmac.compare_digest(record.tenant, tenant):
+            raise _unknown()
+        return record
+
+    async def find_same(self, request_id: str, wanted: StreamRecord) -> StreamRecord:
+        """The record of the same request, sent before. Raises: InvalidRequest if it was another."""
+        record = await self.find(request_id, wanted.tenant)
+        if record.fingerprint != wanted.fingerprint:
+            raise InvalidRequest(
+                "This Idempotency-Key was used for another request.",
+                code="idempotency_key_reused",
+                param="Idempotency-Key",
+                status=422,
+            )
+        return record
+
+    def follow(self, request_id: str, model: str) -> Generation:
+        """The events of a request from its first, as its log has them; closing it cancels nothing."""
+        choice = f"{request_id}-0"
+
+        def stop(_: Generation) -> None:
+            task.cancel()
+
+        generation = Generation(model, [choice], time.monotonic() + self.keep_s, stop)
+        task = asyncio.create_task(self._read(generation, choice), name="follow a log")
+        return generation
+
+    async def _read(self, generation: Generation, choice: str) -> None:
+        since, num_items = time.monotonic(), 0
+        while not generation.choices[0].is_finished:
+            with suppress(QueueUnavailable):  # it may come back before the client gives up
+                new, events = await self.queue.events_after(generation.model, choice, num_items)
+                num_items += new
+                for event in events:
+                    generation.deliver(0, event)
+                if not events:
+                    await self._check(generation, choice, since)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _check(self, generation: Generation, choice: str, since: float) -> None:
+        """End what nobody works on any more."""
+        state = await self.queue.state(generation.model, choice)
+        if state is None:
+            if time.monotonic() - since > BEGINS_WITHIN_S:
+                generation.fail(0, ErrorCode.WORKER_LOST, "The request was lost.")
+        elif state.state == "cancelled":
+            generation.fail(0, ErrorCode.CANCELLED, "The request was cancelled.")
+        elif state.state in ("queued", "running"):
+            if state.remaining_s < -DEADLINE_GRACE_S:
+                generation.fail(0, ErrorCode.DEADLINE_EXCEEDED, "The request took too long.")
+        else:  # its end may have come between the two looks
+            log = await self.queue.events(generation.model, choice)
+            generation.replay(0, log)
+            generation.fail(0, ErrorCode.WORKER_LOST, "The end of the answer was lost.")

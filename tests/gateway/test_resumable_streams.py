@@ -1,0 +1,255 @@
+"""Answers that outlive their connection: taken up again on any gateway, once and in order, by their own tenant only."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from shared.image_store import ImageStore
+from tests.factories_gateway import (
+    CHAT,
+    Answer,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+)
+from tests.factories_pictures import data_url
+
+RESUMABLE = {"x-vlm-resumable": "true"}
+WORDS = ["one ", "two ", "three ", "four ", "five"]
+
+
+@pytest.fixture
+async def other(redis_server, redis_prefix, worker, changes):
+    """A second gateway of the same fleet."""
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    async with run_gateway_on_socket(settings) as gateway:
+        yield gateway
+
+
+class Paced:
+    """A script that says a word at a time, when told."""
+
+    def __init__(self, worker) -> None:
+        self.turns = asyncio.Semaphore(0)
+        worker.script = self.play
+
+    def go(self, count: int) -> None:
+        for _ in range(count):
+            self.turns.release()
+
+    async def play(self, answer: Answer) -> None:
+        await answer.start()
+        for word in WORDS:
+            await self.turns.acquire()
+            await answer.say(word)
+        await self.turns.acquire()
+        await answer.finish()
+
+
+def parse(text: str) -> list[tuple[int, str]]:
+    """The ids and data of a stream's events."""
+    events = []
+    for block in text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if "data" in lines:
+            events.append((int(lines.get("id", -1)), lines["data"]))
+    return events
+
+
+def content(events: list[tuple[int, str]]) -> str:
+    chunks = [json.loads(data) for _, data in events if data != "[DONE]"]
+    return "".join(c["delta"].get("content") or "" for k in chunks for c in k["choices"])
+
+
+@asynccontextmanager
+async def begun(gateway, body=None, headers=RESUMABLE):
+    """An open stream, event by event; left when the block ends."""
+    body = {**(body or make_body()), "stream": True}
+    async with gateway.client.stream("POST", CHAT, json=body, headers=headers) as response:
+        assert response.status_code == 200
+
+        async def events():
+            block = ""
+            async for text in response.aiter_text():
+                block += text
+                *whole, block = block.split("\n\n")
+                for event in whole:
+                    for parsed in parse(event + "\n\n"):
+                        yield parsed
+
+        yield response, events()
+
+
+async def take_up(gateway, response, last_id: int | None, **options) -> httpx.Response:
+    headers = {} if last_id is None else {"last-event-id": str(last_id)}
+    headers |= options.pop("headers", {})
+    return await gateway.client.get(response.headers["x-vlm-stream"], headers=headers, **options)
+
+
+async def read_until(events, last_id: int) -> list[tuple[int, str]]:
+    seen = []
+    async with asyncio.timeout(20):
+        async for event in events:
+            seen.append(event)
+            if event[0] >= last_id:
+                return seen
+    raise AssertionError(seen)
+
+
+@pytest.mark.parametrize("num_seen", [1, 3, 5])
+async def test_another_gateway_goes_on_exactly_where_the_first_was_left(
+    gateway, other, worker, num_seen
+):
+    script = Paced(worker)
+    body = make_body(stream_options={"include_usage": True})
+    async with begun(gateway, body) as (response, events):
+        script.go(num_seen)
+        seen = await read_until(events, num_seen)
+    script.go(len(WORDS) + 1)
+
+    rest = parse((await take_up(other, response, seen[-1][0])).text)
+
+    ids = [event_id for event_id, _ in seen + rest]
+    assert ids == sorted(set(ids))
+    assert content(seen + rest) == "".join(WORDS)
+    assert rest[-1][1] == "[DONE]"
+    usage = json.loads(rest[-2][1])["usage"]
+    assert usage["completion_tokens"] == len(WORDS)
+    heads = [json.loads(data) for _, data in seen + rest if data != "[DONE]"]
+    assert len({(head["id"], head["created"]) for head in heads}) == 1
+
+
+@pytest.mark.parametrize("place", [None, 0, 1, -3, -2])
+async def test_an_ended_stream_is_told_again_from_any_event(gateway, other, worker, place):
+    script = Paced(worker)
+    script.go(6)
+    body = make_body(stream_options={"include_usage": True})
+    async with begun(gateway, body) as (response, events):
+        whole = await read_until(events, 8)
+    last_id = None if place is None else whole[place][0]
+
+    again = parse((await take_up(other, response, last_id)).text)
+
+    known = -1 if last_id is None else last_id
+    assert again[-1] == whole[-1] == (8, "[DONE]")
+    assert content(again) == content([event for event in whole if event[0] > known])
+    assert min(event_id for event_id, _ in again) > known
+
+
+async def test_a_stream_that_does_not_ask_for_it_has_no_ids_and_ends_with_its_client(
+    gateway, worker
+):
+    text = await gateway.stream()
+    assert "id: " not in text.replace('"id": ', "")
+    assert not any(line.startswith("id:") for line in text.splitlines())
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-one", "sk-two"]}}])
+async def test_a_tenant_cannot_read_anothers_stream(gateway, other, worker, changes):
+    script = Paced(worker)
+    script.go(6)
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("sk-one", "sk-two"))
+    async with begun(gateway, headers={**RESUMABLE, **one}) as (response, events):
+        await read_until(events, 7)
+
+    stranger = await take_up(other, response, None, headers=two)
+    owner = await take_up(other, response, None, headers=one)
+
+    assert stranger.status_code == 404
+    assert stranger.json()["error"]["code"] == "stream_not_found"
+    assert content(parse(owner.text)) == "".join(WORDS)
+
+
+@pytest.mark.parametrize("name", ["nothing", "chatcmpl-" + "0" * 32, "..%2f"])
+async def test_an_unknown_stream_is_a_404(gateway, name):
+    response = await gateway.client.get(f"/v1/streams/{name}")
+    assert response.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "param"),
+    [
+        (RESUMABLE, {"n": 2, "stream": True}, "n"),
+        ({"idempotency-key": "two words"}, {}, "Idempotency-Key"),
+        ({"idempotency-key": "k" * 257}, {}, "Idempotency-Key"),
+        ({**RESUMABLE, "last-event-id": "x"}, {"stream": True}, "Last-Event-ID"),
+    ],
+)
+async def test_what_cannot_be_taken_up_again_is_refused_by_name(gateway, headers, body, param):
+    response = await gateway.chat(make_body(**body), headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_with_the_same_key_joins_the_running_request(gateway, other, worker, stream):
+    script = Paced(worker)
+    key = {"idempotency-key": "order-66"}
+    body = make_body(stream=stream)
+    first = asyncio.create_task(gateway.chat(body, headers=key))
+    while not worker.answers:
+        await asyncio.sleep(0.01)
+    script.go(2)
+    retry = asyncio.create_task(other.chat(body, headers=key))
+    here = asyncio.create_task(gateway.chat(body, headers=key))
+    script.go(4)
+
+    answers = await asyncio.gather(first, retry, here)
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    if stream:
+        assert {content(parse(answer.text)) for answer in answers} == {"".join(WORDS)}
+    else:
+        texts = {a.json()["choices"][0]["message"]["content"] for a in answers}
+        assert texts == {"".join(WORDS)}
+        assert len({answer.json()["id"] for answer in answers}) == 1
+    assert len(worker.answers) == 1
+
+
+async def test_a_key_stands_for_one_request(gateway, worker):
+    key = {"idempotency-key": "order-67"}
+    assert (await gateway.chat(make_body("hello"), headers=key)).status_code == 200
+    response = await gateway.chat(make_body("something else"), headers=key)
+    assert response.status_code == 422
+    assert response.json()["error"]["code"] == "idempotency_key_reused"
+
+
+async def test_a_request_that_was_refused_leaves_its_key_free(gateway, worker):
+    key = {"idempotency-key": "order-68"}
+    bad = make_body(temperature=9)
+    assert (await gateway.chat(bad, headers=key)).status_code == 400
+    assert (await gateway.chat(make_body(), headers=key)).status_code == 200
+
+
+async def test_a_detached_request_keeps_its_pictures_when_its_client_leaves(
+    gateway, worker, redis, redis_prefix
+):
+    script = Paced(worker)
+    url = data_url(seed=77)
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+    body = make_body()
+    body["messages"][0]["content"] = parts
+    async with begun_later(gateway, body):
+        while not worker.answers:
+            await asyncio.sleep(0.01)
+        [answer] = worker.answers
+    store = ImageStore(redis, redis_prefix)
+    [image] = answer.request.images
+    left_ms = await redis.pttl(store._keys.image(image.sha256))
+    await store.close()
+    script.go(6)
+    assert left_ms > 60_000
+
+
+@asynccontextmanager
+async def begun_later(gateway, body):
+    """A stream whose client leaves when the block ends, whatever it has seen."""
+    task = asyncio.create_task(gateway.chat({**body, "stream": True}, headers=RESUMABLE))
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    while gateway.services.admission.num_open:
+        await asyncio.sleep(0.01)
