@@ -1,5 +1,6 @@
 """Random tiny LLaVA models, as transformers' own and as ours with the same weights."""
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from engines.base import EngineConfig, EngineRequest, ImageInput
 from engines.engine import BatchingEngine
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
+from engines.torch_backend.quantization import Scheme
+from engines.torch_backend.quantized_linear import QuantizedLinear
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import SamplingParams
 
@@ -132,6 +135,22 @@ def make_model_pair(config: VLMConfig, seed: int = 0, std: float = 0.3) -> Model
     return ModelPair(config, theirs, load_ours(config, dict(theirs.state_dict())))
 
 
+def quantize_pair(pair: ModelPair, scheme: Scheme, *, same_weights: bool = True) -> ModelPair:
+    """Ours over quantized weights; theirs over what these stand for, or over the full ones as before."""
+    with torch.device("meta"):
+        ours = Llava(pair.config)
+    scheme.swap_linears(ours, torch.float32)
+    weights = scheme.quantize_state_dict(dict(pair.theirs.state_dict()), torch.float32)
+    ours.load_state_dict(map_state_dict(weights, pair.config), assign=True)
+    theirs = deepcopy(pair.theirs) if same_weights else pair.theirs
+    for name, linear in ours.named_modules():
+        if same_weights and isinstance(linear, QuantizedLinear):
+            their_name = name.replace("language_model.model.", "model.language_model.")
+            theirs.get_submodule(their_name).weight.data = linear.dequantized()
+    scheme.prepare(ours)
+    return ModelPair(pair.config, theirs, ours.eval())
+
+
 def load_ours(config: VLMConfig, weights: dict[str, torch.Tensor]) -> Llava:
     with torch.device("meta"):
         model = Llava(config)
@@ -160,7 +179,8 @@ def make_runner(pair: ModelPair, **changes: Any) -> TorchRunner:
 
 def make_engine(pair: ModelPair, **changes: Any) -> BatchingEngine:
     config = EngineConfig(**{"num_kv_blocks": 256, "block_size": 4, **changes})
-    runner = TorchRunner(pair.ours, config, torch.device("cpu"), torch.float32)
+    dtype = pair.ours.language_model.model.norm.weight.dtype
+    runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype)
     return BatchingEngine(runner, NumberTokenizer(), config)
 
 

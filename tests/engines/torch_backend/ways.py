@@ -1,0 +1,111 @@
+"""The ways in which an engine may come to the same answers.
+
+Each takes what starts an engine (configuration changes in, engine out) and requests, and returns all tokens of
+each request. A way that did not happen (nobody preempted, nothing found in a cache) fails.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engines.base import EngineRequest
+from engines.engine import BatchingEngine
+from tests.factories_torch import run_to_end
+
+Start = Callable[..., BatchingEngine]
+Tokens = dict[str, list[int]]
+Way = Callable[[Start, list[EngineRequest]], Tokens]
+
+
+def run_alone(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    tokens: Tokens = {}
+    for request in wanted:
+        tokens |= run_to_end(start(), [request])
+    return tokens
+
+
+def run_batched(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    return run_to_end(start(), wanted)
+
+
+def run_one_after_another_has_begun(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Prefill of one beside decode of others."""
+    engine = start()
+    tokens: Tokens = {request.request_id: [] for request in wanted}
+    waiting = list(wanted)
+    while waiting or engine.has_work():
+        if waiting:
+            engine.add(waiting.pop(0))
+        for output in [*engine.step(), *engine.step()]:
+            tokens[output.request_id] += output.token_ids
+    return tokens
+
+
+def run_chunked(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Chunks end inside pictures and inside blocks."""
+    return run_to_end(start(max_num_batched_tokens=5), wanted)
+
+
+def run_with_one_picture_a_step(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    return run_to_end(start(max_images_per_step=1, encoder_cache_bytes=0), wanted)
+
+
+def run_preempted(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    engine = start(num_kv_blocks=20, enable_prefix_cache=False)
+    tokens = run_to_end(engine, wanted)
+    assert engine.stats().num_preemptions > 0
+    return tokens
+
+
+def run_prefix_cached(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    engine = start()
+    run_to_end(engine, wanted)
+    tokens = run_to_end(engine, wanted)
+    assert engine.stats().num_prefix_hit_tokens > 0
+    return tokens
+
+
+def run_encoder_cached(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    engine = start(enable_prefix_cache=False)
+    run_to_end(engine, wanted)
+    before = engine.stats().num_encoder_hits
+    tokens = run_to_end(engine, wanted)
+    num_pictures = sum(len(request.images) for request in wanted)
+    assert engine.stats().num_encoder_hits - before >= num_pictures - 1
+    return tokens
+
+
+def run_taken_over(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Another worker goes on in the middle, after a different number of tokens for each."""
+    return run_to_end(start(), begin_elsewhere(start, wanted))
+
+
+def run_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Taken over in chunks, with few blocks, shared prefixes, and one picture a step."""
+    engine = start(num_kv_blocks=20, max_num_batched_tokens=5, max_images_per_step=1)
+    tokens = run_to_end(engine, begin_elsewhere(start, wanted))
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_prefix_hit_tokens > 0
+    return tokens
+
+
+def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineRequest]:
+    """The requests as they are handed on when their first worker has died."""
+    first = run_batched(start, wanted)
+    return [
+        replace(request, output_token_ids=tuple(first[request.request_id][: 2 + 3 * place]))
+        for place, request in enumerate(wanted)
+    ]
+
+
+WAYS: list[Way] = [
+    run_alone,
+    run_batched,
+    run_one_after_another_has_begun,
+    run_chunked,
+    run_with_one_picture_a_step,
+    run_preempted,
+    run_prefix_cached,
+    run_encoder_cached,
+    run_taken_over,
+    run_under_all_of_it,
+]
