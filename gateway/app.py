@@ -90,6 +90,7 @@ def create_chat(services: Services, streams: Streams) -> ChatCompletions:
         services.admission,
         services.intake,
         streams,
+        services.key_limits,
         services.metrics,
         system_fingerprint=_fingerprint(),
     )

@@ -20,6 +20,7 @@ from gateway.errors import ApiError, Overloaded, unavailable, unexpected
 from gateway.exchange import ClientGone, Exchange
 from gateway.generation import Generation, Gone
 from gateway.intake import Intake
+from gateway.key_limits import KeyLimits
 from gateway.recorder import AnswerRecorder
 from gateway.reply import Reply, ReplyOptions, new_head, send_stream, send_whole
 from gateway.request_log import log_request
@@ -59,6 +60,7 @@ class ChatCompletions:
         admission: Admission,
         intake: Intake,
         streams: Streams,
+        key_limits: KeyLimits,
         metrics: GatewayMetrics,
         system_fingerprint: str,
     ) -> None:
@@ -66,6 +68,7 @@ class ChatCompletions:
         self.admission = admission
         self.intake = intake
         self.streams = streams
+        self.key_limits = key_limits
         self.metrics = metrics
         self.system_fingerprint = system_fingerprint
 
@@ -77,7 +80,7 @@ class ChatCompletions:
         error: ApiError | None = None
         outcome = "cancelled"
         try:
-            with self.admission:
+            with self.admission, self.key_limits.request(context.cache_salt):
                 await self._serve(run, exchange, context)
             outcome = "ok"
         except (ClientGone, Gone):

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 
 from gateway.generation import Generation
+from gateway.key_limits import KeyLimits
 from shared.mailbox import Mailbox
 from shared.metrics import GatewayMetrics
 from shared.protocol import ErrorCode, GenerateEvent, GenerateRequest
@@ -36,12 +37,14 @@ class Dispatcher:
         *,
         silence_timeout_s: float,
         max_queue_depth: int,
+        key_limits: KeyLimits,
     ) -> None:
         self.queue = queue
         self.mailbox = mailbox
         self.metrics = metrics
         self.silence_timeout_s = silence_timeout_s
         self.max_queue_depth = max_queue_depth
+        self.key_limits = key_limits
         self._open: dict[str, tuple[Generation, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -65,13 +68,18 @@ class Dispatcher:
         return len(self._open)
 
     async def submit(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Generation:
-        """Queue the choices of one request. Raises: QueueFull, QueueUnavailable; then nothing stays queued."""
+        """Queue the choices of one request.
+
+        Raises: QueueFull, QueueUnavailable, Overloaded; then nothing stays queued.
+        """
+        let_go = self.key_limits.hold_tokens(requests)
         generation = Generation(
             requests[0].model,
             [request.request_id for request in requests],
             time.monotonic() + timeout_s,
             self._forget,
         )
+        generation.when_closed(lambda _: let_go())
         generation.is_detached = requests[0].is_detached
         for index, request in enumerate(requests):
             self._open[request.request_id] = (generation, index)

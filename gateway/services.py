@@ -9,6 +9,7 @@ from gateway.dispatcher import Dispatcher
 from gateway.image_fetch import ImageFetcher
 from gateway.images import ImageLoader
 from gateway.intake import Intake
+from gateway.key_limits import KeyLimits
 from gateway.models import ModelDirectory
 from shared.image_store import ImageStore
 from shared.mailbox import Mailbox
@@ -40,6 +41,7 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
+        self.key_limits = KeyLimits(settings.limits, self.admission.retry_after_s)
         self.queue = RequestQueue(self._redis, prefix)
         self.image_store = ImageStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
@@ -51,6 +53,7 @@ class Services:
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
             max_queue_depth=settings.limits.max_queue_depth,
+            key_limits=self.key_limits,
         )
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)

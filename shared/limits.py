@@ -64,3 +64,17 @@ class LimitSettings(Group):
     max_open_requests: int = Field(
         default=4096, ge=1, description="Requests that one gateway keeps open."
     )
+    max_open_tokens: int = Field(
+        default=16_000_000,
+        ge=1,
+        description="Tokens that the requests of one gateway may come to; shared by the keys.",
+    )
+    max_key_open_requests: int = Field(
+        default=0, ge=0, description="Requests that one API key keeps open at a gateway; 0: any."
+    )
+    max_key_requests_per_minute: int = Field(
+        default=0, ge=0, description="Requests of one API key a minute, at each gateway; 0: any."
+    )
+    max_key_tokens_per_minute: int = Field(
+        default=0, ge=0, description="Tokens of one API key a minute, at each gateway; 0: any."
+    )
