@@ -57,6 +57,40 @@ def test_ports_are_published_on_this_machine_only():
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
+def test_files_that_are_mounted_are_there():
+    mounted = [volume for service in SERVICES.values() for volume in service.get("volumes", [])]
+    files = [volume.split(":")[0] for volume in mounted if volume.startswith("./")]
+    assert len(files) >= 3
+    assert all((ROOT / file).exists() for file in files)
+    assert all(volume.endswith(":ro") for volume in mounted if volume.startswith("./"))
+
+
+def test_grafana_finds_the_dashboard_and_its_prometheus():
+    grafana = SERVICES["grafana"]
+    targets = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+    provisioning = ROOT / "config/grafana/provisioning"
+    dashboards = yaml.safe_load((provisioning / "dashboards/vlm-fleet.yml").read_text())
+    [provider] = dashboards["providers"]
+    assert provider["options"]["path"] == targets["./config/grafana/dashboards"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (ROOT / "config/grafana/dashboards" / home.rpartition("/")[2]).exists()
+    sources = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())
+    [source] = sources["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    scraped = yaml.safe_load((ROOT / "config/prometheus/prometheus.yml").read_text())
+    assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
+
+
+def test_prometheus_scrapes_services_that_are_there_on_their_ports():
+    scraped = yaml.safe_load((ROOT / "config/prometheus/prometheus.yml").read_text())
+    ports = {
+        job["job_name"]: (*job["dns_sd_configs"][0]["names"], job["dns_sd_configs"][0]["port"])
+        for job in scraped["scrape_configs"]
+    }
+    worker_port = int(SERVICES["worker"]["environment"]["VLM_WORKER__HEALTH_PORT"])
+    assert ports == {"gateway": ("gateway", 8000), "worker": ("worker", worker_port)}
+
+
 @pytest.mark.parametrize("name", ["gateway", "worker"])
 def test_processes_have_time_to_finish_what_runs(name):
     settings = load_settings()

@@ -1,0 +1,80 @@
+"""What operators read is true: the tables of docs/operating.md, and the names in dashboard and alerts."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.errors import FAILURES
+from shared.metrics import METRICS, Metric
+from shared.protocol import ErrorCode
+
+ROOT = Path(__file__).parent.parent.parent
+OPERATING = (ROOT / "docs" / "operating.md").read_text()
+PANELS = json.loads((ROOT / "config/grafana/dashboards/vlm-fleet.json").read_text())["panels"]
+RULES = [
+    rule
+    for group in yaml.safe_load((ROOT / "config/prometheus/alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
+QUERIES += [rule["expr"] for rule in RULES]
+SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+
+
+def row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |"
+
+
+def test_every_metric_has_its_row_and_no_other():
+    rows = {line for line in OPERATING.splitlines() if line.startswith("| `vlm_")}
+    assert rows == {row(metric) for metric in METRICS}
+
+
+def test_every_alert_has_its_row_and_no_other():
+    rows = re.findall(r"^\| `(Vlm\w+)` \| (\w+) \|", OPERATING, re.MULTILINE)
+    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in RULES]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_name_series_and_labels_that_are_there(query):
+    series = {m.name + suffix: m for m in METRICS for suffix in SUFFIXES[m.kind]}
+    selectors = re.findall(r"\b((?:vlm_|up\b)\w*)(?:\{([^}]*)\})?", query)
+    assert selectors
+    for name, matchers in selectors:
+        labels = set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", matchers))
+        if name == "up":
+            assert labels <= {"job"}
+        else:
+            assert labels <= {*series[name].labels, "job", "instance"}, name
+
+
+def test_errors_that_are_ours_are_all_named():
+    """A client that left is not an error of ours, whatever its status would be."""
+    ours = {code for code, (_, status, _) in FAILURES.items() if status >= 500}
+    codes = {code.value for code in ours - {ErrorCode.CANCELLED}} | {"internal_error"}
+    found = re.findall(r'outcome=~\\?"([a-z_|]+)\\?"', "\n".join(QUERIES))
+    named = [set(outcomes.split("|")) - {"ok", "rejected"} for outcomes in found]
+    assert named == [codes] * 2
+
+
+def test_the_dashboard_answers_its_questions_in_order():
+    rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
+    assert rows == [
+        "Is it up?", "Is it fast?", "Which stage is slow?", "Is it full?", "What is it doing?",
+        "What went wrong?",
+    ]  # fmt: skip
+    shown = [panel for panel in PANELS if panel["type"] != "row"]
+    assert all(panel["description"] for panel in shown)
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    cells = [
+        (x, y)
+        for panel in PANELS
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+    assert max(x for x, _ in cells) == 23
