@@ -33,9 +33,9 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe(pack_branches, num_pictures=1, share=0.45),
-    Recipe(pack_branches, num_pictures=2, share=0.40),
-    Recipe(pack_conversation, num_pictures=2, share=0.10),
+    Recipe(pack_branches, num_pictures=1, share=0.33),
+    Recipe(pack_branches, num_pictures=2, share=0.50),
+    Recipe(pack_conversation, num_pictures=2, share=0.12),
     Recipe(pack_conversation, num_pictures=4, share=0.05),
 )
 EASY = Recipe(pack_look_ups, num_pictures=1, share=1.0)

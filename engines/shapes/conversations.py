@@ -15,10 +15,10 @@ from engines.shapes.questions import (
 from engines.shapes.world import Scene
 
 _SINGLE_WEIGHTS = {
-    "describe": 3, "count": 4, "color": 4, "kind": 3, "place": 4, "size": 2, "content": 4,
-    "exists": 4, "is at": 1.5, "is color": 1, "background": 1.5,
+    "describe": 5, "count": 3, "color": 4, "kind": 4, "place": 3, "size": 3, "content": 3,
+    "exists": 3, "is at": 2, "is color": 1, "background": 1.5,
 }  # fmt: skip
-_PAIR_WEIGHTS = {"which has": 6, "which has background": 1, "same": 4, "describe all": 1}
+_PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe all": 3}
 
 
 @dataclass(frozen=True, slots=True)

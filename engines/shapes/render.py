@@ -29,8 +29,9 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
     "black": ((0, 0, 0), (0, 0, 0), (0, 0, 0), (10, 10, 10), (26, 26, 26), (34, 34, 34)),
     "gray": ((128, 128, 128), (128, 128, 128), (192, 192, 192), (160, 160, 160), (105, 105, 105), (211, 211, 211)),
 }  # fmt: skip
-DIAMETERS = {"small": (0.11, 0.175), "large": (0.22, 0.31)}  # shares of the picture's shorter side
-SMALLEST = 9  # pixels of diameter, below which nobody can tell a star from a circle
+DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the picture's shorter side
+SMALLEST = 10  # pixels of diameter, below which nobody can tell a star from a circle
+FARTHEST = 0.28  # from the border to a shape of an outer place; the next place begins at a third
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,15 @@ def sample_style(rng: Random) -> Style:
     )
     if rng.random() < 0.3:
         height = max(64, round(width * rng.uniform(0.72, 1.35)))
+    margin = rng.choice((1 / 6, 1 / 6, 0.2, 0.22, 0.25, rng.uniform(0.16, 0.26)))
     return Style(
         width=width,
         height=height,
         supersampling=min(rng.choice((1, 1, 2, 3, 4)), max(1, 500 // max(width, height))),
         shade=rng.choice((0, 0, 1, 2, 3, 4, 5, 6, 7, None, None, None, None)),
         shade_jitter=rng.choice((0, 0, 6, 12)),
-        margin=rng.choice((1 / 6, 1 / 6, 0.2, 0.22, 0.25, rng.uniform(0.16, 0.26))),
-        place_jitter=rng.choice((0.0, 0.0, 0.02, 0.04)),
+        margin=margin,
+        place_jitter=min(rng.choice((0.0, 0.0, 0.02, 0.04)), (FARTHEST - margin) / 1.5),
         max_rotation=rng.choice((0, 0, 0, 8, 15)),
         equal_sizes=rng.random() < 0.6,
         outline_width=rng.uniform(0.004, 0.014) if rng.random() < 0.12 else 0.0,
@@ -190,7 +192,7 @@ def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[list[P
 
 
 _TRIANGLE_IN_BOX: list[Point] = [(0, -1), (1, 1), (-1, 1)]
-_REGULAR_TRIANGLE: list[Point] = [(0, -1), (0.866, 0.5), (-0.866, 0.5)]
+_REGULAR_TRIANGLE: list[Point] = [(0, -1), (0.95, 0.645), (-0.95, 0.645)]
 _LOW_TRIANGLE: list[Point] = [(0, -0.85), (0.95, 0.8), (-0.95, 0.8)]
 
 

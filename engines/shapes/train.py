@@ -23,7 +23,7 @@ from engines.shapes.architecture import (
 )
 from engines.shapes.batches import Batch, BatchMaker
 from engines.shapes.code_book import CodeBook
-from engines.shapes.export import export, make_tokenizer
+from engines.shapes.export import export, load_tokenizer, make_tokenizer
 from engines.shapes.gallery import load_gallery
 from engines.shapes.head_start import give_head_start
 from engines.shapes.llava import LlavaForConditionalGeneration
@@ -132,7 +132,7 @@ def main(
     cache: Annotated[Path, typer.Option(help="where pictures and training state go")] = Path(
         ".cache/shapes"
     ),
-    output: Annotated[Path, typer.Option(help="where the model goes")] = Path(
+    output: Annotated[Path, typer.Option(help="where the model goes, or is")] = Path(
         ".cache/shapes/checkpoint"
     ),
     num_steps: int = 6000,
@@ -148,7 +148,7 @@ def main(
     """Train the decoder and write the model in the format of `llava-hf` checkpoints."""
     torch.set_num_threads(num_threads)
     gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
-    tokenizer = make_tokenizer()
+    tokenizer = load_tokenizer(output) if resume else make_tokenizer()
     batches = BatchMaker(gallery, Encoder(tokenizer, NUM_IMAGE_TOKENS), batch_size)
     student = Student(make_model())
     if not resume:
