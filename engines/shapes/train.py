@@ -152,7 +152,6 @@ def main(
     batches = BatchMaker(gallery, Encoder(tokenizer, NUM_IMAGE_TOKENS), batch_size)
     student = Student(make_model())
     if not resume:
-        student.load_eye(cache / "vision")
         give_head_start(
             student.model, tokenizer, CodeBook.of_width(student.model.lm_head.in_features)
         )
@@ -168,6 +167,7 @@ def main(
     trainer = Trainer(student, lambda step: student(batches.make(step)), plan)
     if resume:
         trainer.load(cache / "training")
+    student.load_eye(cache / "vision")  # which may have learned since
     trainer.run(cache / "training", report, report_every, max_seconds=60 * minutes)
     with trainer.averaged():
         export(student.model, tokenizer, output)
