@@ -175,9 +175,7 @@ class BlockManager:
         holders: Counter[int] = Counter()
         for sequence in sequences:
             holders.update(sequence.block_ids)
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
-            assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
-            assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
+            self._check_table(sequence)
         free = [*self._empty, *self._evictable]
         assert len(set(free)) == len(free), "a block free twice"
         for block_id, block in enumerate(self._blocks):
@@ -190,6 +188,22 @@ class BlockManager:
             if block.block_hash is not None
         }
         assert published == self._published, "published blocks and their hashes disagree"
+
+    def _check_table(self, sequence: Sequence) -> None:
+        """What is published is as this sequence computed it, and what it will write to is its own."""
+        assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
+        assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
+        assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
+        num_full = sequence.num_computed_tokens // self.block_size
+        for index, block_id in enumerate(sequence.block_ids):
+            block = self._blocks[block_id]
+            if block.block_hash is None:
+                assert block.ref_count == 1, "a block is shared that nobody published"
+                continue
+            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            assert index < num_full, "a published block would be written to"
+            assert block.block_hash == self._block_hash(sequence, index), "another prefix's block"
+            assert block.token_ids == tokens, "another text's block"
 
     def _take_free_block(self) -> int:
         if self._empty:

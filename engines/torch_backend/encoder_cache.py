@@ -78,6 +78,15 @@ class EncoderCache:
         """Forget every picture and all counts."""
         self.__init__(self._max_bytes)
 
+    def check_integrity(self) -> None:
+        """Compare both books with each other, and the bytes with the tensors. Raises: AssertionError."""
+        readers: dict[str, set[PictureKey]] = {}
+        for key, entry in self._entries.items():
+            for request_id in entry.readers:
+                readers.setdefault(request_id, set()).add(key)
+        assert readers == self._pinned, "pins and readers disagree"
+        assert self.num_bytes == sum(entry.features.nbytes for entry in self._entries.values())
+
     def _evict(self) -> None:
         """Drop unread entries, the longest unused first, until the rest fits."""
         if self.num_bytes <= self._max_bytes:

@@ -21,7 +21,7 @@ FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
 
 
 class KVCacheTooSmall(Exception):
-    """The pool cannot hold one sequence of the context length that was asked for."""
+    """The pool cannot hold one sequence of the context length asked for, or memory not the pool asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ def plan_kv_cache(
     else:
         room = int(free_bytes * FREE_MEMORY_RATIO[device_type]) // block_bytes
         num_blocks = min(room, engine.max_num_seqs * blocks_per_sequence)
+    if num_blocks * block_bytes > free_bytes:
+        raise KVCacheTooSmall(
+            f"{num_blocks} KV blocks of {block_bytes} bytes were asked for, {num_blocks * block_bytes} bytes; "
+            f"{free_bytes} bytes are free. Lower kv_cache_bytes, or leave it to the engine."
+        )
     max_model_len = min(wanted_len, num_blocks * engine.block_size)
     if num_blocks < 1 or (engine.max_model_len is not None and max_model_len < wanted_len):
         raise KVCacheTooSmall(

@@ -187,3 +187,33 @@ def test_a_decode_token_inside_a_block_hashes_nothing(monkeypatch: pytest.Monkey
     sequence.token_ids.append(5)
     sequence.num_computed_tokens += 1
     blocks.publish(sequence)
+
+
+def test_check_integrity_sees_a_shared_block_that_would_be_written_to():
+    blocks = make_blocks()
+    first, second = make_sequence(10), make_sequence(10)
+    compute(blocks, first)
+    compute(blocks, second)
+    second.num_computed_tokens = 7
+    with pytest.raises(AssertionError, match="would be written to"):
+        blocks.check_integrity([first, second])
+
+
+def test_check_integrity_sees_a_block_of_another_text():
+    blocks = make_blocks()
+    sequence = make_sequence(10)
+    compute(blocks, sequence)
+    sequence.token_ids[2] = 77
+    with pytest.raises(AssertionError, match="another text"):
+        blocks.check_integrity([sequence])
+
+
+def test_a_prefix_that_is_used_again_outlives_a_younger_one():
+    blocks = make_blocks(num_blocks=4)
+    old, young = make_sequence(token_ids=[1] * 5), make_sequence(token_ids=[2] * 5)
+    compute_and_free(blocks, old)
+    compute_and_free(blocks, young)
+    compute_and_free(blocks, make_sequence(token_ids=[1] * 5))
+    assert blocks.grow(make_sequence(12), 12)
+    assert len(blocks.find_prefix(make_sequence(token_ids=[1] * 5))) == 1
+    assert blocks.find_prefix(make_sequence(token_ids=[2] * 5)) == []

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.torch_backend.encoder_cache import EncoderCache
 
@@ -62,3 +64,34 @@ def test_tenants_with_different_salts_share_nothing():
     cache = make_cache()
     cache.put(("mine", "hash"), torch.zeros(10))
     assert ("yours", "hash") not in cache
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["read", "read", "unpin", "release"]), st.integers(0, 4), st.sampled_from("abc")
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENTS, max_size=30), st.integers(0, 3))
+def test_whatever_happens_the_books_are_right_and_what_is_read_is_there(events, capacity):
+    cache = make_cache(capacity=capacity)
+    held: set[tuple[str, int]] = set()
+    for event, number, request_id in events:
+        if event == "read":
+            if key(number) not in cache:
+                cache.put(key(number), torch.full((10,), float(number)))
+            assert cache.pin(request_id, key(number))[0] == number
+            held.add((request_id, number))
+        elif event == "unpin":
+            cache.unpin(request_id, key(number))
+            held.discard((request_id, number))
+        else:
+            cache.release(request_id)
+            held = {pair for pair in held if pair[0] != request_id}
+        cache.check_integrity()
+        assert all(cache.is_pinned_by(owner, key(picture)) for owner, picture in held)
+        assert all(key(picture) in cache for _, picture in held)
+    for request_id in "abc":
+        cache.release(request_id)
+    cache.unpin("nobody", key(0))
+    assert cache.num_bytes <= capacity * FEATURE_BYTES

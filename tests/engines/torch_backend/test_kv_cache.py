@@ -57,6 +57,13 @@ def test_memory_for_less_than_a_block_is_refused():
         plan(free=BLOCK_BYTES)
 
 
+@pytest.mark.parametrize("asked", [{"kv_cache_bytes": 9 * BLOCK_BYTES}, {"num_kv_blocks": 9}])
+def test_more_than_is_free_is_refused_with_numbers(asked):
+    numbers = rf"{9 * BLOCK_BYTES} bytes; {8 * BLOCK_BYTES} bytes are free"
+    with pytest.raises(KVCacheTooSmall, match=numbers):
+        plan(free=8 * BLOCK_BYTES, **asked)
+
+
 def test_a_context_longer_than_the_models_own_is_refused():
     with pytest.raises(ValueError, match=r"257 .* 256"):
         plan(max_model_len=257)

@@ -79,6 +79,48 @@ def test_draws_follow_the_distribution(sampling, expected):
     assert_distribution(draw(LOGITS, **sampling), expected)
 
 
+def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tensor:
+    """The softmax with some scores set to other values."""
+    scores = LOGITS.clone()
+    for token_id, score in changes.items():
+        scores[token_id] = score
+    return (scores / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"logit_bias": {3: 1.2, 0: -1.0}}, adjusted({3: 1.7, 0: 1.0})),
+        # the output is 0 0 1, the prompt 5 5
+        ({"frequency_penalty": 0.7}, adjusted({0: 0.6, 1: 0.8})),
+        ({"presence_penalty": 0.7}, adjusted({0: 1.3, 1: 0.8})),
+        ({"frequency_penalty": -0.5}, adjusted({0: 3.0, 1: 2.0})),
+        ({"repetition_penalty": 2.0}, adjusted({0: 1.0, 1: 0.75, 5: -1.0})),
+        (
+            {
+                "repetition_penalty": 2.0,
+                "frequency_penalty": 0.2,
+                "presence_penalty": 0.1,
+                "logit_bias": {1: 0.5},
+                "temperature": 0.7,
+            },
+            adjusted({0: 0.5, 1: 0.7, 5: -1.0}, 0.7),
+        ),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution_under_bias_and_penalties(sampling, expected):
+    assert_distribution(draw(LOGITS, prompt=(5, 5), output=(0, 0, 1), **sampling), expected)
+
+
+def test_a_penalty_comes_before_the_limits():
+    """The two best without penalty are not the two best with it."""
+    tokens = draw(LOGITS, output=(0, 0), frequency_penalty=2.0, top_k=2)
+    scores = torch.full_like(LOGITS, -torch.inf)
+    scores[[1, 2]] = LOGITS[[1, 2]]
+    assert_distribution(tokens, scores.softmax(-1))
+
+
 def test_consecutive_positions_of_one_seed_are_independent():
     sequences = [make_sequence(output=(0,) * position, seed=5) for position in range(2000)]
     tokens = [choice.token_id for choice in sample(LOGITS.repeat(2000, 1), sequences)]
