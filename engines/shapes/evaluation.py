@@ -18,6 +18,15 @@ from engines.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS, Asker, ask_abou
 from engines.shapes.render import render, sample_style
 from engines.shapes.world import Scene, sample_scene, sample_variation
 
+#: The topics that are reported together.
+GROUPS = {
+    "single questions": tuple(topic for topic in SINGLE_TOPICS if topic != "describe"),
+    "full descriptions": ("describe",),
+    "two pictures": ("which has", "which has background", "same"),
+    "descriptions of two pictures": ("describe all",),
+    "follow-up questions": ("conversation",),
+}
+
 Renderer = Callable[[Scene, Random], Image.Image]
 
 
@@ -115,18 +124,14 @@ def evaluate(answer: Answerer, cases: Sequence[Case]) -> Score:
 
 
 def report(score: Score, console: Console) -> None:
-    """A table by topic, and the groups that have goals."""
+    """A table by topic and by group."""
     table = Table("topic", "asked", "right", "accuracy")
-    groups = {
-        "all single questions": tuple(topic for topic in SINGLE_TOPICS if topic != "describe"),
-        "all about two pictures": PAIR_TOPICS,
-    }
     for topic in score.asked:
         table.add_row(
             topic, str(score.asked[topic]), str(score.right[topic]), f"{score.accuracy(topic):.1%}"
         )
     table.add_section()
-    for name, topics in groups.items():
+    for name, topics in GROUPS.items():
         counts = (sum(counter[topic] for topic in topics) for counter in (score.asked, score.right))
         table.add_row(name, *map(str, counts), f"{score.accuracy(*topics):.1%}")
     console.print(table)
