@@ -46,6 +46,8 @@ class Publisher:
             (self._finish if ends else self._continue)(reply_to, batch)
             for (reply_to, ends), batch in batches.items()
         ]
+        if len(calls) == 1:  # `gather` would cost two turns of the loop
+            return await calls[0]
         refused: dict[str, str] = {}
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):

@@ -147,7 +147,10 @@ class RequestClaims:
                 _warn_of_unknown_kind(fields)
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
-        claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
+        if len(named) == 1:  # `gather` would cost two turns of the loop
+            claims = [await self._claim(*named[0])]
+        else:
+            claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
         live = [claim for claim in claims if claim is not None]
         self.num_claims[kind] += len(live)
         if others:
