@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test browser-test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test faults browser-test lint format typecheck bench loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -32,6 +32,9 @@ test: $(STAMP)  ## run all tests
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	$(BIN)/python -m pytest tests/browser $(ARGS)
+
+faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
+	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/test_queue_model.py $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -59,6 +59,8 @@ class Clients:
                 )
                 async with request as response:
                     await self._read(text, response, leave_after)
+            except httpx.ConnectError:  # it never reached a gateway
+                self._end(text, REFUSED)
             except httpx.HTTPError as error:
                 self._end(text, FAILED, error={"code": type(error).__name__})
 

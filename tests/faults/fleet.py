@@ -39,6 +39,13 @@ class Fleet:
         name = f"worker-{next(self._worker_numbers)}"
         return await self.processes.worker(name, wait=wait, **variables)
 
+    async def some_worker(self) -> Process:
+        """A worker that lives; a new one if there is none."""
+        for process in self.processes.all:
+            if process.name.startswith("worker") and process.process.returncode is None:
+                return process
+        return await self.worker()
+
     async def retire_workers(self) -> None:
         """No worker is left, nor any request."""
         for process in self.processes.all:
@@ -98,6 +105,7 @@ async def playing(fleet: Fleet, texts: Iterable[str], **options) -> AsyncIterato
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     outcomes = clients.history.outcomes()
+    print(f"{dict(outcomes)}, longest pause {clients.history.longest_pause_s():.1f} s")  # with -s
     accepted = sum(outcomes[kind] for kind in (FINISHED, FAILED, CANCELLED))
     assert clients.history.violations() == []
     assert conservation(accepted, outcomes) == []

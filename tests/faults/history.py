@@ -7,6 +7,7 @@ not know how a fleet works: the laws are those that a client may rely on.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 #: How an accepted request may end. A refused one was never accepted: it was sent away by its status line.
 FINISHED, FAILED, CANCELLED, REFUSED = "finished", "failed", "cancelled", "refused"
@@ -51,13 +52,22 @@ class History:
         """The tokens that a client saw, in order."""
         return [s.token for s in self.sights if s.request == request and not s.terminal]
 
+    def outcome(self, request: str) -> str:
+        """How a request has ended, by its first end; empty if it has not."""
+        ends = (s.terminal for s in self.sights if s.request == request and s.terminal)
+        return next(ends, "")
+
     def outcomes(self) -> Counter[str]:
-        """How many requests ended how, by their first end."""
-        ends: dict[str, str] = {}
-        for sight in self.sights:
-            if sight.terminal:
-                ends.setdefault(sight.request, sight.terminal)
-        return Counter(ends.values())
+        """How many requests ended how."""
+        return Counter(end for request in self.deadlines if (end := self.outcome(request)))
+
+    def longest_pause_s(self) -> float:
+        """Between two tokens of one request."""
+        pauses = [0.0]
+        for request in self.deadlines:
+            times = [s.at for s in self.sights if s.request == request]
+            pauses += [later - earlier for earlier, later in pairwise(times)]
+        return max(pauses)
 
     def violations(self) -> list[str]:
         """Every broken law, in words; none if all is well."""

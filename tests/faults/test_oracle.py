@@ -81,6 +81,15 @@ def test_pieces_of_two_answers_in_one_stream_are_named():
     assert "P8 r: pieces of several answers: ['elsewhere', 'r']" in told(sights)
 
 
+def test_the_longest_pause_is_within_one_request():
+    history = History()
+    for request, times in {"r": (0.0, 1.0, 4.5), "s": (9.0, 9.5)}.items():
+        history.ask(request, 20.0)
+        for at in times:
+            history.see(Sight(request, at))
+    assert history.longest_pause_s() == 3.5
+
+
 def test_what_is_accepted_must_end():
     assert conservation(3, {FINISHED: 1, FAILED: 1, CANCELLED: 1, REFUSED: 7}) == []
     assert conservation(3, {FINISHED: 2}) != []
