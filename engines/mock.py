@@ -18,6 +18,7 @@ from PIL import Image
 
 from engines.base import EngineConfig, ImageInput, InvalidImage
 from engines.engine import BatchingEngine
+from engines.picture_decoder import FORMATS, Decode, decode_image
 from engines.runner import Prompt, StepResult, TokenChoice, Tokenizer
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import ChatMessage, ImagePart
@@ -77,10 +78,12 @@ class MockProcessor:
         self.tokenizer: Tokenizer = MockTokenizer()
         self.tokens_per_image = tokens_per_image
 
-    def process_image(self, data: bytes, expected_size: tuple[int, int]) -> tuple[int, int]:
+    def process_image(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> tuple[int, int]:
         """Width and height. Raises: InvalidImage."""
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 size = image.size
         except Exception as error:  # whatever a parser raises on strange bytes, they are the reason
             raise InvalidImage("the picture cannot be decoded") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.base import ImageInput
+from engines.picture_decoder import Decode, decode_image
 from engines.sequence import Batch
 from shared.protocol import ChatMessage
 
@@ -96,11 +97,13 @@ class Processor(Protocol):
     max_model_len: int
     tokens_per_image: int  #: 0 where it varies
 
-    def process_image(self, data: bytes, expected_size: tuple[int, int]) -> Any:
+    def process_image(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> Any:
         """Decode and resize one picture.
 
         `expected_size` is the (width, height) that was admitted; a picture of another is refused before it
-        is decoded. Raises: InvalidImage.
+        is decoded. `decode` says where that is done. Raises: InvalidImage.
         """
         ...
 

@@ -6,7 +6,9 @@ decoder has the last word on the rest. Formats are told by content, never by the
 Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2.
 """
 
+import re
 from dataclasses import dataclass
+from struct import error as StructError
 from struct import unpack_from
 
 from shared.limits import LimitSettings
@@ -14,6 +16,9 @@ from shared.limits import LimitSettings
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_PNG_CHUNKS = 65_536
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
+_JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
+_JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker and some fill bytes
+_MAX_JPEG_SEGMENTS = 4096
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
@@ -44,7 +49,7 @@ def read_header(data: bytes) -> ImageHeader:
             return _read_jpeg(data)
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return _read_webp(data)
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, StructError):
         raise ImageRefused("The image cannot be decoded.") from None
     raise ImageRefused("Unsupported image: send PNG, JPEG or WebP.", code="unsupported_image")
 
@@ -93,26 +98,31 @@ def _has_second_header(data: bytes) -> bool:
 
 
 def _read_jpeg(data: bytes) -> ImageHeader:
+    """All segments up to the first scan are walked, as decoders believe the last frame header among them."""
+    frame: ImageHeader | None = None
     position = 2
-    while True:
-        while data[position] != 0xFF:
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        match = _JPEG_MARKER.match(data, position)
+        if match is None:
             raise ValueError
-        while data[position] == 0xFF:  # any number of fill bytes
-            position += 1
-        marker = data[position]
-        position += 1
+        position = match.end()
+        marker = data[position - 1]
         if marker in _JPEG_BARE:
             continue
+        if marker == _JPEG_SCAN and frame is not None:
+            return frame
         length = data[position] << 8 | data[position + 1]
+        if length < 2 or marker in (_JPEG_END, _JPEG_SCAN):
+            raise ValueError
         if marker in _JPEG_FRAMES:
+            if frame is not None:
+                raise ImageRefused("The image has two headers.")
             if length < 8:
                 raise ValueError
-            height = data[position + 3] << 8 | data[position + 4]
-            width = data[position + 5] << 8 | data[position + 6]
-            return ImageHeader("image/jpeg", width, height)
-        if length < 2 or marker in (0xD9, 0xDA):  # the scan begins without a frame
-            raise ValueError
+            height, width = unpack_from(">HH", data, position + 3)
+            frame = ImageHeader("image/jpeg", width, height)
         position += length
+    raise ValueError
 
 
 def _read_webp(data: bytes) -> ImageHeader:

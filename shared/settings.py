@@ -136,6 +136,17 @@ class WorkerSettings(Group):
     preprocess_threads: int = Field(
         default=2, ge=1, le=64, description="Threads that decode and resize pictures."
     )
+    decode_processes: int = Field(
+        default=2,
+        ge=0,
+        le=64,
+        description="Processes without rights that decode pictures; 0: the threads do it themselves.",
+    )
+    decode_timeout_s: float = Field(
+        default=10.0,
+        ge=1,
+        description="CPU time for decoding a picture; a third of the whole time.",
+    )
 
     @field_validator("heartbeat_s")
     @classmethod

@@ -19,11 +19,13 @@ from prometheus_client import CollectorRegistry
 from engines.base import EngineConfig
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.mock import MockConfig
+from engines.picture_decoder import Decode, decode_image
 from shared.image_store import ImageStore
 from shared.redis_client import create_redis
 from shared.registry import Registry
 from shared.request_claims import RequestClaims
 from shared.settings import EngineSettings, Settings
+from worker.decoder_pool import DecoderPool
 from worker.engine_thread import EngineBroken, EngineThread, News
 from worker.health import HealthServer
 from worker.metrics import create_registry
@@ -145,6 +147,20 @@ class WorkerProcess:
         if self._worker is not None:
             self._worker.hear(news)
 
+    def _start_decoders(self, stack: AsyncExitStack) -> Decode:
+        """Where pictures are decoded; the mock engine looks at none."""
+        settings = self._settings
+        if not settings.worker.decode_processes or settings.engine.kind == "mock":
+            return decode_image
+        pool = DecoderPool(
+            settings.worker.decode_processes,
+            settings.limits.max_image_pixels,
+            settings.worker.decode_timeout_s,
+        )
+        pool.start()
+        stack.callback(pool.close)
+        return pool.decode
+
     def _create_worker(self, stack: AsyncExitStack, loaded: LoadedEngine) -> Worker:
         settings = self._settings
         assert self._engine is not None
@@ -164,7 +180,11 @@ class WorkerProcess:
         images = ImageStore(redis, prefix)
         registry = Registry(redis, prefix)
         preprocessor = Preprocessor(
-            loaded.processor, images, settings.limits, settings.worker.preprocess_threads
+            loaded.processor,
+            images,
+            settings.limits,
+            settings.worker.preprocess_threads,
+            decode=self._start_decoders(stack),
         )
         stack.callback(preprocessor.close)
         for close in (

@@ -1,6 +1,7 @@
 """From a claim to what the engine takes: fetch pictures, decode, resize, template, tokenize.
 
-Work runs in a pool of threads, off the event loop and off the engine's thread. It must not know the queue.
+Work runs in a pool of threads, off the event loop and off the engine's thread; `decode` may go to other processes.
+It must not know the queue.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from engines.base import EngineError, EngineRequest, InvalidImage, InvalidRequest
+from engines.picture_decoder import Decode, decode_image
 from engines.runner import Processor
 from shared.image_store import ImageStore
 from shared.limits import LimitSettings
@@ -53,12 +55,14 @@ class Preprocessor:
         limits: LimitSettings,
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
+        decode: Decode = decode_image,
     ) -> None:
         self._processor = processor
         self._images = images
         self._limits = limits
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="preprocess")
         self._pixels = PixelCache(max_cache_bytes)
+        self._decode = decode
 
     async def prepare(self, claim: Claim, engine_id: str) -> EngineRequest:
         """The engine's request for a claim, known to it as `engine_id`. Raises: EngineError."""
@@ -99,7 +103,9 @@ class Preprocessor:
             raise InvalidImage("a picture has too many bytes")
         check_size(image, self._limits)
         size = (image.width, image.height)
-        pixels = await self._in_pool(lambda: self._processor.process_image(data, size))
+        pixels = await self._in_pool(
+            lambda: self._processor.process_image(data, size, self._decode)
+        )
         return pixels, getattr(pixels, "nbytes", len(data))
 
     async def _fetch(self, sha256: str) -> bytes:

@@ -1,10 +1,8 @@
 """Picture bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
 
-Called from a pool of threads. Bytes come from strangers: three formats, fixed error texts, no torch.
-Pixels are numpy (3, H, W) float32.
+Called from a pool of threads. It must not know torch. Pixels are numpy (3, H, W) float32.
 """
 
-import io
 import json
 import math
 from dataclasses import dataclass
@@ -12,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from engines.base import InvalidImage
+from engines.picture_decoder import Decode, decode_image
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_PIXELS = 128_000_000  # the last defence of memory; gateways allow less
 #: A longer resized picture is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
-_CANNOT_DECODE = "The picture cannot be decoded; PNG, JPEG and WebP are understood."
 _FILTER_REACH = 4  # source pixels on either side: Lanczos, the widest filter, reads 3
-_OTHER_SIZE = "The picture is of another size than its header says."
-_ALPHA_BANDS = frozenset("Aa")
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
@@ -74,12 +67,17 @@ class ImageProcessor:
     mean: tuple[float, ...] | None = _CLIP_MEAN
     std: tuple[float, ...] | None = _CLIP_STD
 
-    def process(self, data: bytes, expected_size: tuple[int, int] | None = None) -> np.ndarray:
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int] | None = None,
+        decode: Decode = decode_image,
+    ) -> np.ndarray:
         """Decode a picture and make its pixels. Shapes: returns (3, H, W) float32.
 
         `expected_size` is the (width, height) that was admitted. Raises: InvalidImage.
         """
-        image = self._resize(decode_image(data, expected_size))
+        image = self._resize(decode(data, expected_size))
         pixels = np.asarray(image).transpose(2, 0, 1)
         if self.crop_to is not None:
             pixels = pad(pixels, self.crop_to)
@@ -122,46 +120,6 @@ class ImageProcessor:
             mean = np.array(self.mean, dtype=np.float32)[:, None, None]
             scaled = (scaled - mean) / np.array(self.std, dtype=np.float32)[:, None, None]
         return np.ascontiguousarray(scaled)
-
-
-def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> Image.Image:
-    """The first frame in RGB, upright, transparency on white.
-
-    A file may say two sizes, to the reader of its header and to its decoder: `expected_size`, as (width,
-    height), is held against the decoder's before memory is taken. Raises: InvalidImage.
-    """
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if expected_size is not None and image.size != expected_size:
-                raise InvalidImage(_OTHER_SIZE)
-            if image.width * image.height > MAX_PIXELS:
-                raise InvalidImage(f"The picture has more than {MAX_PIXELS} pixels.")
-            image.seek(0)
-            image.load()
-            return _to_rgb(_upright(image))
-    except InvalidImage:
-        raise
-    except Exception:  # decoders of broken files fail in any way that Pillow can
-        raise InvalidImage(_CANNOT_DECODE) from None
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # broken metadata is no reason to refuse a sound picture
-        return image
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":
-        # Pillow clips 16-bit grey to white; the upper byte is the picture.
-        wide = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((wide.clip(0, 0xFFFF) >> 8).astype(np.uint8))
-    if _ALPHA_BANDS & set(image.getbands()) or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
 
 
 def _middle(length: int, kept: int) -> tuple[int, int]:

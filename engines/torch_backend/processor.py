@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.picture_decoder import Decode, decode_image
 from engines.prompt import PromptBuilder
 from engines.runner import Prompt, Tokenizer
 from engines.torch_backend.image_processor import ImageProcessor
@@ -32,9 +33,11 @@ class TorchProcessor:
         self._image_processor = image_processor
         self._prompt_builder = prompt_builder
 
-    def process_image(self, data: bytes, expected_size: tuple[int, int]) -> np.ndarray:
+    def process_image(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> np.ndarray:
         """Decode and resize one picture. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
-        return self._image_processor.process(data, expected_size)
+        return self._image_processor.process(data, expected_size, decode)
 
     def build_prompt(
         self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]

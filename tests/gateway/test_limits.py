@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.admission import Admission
@@ -100,6 +100,7 @@ def test_no_limit_is_without_a_row():
 
 
 @pytest.mark.parametrize("row", BODY_ROWS, ids=lambda row: row.limit)
+@settings(deadline=None, max_examples=50)
 @given(limit=st.integers(0, 40), excess=st.integers(1, 40))
 def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_name(row, limit, excess):
     limit += row.least
@@ -115,6 +116,7 @@ def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_name(row, limit, e
 @pytest.mark.parametrize(
     ("param", "constant", "make"), FIXED_ROWS, ids=[row[1] for row in FIXED_ROWS]
 )
+@settings(deadline=None, max_examples=50)
 @given(excess=st.integers(1, 40))
 def test_a_fixed_limit_is_held_too(param, constant, make, excess):
     limit = getattr(limits_module, constant)
@@ -139,6 +141,7 @@ async def read(pieces: list[bytes], max_bytes: int, headers: dict[bytes, bytes] 
         )
 
 
+@settings(deadline=None, max_examples=50)
 @given(pieces=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6))
 async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
     pieces = [bytes(bytearray(piece)) for piece in pieces]  # equal ones are told apart by identity
@@ -154,6 +157,7 @@ async def test_a_body_that_says_it_is_too_long_is_not_read():
         await read([], 9, {**JSON, b"content-length": b"10"})
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(2, 500), st.integers(2, 500))
 def test_pictures_at_the_limits_of_their_size_pass(width, height):
     header = ImageHeader("image/png", width, height)

@@ -12,7 +12,9 @@ from PIL import Image, ImageFile
 from transformers import CLIPImageProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from engines import picture_decoder
 from engines.base import InvalidImage
+from engines.picture_decoder import decode_image
 from engines.torch_backend import image_processor as module
 from engines.torch_backend.image_processor import ImageProcessor, load_image_processor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -109,7 +111,7 @@ def test_every_mode_equals_transformers(tmp_path: Path, mode: str) -> None:
 
 def as_is(data: bytes) -> np.ndarray:
     """The decoded picture itself. Shapes: (H, W, 3)."""
-    return np.asarray(module.decode_image(data))
+    return np.asarray(decode_image(data))
 
 
 def test_transparency_lies_on_white() -> None:
@@ -157,7 +159,7 @@ def test_the_first_frame_of_an_animation_counts() -> None:
 @pytest.mark.parametrize("form", ["GIF", "BMP", "TIFF", "ICO", "PPM"])
 def test_other_formats_are_refused(form: str) -> None:
     with pytest.raises(InvalidImage, match="PNG, JPEG and WebP"):
-        module.decode_image(to_bytes(make_picture(), form))
+        decode_image(to_bytes(make_picture(), form))
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
@@ -166,16 +168,16 @@ def test_truncated_pictures_are_refused_in_fixed_words(form: str, share: float) 
     data = to_bytes(make_picture(90, 90), form)
 
     with pytest.raises(InvalidImage, match=r"^The picture cannot be decoded; .* understood\.$"):
-        module.decode_image(data[: int(len(data) * share)])
+        decode_image(data[: int(len(data) * share)])
 
 
 def test_a_picture_with_too_many_pixels_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_PIXELS", 99)
+    monkeypatch.setattr(picture_decoder, "MAX_PIXELS", 99)
 
     with pytest.raises(InvalidImage, match="more than 99 pixels"):
-        module.decode_image(to_bytes(make_picture(10, 10)))
+        decode_image(to_bytes(make_picture(10, 10)))
 
 
 def test_a_picture_of_another_size_than_admitted_is_refused_before_it_is_decoded(
