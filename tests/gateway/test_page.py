@@ -81,3 +81,27 @@ def test_the_page_has_no_inline_code_and_names_only_files_that_are_there():
 def test_sample_pictures_are_those_of_the_built_in_model():
     originals = {path.name: path.read_bytes() for path in SAMPLE.parent.glob("*.png")}
     assert {path.name: path.read_bytes() for path in (FOLDER / "samples").iterdir()} == originals
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two `#rrggbb` colors, 1 to 21. Source: WCAG 2.2, "relative luminance"."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_in_both_schemes(scheme):
+    css = FILES["/page/style.css"].body.decode()
+    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)
+    colors = {name: (light, dark)[scheme] for name, light, dark in pairs}
+    for ground in ("ground", "surface", "sunken"):
+        assert contrast(colors["text"], colors[ground]) >= 7
+        for text in ("muted", "accent", "error"):
+            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)
+    assert contrast(colors["on-accent"], colors["accent"]) >= 4.5
