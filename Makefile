@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test faults browser-test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test faults accuracy browser-test lint format typecheck bench loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -35,6 +35,9 @@ browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots
 
 faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
 	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/test_queue_model.py $(ARGS)
+
+accuracy: $(STAMP)  ## ask the built-in model 6,000 questions in fp32, bf16, int8 and int4; takes minutes
+	ACCURACY_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

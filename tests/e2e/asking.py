@@ -1,0 +1,64 @@
+"""Puts the questions of `engines.shapes.evaluation` to a fleet, over HTTP."""
+
+import base64
+import io
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from openai import OpenAI
+
+from engines.shapes.evaluation import Case, Message, Score, make_cases
+from engines.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS
+
+NUM_CLIENTS = 16
+QUESTIONS_PER_SCENE = 5
+
+
+def choose_cases(num_scenes: int) -> list[Case]:
+    """Of every scene the description and a few other questions, so that each topic comes up often."""
+    chooser = random.Random(0)
+    groups: dict[str, list[Case]] = {}
+    per_scene = len(SINGLE_TOPICS) + len(PAIR_TOPICS) + 1
+    cases = list(make_cases(num_scenes))
+    assert len(cases) == num_scenes * per_scene
+    chosen: list[Case] = []
+    for start in range(0, len(cases), per_scene):
+        groups = {case.topic: [case] for case in cases[start : start + per_scene]}
+        [description] = groups.pop("describe")
+        rest = [case for group in groups.values() for case in group]
+        chosen += [description, *chooser.sample(rest, QUESTIONS_PER_SCENE)]
+    return chosen
+
+
+def ask_all(client: OpenAI, cases: Sequence[Case]) -> Score:
+    score = Score()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = pool.map(lambda case: ask(client, case.messages), cases)
+        for case, said in zip(cases, answers, strict=True):
+            score.asked[case.topic] += 1
+            score.right[case.topic] += said == case.answer
+            if said != case.answer:
+                score.mistakes.append((case, said))
+    return score
+
+
+def ask(client: OpenAI, messages: Sequence[Message]) -> str:
+    chat = []
+    for message in messages:
+        pictures = [
+            {"type": "image_url", "image_url": {"url": png_url(picture)}}
+            for picture in message.pictures
+        ]
+        text = {"type": "text", "text": message.question}
+        chat.append({"role": "user", "content": [*pictures, text]})
+        if message.answer:
+            chat.append({"role": "assistant", "content": message.answer})
+    answer = client.chat.completions.create(model="shapes", messages=chat, temperature=0)
+    return answer.choices[0].message.content.strip()
+
+
+def png_url(picture) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
