@@ -17,6 +17,7 @@ from shared.settings_loading import load_settings
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
+WORKERS = ("worker", "worker-shapes", "worker-gpu")
 PROJECT = f"vlm-test-{os.getpid()}"
 EXTRA = ("torch", "torchvision", "transformers", "tokenizers", "safetensors", "open_clip", "numpy")
 
@@ -42,13 +43,31 @@ def default_of(value: str) -> str:
     return value.rpartition(":-")[2].rstrip("}") if value.startswith("${") else value
 
 
-@pytest.mark.parametrize("name", ["gateway", "worker"])
-def test_every_variable_is_a_setting(name, monkeypatch):
+def settings_of(name: str, monkeypatch):
     for variable, value in SERVICES[name]["environment"].items():
         monkeypatch.setenv(variable, default_of(value))
-    settings = load_settings()
+    return load_settings()
+
+
+@pytest.mark.parametrize("name", ["gateway", *WORKERS])
+def test_every_variable_is_a_setting(name, monkeypatch):
+    settings = settings_of(name, monkeypatch)
     assert settings.redis.url
     assert settings.engine.kind == ("mock" if name == "worker" else "torch")
+
+
+def test_profiles_add_workers_with_the_real_engine(monkeypatch):
+    assert [SERVICES[name].get("profiles") for name in WORKERS] == [None, ["shapes"], ["gpu"]]
+    for name in WORKERS[1:]:
+        service = SERVICES[name]
+        assert service["image"] == "vlm-fleet:torch"
+        assert service["build"]["args"] == {"ENGINE": "torch"}
+        assert service["networks"]["default"]["aliases"] == ["worker"]
+        assert service["read_only"]
+    assert settings_of("worker-shapes", monkeypatch).engine.device == "auto"
+    assert settings_of("worker-gpu", monkeypatch).engine.device == "cuda"
+    [device] = SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
 
 
 def test_ports_are_published_on_this_machine_only():
