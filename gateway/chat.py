@@ -195,7 +195,7 @@ def to_record(
     return StreamRecord(
         model=model,
         tenant=context.cache_salt,
-        fingerprint=fingerprint(request),
+        fingerprint=fingerprint(context, request),
         created=created,
         include_usage=options.include_usage,
         with_logprobs=options.with_logprobs,

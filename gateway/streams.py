@@ -75,8 +75,10 @@ def detach(context: RequestContext, request: ChatCompletionRequest) -> bool:
     return True
 
 
-def fingerprint(request: ChatCompletionRequest) -> str:
-    """The same for equal requests."""
+def fingerprint(context: RequestContext, request: ChatCompletionRequest) -> str:
+    """The same for equal requests; empty where no key could name another one."""
+    if KEY_HEADER not in context.headers:
+        return ""
     return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
 
 
