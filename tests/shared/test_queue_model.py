@@ -470,8 +470,8 @@ def test_any_order_of_calls_and_faults_keeps_every_request(own_server):
     run_state_machine_as_test(
         lambda: QueueMachine(own_server),
         settings=settings(
-            max_examples=400 if IS_LONG else 8,
-            stateful_step_count=60 if IS_LONG else 20,
+            max_examples=100 if IS_LONG else 8,
+            stateful_step_count=50 if IS_LONG else 20,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
