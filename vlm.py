@@ -213,6 +213,24 @@ def chat(
 
 
 @app.command()
+def status(
+    url: Annotated[str, typer.Option(help="Where the gateway listens.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
+    pause_s: Annotated[float, typer.Option("--pause", min=0.2, help="Seconds between looks.")] = 2,
+) -> None:
+    """Show a fleet's models, workers, queues, rates and the time of each stage."""
+    status_module = import_module("loadtest.status")
+    try:
+        status_module.run_status(url, api_key, pause_s if watch else None)
+    except status_module.StatusError as error:
+        typer.secho(str(error), err=True, fg="red")
+        sys.exit(1)
+
+
+@app.command()
 def make_checkpoint(
     directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
     shape: Annotated[str, typer.Option(help="tiny, llava-1b or llava-1.5-7b.")] = "tiny",
