@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test faults accuracy browser-test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test fuzz faults accuracy browser-test lint format typecheck bench loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -29,6 +29,9 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with
 
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP)  ## send thousands of good and bad requests made from the OpenAPI document
+	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py -s $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	$(BIN)/python -m pytest tests/browser $(ARGS)

@@ -98,10 +98,12 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on with its tenant's cache salt."""
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            try:
-                context_of(scope).cache_salt = self.keys.authenticate(scope["headers"])
-            except AuthenticationError as error:
-                await send_error(send, error)
-                return
+        if scope["type"] == "lifespan" or scope.get("path") in PUBLIC_PATHS:
+            await self.app(scope, receive, send)
+            return
+        try:
+            context_of(scope).cache_salt = self.keys.authenticate(scope["headers"])
+        except AuthenticationError as error:
+            await send_error(send, error)
+            return
         await self.app(scope, receive, send)

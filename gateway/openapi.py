@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from gateway.auth import PUBLIC_PATHS
 from gateway.errors import ErrorBody
 from gateway.schemas import (
     IGNORED_FIELDS,
@@ -28,8 +29,12 @@ _ERRORS = {
     "400": "The request cannot be served as it is; `param` names the field.",
     "401": "No API key, or an unknown one.",
     "404": "The model does not exist.",
+    "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not JSON in UTF-8.",
+    "422": "An idempotency key was used for another request.",
+    "429": "Too much at a time for this key; `retry-after` says when.",
+    "500": "The server failed.",
     "503": "Not now; `retry-after` says when.",
     "504": "The deadline has passed.",
 }
@@ -46,28 +51,44 @@ def create_openapi(app: FastAPI, limits: LimitSettings) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     _write_limits(components["ChatCompletionRequest"]["properties"], limits)
     document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-    document["paths"][CHAT_PATH] = {"post": _chat_operation()}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _write_errors(path, operation["responses"])
+    document["components"]["schemas"].pop("HTTPValidationError", None)
+    document["components"]["schemas"].pop("ValidationError", None)
+    document["paths"][CHAT_PATH] = {"post": _chat_operation(limits)}
     return document
 
 
-def _chat_operation() -> dict[str, Any]:
+def _write_errors(path: str, responses: dict[str, Any]) -> None:
+    """What the door says to requests of FastAPI's routes, and not what FastAPI would say of bodies."""
+    responses.pop("422", None)
+    if path in PUBLIC_PATHS:
+        return
+    for status in ("401", "404") if "{" in path else ("401",):
+        responses[status] = _error(_ERRORS[status])
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _schema("ErrorBody")}}}
+
+
+def _chat_operation(limits: LimitSettings) -> dict[str, Any]:
     answers = {
         "application/json": {"schema": _schema("ChatCompletion")},
         "text/event-stream": {"schema": _schema("ChatCompletionChunk")},
     }
-    errors = {
-        status: {
-            "description": text,
-            "content": {"application/json": {"schema": _schema("ErrorBody")}},
-        }
-        for status, text in _ERRORS.items()
-    }
+    errors = {status: _error(text) for status, text in _ERRORS.items()}
     request = {"application/json": {"schema": _schema("ChatCompletionRequest")}}
+    body = (
+        f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes, {limits.max_json_items} strings, objects and "
+        f"arrays, {limits.max_json_depth} of them inside each other; no key twice in one object."
+    )
     return {
         "operationId": "create_chat_completion",
         "summary": "Answer a conversation about text and pictures",
         "tags": ["chat"],
-        "requestBody": {"required": True, "content": request},
+        "requestBody": {"description": body, "required": True, "content": request},
         "responses": {"200": {"description": "The answer", "content": answers}, **errors},
     }
 
@@ -90,6 +111,11 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         stop.update(minLength=1, maxLength=limits.max_stop_chars)
     texts["maxItems"] = limits.max_stop_strings
     _branch(properties["logit_bias"], "object")["maxProperties"] = limits.max_logit_bias
+    properties["messages"]["description"] = (
+        f"At most {limits.max_text_chars} characters of text and {limits.max_images} pictures together; a picture: "
+        f"PNG, JPEG or WebP of at most {limits.max_image_bytes} bytes, {limits.max_image_pixels} pixels, "
+        f"{limits.max_image_side} on a side, sides that differ by at most {limits.max_image_aspect:g} times."
+    )
     for name in IGNORED_FIELDS:
         if name in properties:
             properties[name]["description"] = "Accepted; changes nothing."

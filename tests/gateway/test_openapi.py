@@ -17,7 +17,9 @@ async def test_the_chat_route_is_described(document):
     operation = document["paths"][CHAT]["post"]
     request = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     assert request == "#/components/schemas/ChatCompletionRequest"
-    assert set(operation["responses"]) >= {"200", "400", "401", "404", "413", "415", "503", "504"}
+    assert set(operation["responses"]) == {
+        "200", "400", "401", "404", "408", "413", "415", "422", "429", "500", "503", "504",
+    }  # fmt: skip
     assert set(operation["responses"]["200"]["content"]) == {
         "application/json",
         "text/event-stream",
@@ -53,6 +55,19 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert properties["tools"]["enum"] == [None, []]
     assert set(NEUTRAL_VALUES) <= set(properties)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"limits": {"max_text_chars": 7001, "max_json_items": 7002, "max_image_bytes": 7003}}],
+)
+async def test_every_limit_of_a_request_is_in_the_document(document, changes):
+    limits = LimitSettings(**changes["limits"])
+    of_the_gateway = ("max_open_", "max_key_", "max_queue_", "max_header")
+    text = str(document["components"]["schemas"]["ChatCompletionRequest"])
+    text += str(document["paths"][CHAT]["post"])
+    for name, value in limits:
+        assert name.startswith(of_the_gateway) or f"{value:g}" in text or str(value) in text, name
 
 
 async def test_fields_of_messages_and_parts_that_change_nothing_are_listed():
