@@ -97,6 +97,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.keys = RedisKeys(self.prefix)
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
+        self.has_flushed = False  #: once is enough: what came before cannot matter any more
         self.has_restarted = False
         self.run(self._open())
 
@@ -184,7 +185,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS))
     def lose_the_reply_of_a_read(self, name: str) -> None:
-        if self.eye.exists(self.keys.queue(MODEL)):
+        if self._has_group():
             self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=1)
 
     @precondition(lambda self: self.hands)
@@ -291,8 +292,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     # Redis
 
+    @precondition(lambda self: not self.has_flushed)
     @rule()
     def flush(self) -> None:
+        self.has_flushed = True
         for key in self.eye.scan_iter(f"{self.prefix}:*"):
             self.eye.delete(key)
         self._make_mailbox()
@@ -418,11 +421,16 @@ class QueueMachine(RuleBasedStateMachine):
     def _expire_lease(self, entry_id: bytes) -> None:
         """Whoever holds it has not been heard of for an hour."""
         queue = self.keys.queue(MODEL)
-        if self.eye.exists(queue):
+        if self._has_group():
             pending = self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)
             for entry in pending:
                 owner = entry["consumer"]
                 self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
+
+    def _has_group(self) -> bool:
+        """Whether some worker has made the group since the queue was lost."""
+        queue = self.keys.queue(MODEL)
+        return bool(self.eye.exists(queue) and self.eye.xinfo_groups(queue))
 
     def _take(self, name: str, claims: list[Claim]) -> None:
         """Note what a worker got, and what was given up instead."""
