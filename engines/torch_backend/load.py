@@ -16,6 +16,7 @@ from engines.factory import EngineSpec, LoadedEngine, Progress
 from engines.prompt import PromptBuilder
 from engines.torch_backend.hub import default_name, resolve_model
 from engines.torch_backend.image_processor import load_image_processor
+from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
 from engines.torch_backend.models.hf_config import read_config
 from engines.torch_backend.processor import TorchProcessor
@@ -41,12 +42,15 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
     with phases.measure("download"):
         report = phases.tell("download") if spec.progress else None
         directory = resolve_model(spec.model, report)
+    free = free_bytes(device)
     with phases.measure("load"):
         config = read_config(directory)
         processor = create_processor(directory, config)
         scheme = None if spec.quantization == "none" else SCHEMES[spec.quantization]
-        model = load_model(directory, config, device, dtype, scheme, phases.tell("load"))
-        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads)
+        model = load_model(
+            directory, config, device, dtype, scheme, phases.tell("load"), phases.seconds
+        )
+        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free)
     with phases.measure("warmup"):
         runner.warm_up()
     engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds)
@@ -118,8 +122,10 @@ class _Phases:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        """Time a phase; what is told of another one within it is not counted twice."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
         self._progress(phase, 0.0)
         yield
-        self.seconds[phase] = time.perf_counter() - started
+        within = sum(self.seconds.values()) - before
+        self.seconds[phase] = time.perf_counter() - started - within
         self._progress(phase, 1.0)

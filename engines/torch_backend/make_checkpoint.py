@@ -3,7 +3,6 @@
 Called by the command line and by tests. Memory stays at one shard: weights are drawn and written in turn.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 
 import torch
 from rich.progress import Progress, TimeElapsedColumn
-from safetensors.torch import save_file
 
 from engines.torch_backend.checkpoint_files import write_text_files
 from engines.torch_backend.models.config import TextConfig, VisionConfig, VLMConfig
 from engines.torch_backend.models.hf_config import vlm_config_from_hf
+from engines.torch_backend.stored_tensors import MAX_SHARD_BYTES, TensorWriter
 
-MAX_SHARD_BYTES = 2 * 1024**3
 _NUM_SPARE_TOKENS = (
     64  # ids behind the tokenizer's own, for `<image>` and `<pad>`, as llava-hf pads
 )
@@ -173,27 +171,14 @@ def _write_weights(
     generator = torch.Generator().manual_seed(seed)
     # LLaMA's 0.02, but narrow models need wider weights for answers that are not one token for ever.
     std = max(0.02, 6.4 / config.text.hidden_size)
-    shards = list(_shards(_parameters(config), dtype.itemsize, max_shard_bytes))
-    total = sum(math.prod(shape) for shard in shards for _, shape in shard)
+    total = sum(math.prod(shape) for _, shape in _parameters(config))
     done = 0
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = "model.safetensors" if len(shards) == 1 else file
-        tensors: dict[str, torch.Tensor] = {}
-        for name, shape in shard:
-            tensors[name] = _random_weight(name, shape, std, dtype, generator)
-            done += math.prod(shape)
-            progress(done / total)
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(
-            (directory / "config.json").stat().st_mode
-        )  # else for the owner alone
-        weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": weight_map}
-        path = directory / "model.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    writer = TensorWriter(directory, max_shard_bytes)
+    for name, shape in _parameters(config):
+        writer.add(name, _random_weight(name, shape, std, dtype, generator))
+        done += math.prod(shape)
+        progress(done / total)
+    writer.close()
 
 
 def _random_weight(
@@ -202,21 +187,6 @@ def _random_weight(
     is_gain = ("norm" in name or "layrnorm" in name) and name.endswith("weight")
     weight = torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
     return weight.add_(1.0) if is_gain else weight
-
-
-def _shards(
-    parameters: Iterator[Parameter], item_bytes: int, max_bytes: int
-) -> Iterator[list[Parameter]]:
-    shard: list[Parameter] = []
-    size = 0
-    for name, shape in parameters:
-        num_bytes = math.prod(shape) * item_bytes
-        if shard and size + num_bytes > max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, shape))
-        size += num_bytes
-    yield shard
 
 
 def _parameters(config: VLMConfig) -> Iterator[Parameter]:

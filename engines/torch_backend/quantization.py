@@ -21,6 +21,8 @@ from engines.torch_backend.quantized_linear import (
     pack_pairs,
 )
 
+_CHUNK_WEIGHTS = 1 << 18  # quantized at once: what is computed on the way stays small
+
 _DECODER_LINEAR = re.compile(
     r"(?:^|\.)layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight$"
 )
@@ -30,6 +32,7 @@ class Scheme(ABC):
     """A way to keep the decoder's weights in fewer bits. `name` is what the command line calls it."""
 
     name: str
+    _row_dims: dict[str, int]  #: names of a quantized weight's parts, and which dimension is N
 
     def applies_to(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a weight, by its name in a checkpoint or in the model, is quantized."""
@@ -44,7 +47,7 @@ class Scheme(ABC):
         for name, weight in weights.items():
             if self.applies_to(name, tuple(weight.shape)):
                 prefix = name.removesuffix("weight")
-                for part, tensor in self.quantize(weight.float(), dtype).items():
+                for part, tensor in self.quantize(weight, dtype).items():
                     quantized[prefix + part] = tensor
             else:
                 quantized[name] = weight.to(dtype)
@@ -67,6 +70,15 @@ class Scheme(ABC):
             if isinstance(module, QuantizedLinear):
                 module.prepare()
 
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A weight's parts, by their names in the linear. Shapes: weight (N, K)."""
+        num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
+        chunks = [self._quantize_rows(rows.float(), dtype) for rows in weight.split(num_rows)]
+        return {
+            part: torch.cat([chunk[part] for chunk in chunks], dim=self._row_dims[part])
+            for part in self._row_dims
+        }
+
     @abstractmethod
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What a quantized weight of this shape occupies."""
@@ -75,8 +87,8 @@ class Scheme(ABC):
     def _fits(self, shape: tuple[int, ...]) -> bool: ...
 
     @abstractmethod
-    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """One float32 weight's parts, by their names in the linear. Shapes: weight (N, K)."""
+    def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parts of some outputs' float32 weights. Shapes: weight (n, K)."""
 
     @abstractmethod
     def _create_linear(
@@ -88,6 +100,7 @@ class Int8Scheme(Scheme):
     """Symmetric, one scale per output channel."""
 
     name = "int8"
+    _row_dims = {"integers": 0, "scale": 0}  # noqa: RUF012 - never changed
 
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """N * K integers and N scales."""
@@ -96,7 +109,7 @@ class Int8Scheme(Scheme):
     def _fits(self, shape: tuple[int, ...]) -> bool:
         return True
 
-    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Rounded to 255 steps."""
         scale = (weight.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         scale = scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
@@ -113,6 +126,7 @@ class Int4Scheme(Scheme):
     """Asymmetric, a scale and a zero per output channel and group of 64 (or 32) inputs."""
 
     name = "int4"
+    _row_dims = {"pairs": 0, "scale_zero": 1}  # noqa: RUF012 - never changed
 
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """N * K half bytes, and a scale and a zero for each group."""
@@ -122,7 +136,7 @@ class Int4Scheme(Scheme):
     def _fits(self, shape: tuple[int, ...]) -> bool:
         return choose_group_size(shape[1]) is not None
 
-    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Rounded to 16 steps."""
         num_outputs, num_inputs = weight.shape
         groups = weight.view(num_outputs, -1, choose_group_size(num_inputs) or num_inputs)

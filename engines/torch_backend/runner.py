@@ -33,30 +33,35 @@ class TorchRunner:
         device: torch.device,
         dtype: torch.dtype,
         num_threads: int = 0,
+        free_before_load: int | None = None,
     ) -> None:
         """Take a loaded model and allocate its caches. `num_threads` 0 leaves torch's choice.
 
+        `free_before_load` is the memory that was free before the weights came, in bytes: pages of mapped ones
+        count as free still.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
         if num_threads > 0:
             torch.set_num_threads(num_threads)
         text = model.config.text
-        plan = plan_kv_cache(text, config, dtype, free_bytes(device), device.type)
+        self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        free = free_bytes(device)
+        if free_before_load is not None:
+            free = max(0, min(free, free_before_load - self._weight_bytes))
+        plan = plan_kv_cache(text, config, dtype, free, device.type)
         self.block_size = config.block_size
         self.num_blocks = plan.num_blocks
         self.max_model_len = plan.max_model_len
         self.vocab_size = text.vocab_size
-        self._model = model.eval()
+        self.model = model.eval()
         self._device = device
         self._dtype = dtype
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         self._kv_pool = KVCachePool(text, self.num_blocks, self.block_size, dtype, device)
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
-            self._model, self._encoder_cache, config.max_images_per_step, device, dtype
+            self.model, self._encoder_cache, config.max_images_per_step, device, dtype
         )
-        tensors = [*model.parameters(), *model.buffers()]
-        self._weight_bytes = sum(tensor.nbytes for tensor in tensors)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
@@ -92,7 +97,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("_model", "_pictures", "_kv_pool", "_rotary"):
+        for name in ("model", "_pictures", "_kv_pool", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -102,7 +107,7 @@ class TorchRunner:
 
         What it leaves in the KV cache belongs to nobody; the picture cache is empty afterwards.
         """
-        vision, num_slots = self._model.config.vision, self._model.config.tokens_per_image
+        vision, num_slots = self.model.config.vision, self.model.config.tokens_per_image
         num_blocks = min(self.num_blocks, -(-(num_slots + 2) // self.block_size))
         num_tokens = min(num_slots + 1, num_blocks * self.block_size - 1, self.max_model_len - 1)
         images = ()
@@ -136,11 +141,11 @@ class TorchRunner:
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: returns (N, C)."""
-        decoder = self._model.language_model
+        decoder = self.model.language_model
         if plan.fresh_blocks is not None:
             self._kv_pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
-        embeddings = self._model.embed(token_ids, self._pictures.place(items, plan.spans))
+        embeddings = self.model.embed(token_ids, self._pictures.place(items, plan.spans))
         attend = partial(paged_attention, self._kv_pool, plan)
         return decoder(embeddings, self._rotary.at(positions), attend)
 
@@ -167,7 +172,7 @@ class TorchRunner:
         if len(sampling) < hidden.shape[0]:
             rows = torch.tensor([spans[place].stop - 1 for place in sampling], device=self._device)
             hidden = hidden[rows]
-        logits = self._model.language_model.logits(hidden)
+        logits = self.model.language_model.logits(hidden)
         drawn = sample(logits, [items[place].sequence for place in sampling])
         for place, choice in zip(sampling, drawn, strict=True):
             choices[place] = choice

@@ -1,26 +1,23 @@
-"""Safetensors files to a model, tensor by tensor, so that memory peaks one tensor above the model itself.
+"""A checkpoint to a model: mapped where it can be, converted or quantized tensor by tensor where it must be.
 
-Called by the loader. Weights are copied out of the mapped files: a file that is replaced under a running
-worker changes nothing. Never pickle. Knows no requests and no engine.
+Called by the loader. On a CPU a weight that is stored in the engine's precision is used where its file is mapped:
+starting reads nothing twice, and all workers of a machine share the pages. So a file in use may be replaced,
+as `save_pretrained` and downloads do, but not written into. Knows no requests and no engine.
 """
 
-import json
-import math
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
-from engines.torch_backend.quantization import Scheme
+from engines.torch_backend.quantization import SCHEMES, Scheme
+from engines.torch_backend.stored_tensors import StoredTensor, list_tensors
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _MAX_NAMES = 5  # in messages
 
 
@@ -28,13 +25,32 @@ class ModelTooLarge(Exception):
     """The weights do not fit the device's memory; the message has the numbers and what would fit."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a checkpoint keeps a weight."""
+class WeightReader:
+    """Reads tensors to a device, and quantizes those that a scheme applies to.
 
-    name: str
-    file: Path
-    shape: tuple[int, ...]
+    `dtype` None keeps every tensor's own. `quantize_s` is the part of the time that went into quantizing.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype | None, scheme: Scheme | None
+    ) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._scheme = scheme
+        self.quantize_s = 0.0
+
+    def read(self, stored: StoredTensor) -> dict[str, Tensor]:
+        """The tensor by its name, or its quantized parts by theirs."""
+        value = stored.map()
+        if not value.is_floating_point():
+            return {stored.name: value.to(self._device)}
+        dtype = self._dtype or value.dtype
+        if self._scheme is None or not self._scheme.applies_to(stored.name, stored.shape):
+            return {stored.name: value.to(self._device, dtype)}
+        started = time.perf_counter()
+        parts = self._scheme.quantize_state_dict({stored.name: value.to(self._device)}, dtype)
+        self.quantize_s += time.perf_counter() - started
+        return parts
 
 
 def load_model(
@@ -44,62 +60,45 @@ def load_model(
     dtype: torch.dtype,
     scheme: Scheme | None = None,
     progress: Callable[[float], None] | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> Llava:
-    """The model of a checkpoint, its decoder quantized on the way if asked.
+    """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
+    `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_tensors(directory)
     check_memory(stored, device, dtype, scheme)
     with torch.device("meta"):
         model = Llava(config)
-    if scheme is not None:
-        scheme.swap_linears(model, dtype)
-    read = _read_all(stored, device, dtype, scheme, progress or (lambda share: None))
+    form = choose_form(config, scheme)
+    if form is not None:
+        form.swap_linears(model, dtype)
+    reader = WeightReader(device, dtype, scheme)
+    read = _read_all(reader, stored, progress or (lambda share: None))
     weights = map_state_dict(read, config)
     read.clear()
     _check_names(weights, dict(model.state_dict()))
     model.load_state_dict(weights, assign=True)
-    if scheme is not None:
-        scheme.prepare(model)
+    weights.clear()
+    started = time.perf_counter()
+    if form is not None:
+        form.prepare(model)
+    if scheme is not None and seconds is not None:
+        seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()
 
 
-def list_tensors(directory: Path) -> list[StoredTensor]:
-    """What the safetensors files of a checkpoint hold, without reading weights.
-
-    Raises: UnsupportedCheckpoint.
-    """
-    stored: list[StoredTensor] = []
-    for file in _weight_files(directory):
-        if not file.is_file():
-            raise UnsupportedCheckpoint(f"{INDEX_FILE} names {file.name}, which is not there")
-        try:
-            with safe_open(file, "pt") as content:
-                stored += (
-                    StoredTensor(name, file, tuple(content.get_slice(name).get_shape()))
-                    for name in content.keys()  # noqa: SIM118 - no mapping
-                )
-        except SafetensorError as error:
-            raise UnsupportedCheckpoint(f"{file.name} is damaged: {error}") from None
-    return stored
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / INDEX_FILE
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        if any(Path(name).name != name for name in names):
-            raise UnsupportedCheckpoint(f"{INDEX_FILE} names files outside the checkpoint")
-        return [directory / name for name in sorted(set(names))]
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE]
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+def choose_form(config: VLMConfig, scheme: Scheme | None) -> Scheme | None:
+    """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
+    if config.quantization is None:
+        return scheme
+    if scheme is not None and scheme.name != config.quantization:
         raise UnsupportedCheckpoint(
-            "the checkpoint has pickled weights only (.bin); unpickling can run any code, so only "
-            "safetensors are read: save it again with transformers' save_pretrained"
+            f"the checkpoint holds {config.quantization} weights; for {scheme.name} take the one that they "
+            "were made of"
         )
-    raise UnsupportedCheckpoint(f"the checkpoint has no {SINGLE_FILE} and no {INDEX_FILE}")
+    return SCHEMES[config.quantization]
 
 
 def check_memory(
@@ -120,31 +119,18 @@ def check_memory(
 def _num_bytes(tensor: StoredTensor, dtype: torch.dtype, scheme: Scheme | None) -> int:
     if scheme is not None and scheme.applies_to(tensor.name, tensor.shape):
         return scheme.num_bytes(tensor.shape, dtype)
-    return math.prod(tensor.shape) * dtype.itemsize
+    return tensor.num_bytes(dtype)
 
 
 def _read_all(
-    stored: list[StoredTensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    scheme: Scheme | None,
-    progress: Callable[[float], None],
+    reader: WeightReader, stored: list[StoredTensor], progress: Callable[[float], None]
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    total = sum(math.prod(tensor.shape) for tensor in stored)
+    total = sum(tensor.num_values for tensor in stored)
     done = 0
     for tensor in stored:
-        # A fresh mapping for each, so that the pages of the last one are let go.
-        with safe_open(tensor.file, "pt") as content:
-            value: Tensor = content.get_tensor(tensor.name)
-        if not value.is_floating_point():
-            weights[tensor.name] = value.to(device, copy=True)
-        elif scheme is not None and scheme.applies_to(tensor.name, tensor.shape):
-            quantized = scheme.quantize_state_dict({tensor.name: value.to(device)}, dtype)
-            weights |= quantized
-        else:
-            weights[tensor.name] = value.to(device, dtype, copy=True)
-        done += math.prod(tensor.shape)
+        weights |= reader.read(tensor)
+        done += tensor.num_values
         progress(done / total)
     return weights
 

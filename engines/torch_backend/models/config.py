@@ -70,6 +70,7 @@ class VLMConfig:
     vision_feature_select_strategy: Literal["default", "full"]  #: default drops the class token
     projector_hidden_act: str = "gelu"
     projector_bias: bool = True
+    quantization: str | None = None  #: scheme in which the decoder's weights are stored
 
     @property
     def tokens_per_image(self) -> int:

@@ -65,6 +65,9 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {  # of transformers' configurations
         "sliding_window": 4096,
     },
 }
+#: who wrote a `quantization_config`
+QUANT_METHOD = "vlm-fleet"
+_SCHEMES = ("int8", "int4")
 _TEXT_ACTIVATIONS = ("silu",)
 _VISION_ACTIVATIONS = ("quick_gelu", "gelu")
 _PROJECTOR_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
@@ -105,6 +108,7 @@ def vlm_config_from_hf(config: dict[str, Any]) -> VLMConfig:
         vision_feature_select_strategy=strategy,
         projector_hidden_act=act,
         projector_bias=bool(config.get("multimodal_projector_bias", True)),
+        quantization=_stored_quantization(config),
     )
 
 
@@ -116,11 +120,20 @@ def _check_architecture(config: dict[str, Any]) -> None:
             f"the checkpoint is a {kind!r} ({', '.join(map(str, architectures))}); only "
             "LlavaForConditionalGeneration can be run, such as the checkpoints of llava-hf"
         )
-    if config.get("quantization_config"):
+
+
+def _stored_quantization(config: dict[str, Any]) -> str | None:
+    """The scheme in which `vlm quantize` saved the weights; nobody else's can be read."""
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    scheme = given.get("scheme") if isinstance(given, dict) else None
+    if scheme not in _SCHEMES or given.get("quant_method") != QUANT_METHOD:
         raise UnsupportedCheckpoint(
-            "the checkpoint is already quantized (quantization_config); take the full-precision one "
-            "and ask for --quantization int8 or int4"
+            "the checkpoint is already quantized (quantization_config), and not by `vlm quantize`; take the "
+            "full-precision one and ask for --quantization int8 or int4"
         )
+    return scheme
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any] | None:

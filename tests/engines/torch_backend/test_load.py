@@ -18,6 +18,7 @@ from engines.torch_backend.hub import ModelUnavailable
 from engines.torch_backend.load import choose_device, choose_dtype
 from engines.torch_backend.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.quantize_checkpoint import quantize_checkpoint
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 
 CONFIG = EngineConfig(kv_cache_bytes=4 * 1024 * 1024)
@@ -131,6 +132,23 @@ def test_start_up_is_told_by_phase(tiny: Path) -> None:
     startup_s = loaded.engine.stats().startup_s
     assert startup_s.keys() == {"download", "load", "warmup"}
     assert all(seconds > 0 for seconds in startup_s.values())
+
+
+def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
+    startup_s = create_engine(make_spec(tiny, quantization="int8")).engine.stats().startup_s
+
+    assert startup_s.keys() == {"download", "load", "quantize", "warmup"}
+    assert all(seconds > 0 for seconds in startup_s.values())
+
+
+def test_a_quantized_checkpoint_is_served_like_any_other(tiny: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny, tmp_path / "q", "int8")
+
+    saved = create_engine(make_spec(tmp_path / "q", dtype="bfloat16"))
+    made = create_engine(make_spec(tiny, dtype="bfloat16", quantization="int8"))
+
+    assert answer(saved, [make_picture()]) == answer(made, [make_picture()])
+    assert "quantize" not in saved.engine.stats().startup_s
 
 
 def test_the_warm_up_counts_nowhere(tiny: Path) -> None:

@@ -20,6 +20,8 @@ from tests.factories_torch import (
     run_to_end,
 )
 
+CPU = torch.device("cpu")
+
 
 @cache
 def pair() -> ModelPair:
@@ -236,6 +238,16 @@ def test_memory_is_told_by_use():
         "kv_cache": 10 * 4 * 2 * 2 * 2 * 8 * 4,
         "encoder_cache": 0,
     }
+
+
+def test_the_pages_of_mapped_weights_are_not_given_to_the_kv_cache():
+    """The system counts them as free, for it could read them again."""
+    weights = make_runner(pair()).memory_bytes()["weights"]
+    block_bytes = 2 * 2 * 2 * 8 * 4 * 4
+    config = EngineConfig(block_size=4, max_num_seqs=1000)
+    before = weights + 100 * block_bytes
+    runner = TorchRunner(pair().ours, config, CPU, torch.float32, free_before_load=before)
+    assert runner.num_blocks == 40  # of 100
 
 
 def test_closing_twice_is_harmless():

@@ -79,11 +79,37 @@ def test_every_weight_has_the_asked_dtype_and_is_real(tiny: Path, dtype: torch.d
     assert not model.training
 
 
+def test_weights_of_the_asked_precision_stay_where_their_file_is_mapped(tiny: Path) -> None:
+    mapped = mapped_ranges(tiny / "model.safetensors")
+    assert not mapped
+
+    model = load(tiny, torch.bfloat16)
+
+    ranges = mapped_ranges(tiny / "model.safetensors")
+    weights = model.language_model.state_dict().values()
+    assert all(any(value.data_ptr() in part for part in ranges) for value in weights)
+
+
+def test_weights_of_another_precision_let_their_file_go(tiny: Path) -> None:
+    model = load(tiny, torch.float32)
+
+    assert not mapped_ranges(tiny / "model.safetensors")
+    assert model.language_model.model.norm.weight.dtype is torch.float32
+
+
+def mapped_ranges(file: Path) -> list[range]:
+    """Addresses of this process at which a file is mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    parts = [line.split(maxsplit=5) for line in lines if line.endswith(str(file))]
+    return [range(*(int(end, 16) for end in part[0].split("-"))) for part in parts]
+
+
 def test_a_file_replaced_under_a_running_model_changes_nothing(tiny: Path) -> None:
+    """As `save_file` and downloads replace them: another file by the same name."""
     model = load(tiny, torch.bfloat16)
     before = model.language_model.model.embed_tokens.weight.clone()
 
-    (tiny / "model.safetensors").write_bytes(b"")
+    edit(tiny, language_model__model__embed_tokens__weight=torch.zeros(4, 4))
 
     assert torch.equal(model.language_model.model.embed_tokens.weight, before)
 
@@ -163,7 +189,7 @@ def test_a_model_too_large_is_refused_with_the_numbers_before_it_is_read(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None, words: str
 ) -> None:
     monkeypatch.setattr(module, "free_bytes", lambda device: 100_000)
-    monkeypatch.setattr(module, "_read_all", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(module.StoredTensor, "map", lambda _: pytest.fail("weights were read"))
 
     with pytest.raises(ModelTooLarge, match=rf"0\.0 GiB {words} but cpu has 0\.0 GiB available"):
         load(tiny, scheme=SCHEMES[scheme] if scheme else None)
@@ -198,22 +224,34 @@ from engines.torch_backend.quantization import SCHEMES
 directory = Path(sys.argv[1])
 dtype = getattr(torch, sys.argv[2])
 scheme = SCHEMES.get(sys.argv[3])
+torch.set_num_threads(1)
 torch.zeros(8, 8) @ torch.zeros(8, 8)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = load_model(directory, read_config(directory), torch.device("cpu"), dtype, scheme)
-size = sum(value.nbytes for value in model.state_dict().values())
-print((peak() - before) / size)
+weights = model.state_dict().values()
+touched = [value.view(torch.uint8).flatten()[::64].sum() for value in weights if value.dim()]
+print((peak() - before) / sum(value.nbytes for value in weights))
 """
 
 
-@pytest.mark.parametrize(("dtype", "scheme"), [("float32", "none"), ("bfloat16", "none")])
-def test_memory_peaks_little_above_the_model(tmp_path: Path, dtype: str, scheme: str) -> None:
-    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20}
-    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": text})
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """370 MB of weights."""
+    directory = tmp_path_factory.mktemp("weights") / "large"
+    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+    make_checkpoint("tiny", directory, changes={"text_config": text})
+    return directory
 
-    command = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path / "t"), dtype, scheme]
+
+@pytest.mark.parametrize(
+    ("dtype", "scheme"),
+    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
+)
+def test_memory_peaks_little_above_the_model(large: Path, dtype: str, scheme: str) -> None:
+    """Touched as well as loaded: what is only mapped would weigh nothing."""
+    command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme]
     ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     assert ratio <= 1.2
