@@ -5,21 +5,17 @@ Each command imports what it needs when it runs, so that a gateway never loads t
 
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
 
-from shared.settings import (
-    EngineSettings,
-    GatewaySettings,
-    LogSettings,
-    RedisSettings,
-    Settings,
-    SettingsError,
-)
+from engines import commands as engine_commands
+from shared.settings import Settings, SettingsError
 from shared.settings_loading import load_settings
 
 app = typer.Typer(
@@ -33,36 +29,68 @@ bench = typer.Typer(help="Measure parts of the system on this machine.", no_args
 app.add_typer(bench, name="bench")
 
 
-def setting(group: type[BaseModel], name: str, *flags: str) -> Any:
-    """An option that overrides one setting; its help, choices and default are the setting's own."""
-    field = group.model_fields[name]
+#: Options that override settings: by group of settings, the field and its flag.
+ENGINE = {
+    "kind": "--engine",
+    "model": "--model",
+    "served_name": "--served-name",
+    "device": "--device",
+    "dtype": "--dtype",
+    "quantization": "--quantization",
+    "max_num_seqs": "--max-num-seqs",
+    "max_model_len": "--max-model-len",
+}
+GATEWAY = {"host": "--host", "port": "--port", "allow_open": "--allow-open"}
+REDIS = {"url": "--redis-url"}
+LOGS = {"level": "--log-level"}
+DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+
+
+def takes_settings(
+    **groups: dict[str, str],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these settings; its `settings` are loaded with them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def call(**values: Any) -> None:
+            overrides: dict[str, dict[str, Any]] = {}
+            for group, flags in groups.items():
+                given = {field: values.pop(f"{group}_{field}") for field in flags}
+                overrides[group] = {name: v for name, v in given.items() if v is not None}
+            command(settings=load_settings(**overrides), **values)
+
+        own = dict(signature(command).parameters)
+        del own["settings"]
+        options = [
+            setting_option(group, *item)
+            for group, flags in groups.items()
+            for item in flags.items()
+        ]
+        parameters = [*options, *(item.replace(kind=item.KEYWORD_ONLY) for item in own.values())]
+        call.__signature__ = Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        call.__annotations__ = {item.name: item.annotation for item in parameters}
+        return call
+
+    return decorate
+
+
+def setting_option(group: str, name: str, flag: str) -> Parameter:
+    """A command's parameter for one setting; help, choices and default are the setting's own."""
+    field = Settings.model_fields[group].annotation.model_fields[name]  # pyright: ignore
     default = "the model's own" if field.default in (None, "") else str(field.default)
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    return typer.Option(
-        *flags,
+    is_number = int in (field.annotation, *get_args(field.annotation))
+    kind = bool if field.annotation is bool else int if is_number else str
+    option = typer.Option(
+        flag,
         help=(field.description or "").replace("[", "\\["),
         metavar="|".join(choices) or None,
-        show_default=default,
+        show_default=default if group != "redis" else False,
     )
-
-
-Host = Annotated[str | None, setting(GatewaySettings, "host", "--host")]
-Port = Annotated[int | None, setting(GatewaySettings, "port", "--port")]
-AllowOpen = Annotated[bool | None, setting(GatewaySettings, "allow_open", "--allow-open")]
-EngineKind = Annotated[str | None, setting(EngineSettings, "kind", "--engine")]
-Model = Annotated[str | None, setting(EngineSettings, "model", "--model")]
-ServedName = Annotated[str | None, setting(EngineSettings, "served_name", "--served-name")]
-Device = Annotated[str | None, setting(EngineSettings, "device", "--device")]
-Dtype = Annotated[str | None, setting(EngineSettings, "dtype", "--dtype")]
-Quantization = Annotated[str | None, setting(EngineSettings, "quantization", "--quantization")]
-MaxNumSeqs = Annotated[int | None, setting(EngineSettings, "max_num_seqs", "--max-num-seqs")]
-MaxModelLen = Annotated[int | None, setting(EngineSettings, "max_model_len", "--max-model-len")]
-RedisUrl = Annotated[
-    str | None,
-    typer.Option("--redis-url", help=RedisSettings.model_fields["url"].description),
-]
-LogLevel = Annotated[str | None, setting(LogSettings, "level", "--log-level")]
-DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+    annotation = Annotated[kind | None, option]
+    name = f"{group}_{name}"
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def main() -> None:
@@ -74,11 +102,6 @@ def main() -> None:
         sys.exit(os.EX_CONFIG)
 
 
-def given(**values: Any) -> dict[str, Any]:
-    """The values that the user gave."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def start(target: str, *arguments: Any) -> Any:
     """Import `module:function` and call it."""
     module, _, function = target.partition(":")
@@ -86,92 +109,30 @@ def start(target: str, *arguments: Any) -> Any:
 
 
 @app.command()
+@takes_settings(gateway=GATEWAY, engine=ENGINE, redis=REDIS, logs=LOGS)
 def serve(
-    host: Host = None,
-    port: Port = None,
+    settings: Settings,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
-    engine: EngineKind = None,
-    model: Model = None,
-    served_name: ServedName = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_model_len: MaxModelLen = None,
-    redis_url: RedisUrl = None,
-    allow_open: AllowOpen = None,
-    log_level: LogLevel = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="Where the bundled Redis keeps its files.", show_default="by port"),
     ] = None,
 ) -> None:
     """Start everything on this machine: Redis, a gateway and workers."""
-    settings = load_settings(
-        gateway=given(host=host, port=port, allow_open=allow_open),
-        engine=given(
-            kind=engine,
-            model=model,
-            served_name=served_name,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-        ),
-        redis=given(url=redis_url),
-        logs=given(level=log_level),
-    )
     sys.exit(start("gateway.serve:run_fleet", settings, workers, data_dir))
 
 
 @app.command()
-def gateway(
-    host: Host = None,
-    port: Port = None,
-    redis_url: RedisUrl = None,
-    allow_open: AllowOpen = None,
-    log_level: LogLevel = None,
-    die_with_parent: DieWithParent = False,
-) -> None:
+@takes_settings(gateway=GATEWAY, redis=REDIS, logs=LOGS)
+def gateway(settings: Settings, die_with_parent: DieWithParent = False) -> None:
     """Run one gateway process. Redis is the one that VLM_REDIS_URL names."""
-    settings = load_settings(
-        gateway=given(host=host, port=port, allow_open=allow_open),
-        redis=given(url=redis_url),
-        logs=given(level=log_level),
-    )
     run_process("gateway", "gateway.main:run_gateway", settings, die_with_parent)
 
 
 @app.command()
-def worker(
-    engine: EngineKind = None,
-    model: Model = None,
-    served_name: ServedName = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_model_len: MaxModelLen = None,
-    redis_url: RedisUrl = None,
-    log_level: LogLevel = None,
-    die_with_parent: DieWithParent = False,
-) -> None:
+@takes_settings(engine=ENGINE, redis=REDIS, logs=LOGS)
+def worker(settings: Settings, die_with_parent: DieWithParent = False) -> None:
     """Run one worker process. Redis is the one that VLM_REDIS_URL names."""
-    settings = load_settings(
-        engine=given(
-            kind=engine,
-            model=model,
-            served_name=served_name,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-        ),
-        redis=given(url=redis_url),
-        logs=given(level=log_level),
-    )
     run_process("worker", "worker.main:run_worker", settings, die_with_parent)
 
 
@@ -238,6 +199,10 @@ def make_checkpoint(
 ) -> None:
     """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
     start("engines.torch_backend.make_checkpoint:run", shape, directory, seed)
+
+
+app.command()(engine_commands.quantize)
+bench.command("engine")(engine_commands.bench_engine)
 
 
 @app.command("settings")

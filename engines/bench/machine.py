@@ -1,0 +1,86 @@
+"""What a machine can do at its best: bytes read and operations done in a second. Measured, not looked up.
+
+Used by the benchmark, on the device and with the threads of the engine. Knows no models.
+"""
+
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_READ_BYTES = {"cpu": 128 * 1024**2, "cuda": 4 * 1024**3}  # beyond every cache
+_MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates of the best of a few tries, and what else ran: `load_average` is the system's own of a minute."""
+
+    device: str
+    cpu: str
+    num_threads: int
+    torch_version: str
+    load_average: float
+    bytes_per_s: float
+    flops_per_s: float  #: in the engine's precision
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """A second of reading and multiplying."""
+    cpu = _cpu_name()
+    return Machine(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        cpu=cpu,
+        num_threads=torch.get_num_threads(),
+        torch_version=torch.__version__,
+        load_average=os.getloadavg()[0],
+        bytes_per_s=_measure_bandwidth(device),
+        flops_per_s=_measure_arithmetic(device, dtype),
+    )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held: of the device on a GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _measure_bandwidth(device: torch.device) -> float:
+    """Of a matrix that a vector is multiplied with: the form of decoding."""
+    rows = torch.ones(_READ_BYTES[device.type] // (4 * 4096), 4096, device=device)
+    vector = torch.ones(4096, device=device)
+    return rows.nbytes / _best_s(lambda: torch.mv(rows, vector), device)
+
+
+def _measure_arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+    side = _MATRIX_SIDE[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    matrix = torch.randn(side, side, generator=generator, device=device).to(dtype)
+    return 2 * side**3 / _best_s(lambda: matrix @ matrix, device)
+
+
+def _best_s(compute: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(_TRIES + 1):  # the first one warms up
+        started = time.perf_counter()
+        compute()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

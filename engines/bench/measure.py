@@ -1,0 +1,113 @@
+"""One run of one scenario on an engine: when each token came, and what the steps had to read and multiply.
+
+Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
+"""
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from engines.base import EngineRequest
+from engines.bench.cost import ModelCost, Work
+from engines.engine import BatchingEngine
+from engines.runner import ModelRunner, StepResult
+from engines.sequence import Batch
+
+
+class WorkCounter:
+    """Stands before a runner and adds up the work of its steps."""
+
+    def __init__(self, runner: ModelRunner, cost: ModelCost) -> None:
+        self._runner = runner
+        self._cost = cost
+        self.steps: list[Work] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch) -> StepResult:
+        """The runner's own, counted."""
+        before = self._num_encoded()
+        result = self._runner.run(batch)
+        self.steps.append(self._cost.step(batch, self._num_encoded() - before))
+        return result
+
+    def _num_encoded(self) -> int:
+        num_queries, num_hits, _ = self._runner.encoder_cache_counts()
+        return num_queries - num_hits
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run gave. Units: seconds since all requests were added; tokens."""
+
+    elapsed_s: float
+    token_times: dict[str, list[float]]
+    num_prompt_tokens: int
+    num_pictures: int
+    steps: list[Work] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all requests."""
+        return sum(len(times) for times in self.token_times.values())
+
+    @property
+    def ttfts(self) -> list[float]:
+        """Time to first token of each request."""
+        return [times[0] for times in self.token_times.values()]
+
+    @property
+    def tpots(self) -> list[float]:
+        """Time per output token after the first, of each request that has more than one."""
+        several = (times for times in self.token_times.values() if len(times) > 1)
+        return [(times[-1] - times[0]) / (len(times) - 1) for times in several]
+
+    @property
+    def itls(self) -> list[float]:
+        """Gaps between neighbouring tokens, of all requests together."""
+        lists = self.token_times.values()
+        return [b - a for times in lists for a, b in pairwise(times)]
+
+    def rates(self) -> dict[str, float]:
+        """Per second: output tokens, all tokens, requests, pictures, bytes, operations."""
+        amounts = {
+            "output_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "requests": len(self.token_times),
+            "images": self.num_pictures,
+            "bytes": sum(work.num_bytes for work in self.steps),
+            "flops": sum(work.num_flops for work in self.steps),
+        }
+        return {f"{name}_per_s": amount / self.elapsed_s for name, amount in amounts.items()}
+
+    def roofline_ratio(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The least time that the machine needs for these steps, over the time they took."""
+        least_s = sum(work.least_s(bytes_per_s, flops_per_s) for work in self.steps)
+        return least_s / self.elapsed_s
+
+
+def run_requests(
+    engine: BatchingEngine, counter: WorkCounter, requests: list[EngineRequest]
+) -> Run:
+    """Add all at once and step until the last token. Raises: EngineError, RuntimeError for a failed request."""
+    counter.steps = []
+    times: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    started = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        outputs = engine.step()
+        now = time.perf_counter() - started
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            times[output.request_id] += [now] * len(output.token_ids)
+    return Run(
+        elapsed_s=time.perf_counter() - started,
+        token_times=times,
+        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        num_pictures=sum(len(request.images) for request in requests),
+        steps=counter.steps,
+    )

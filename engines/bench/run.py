@@ -1,0 +1,124 @@
+"""The benchmark of the engine alone: scenarios, batch sizes, rounds in turn, and the report.
+
+Called by `vlm bench engine`. All cells share one engine and take turns, so that what else the machine does falls on
+all of them alike. The model is loaded and warmed up, and each cell run once, before anything is measured.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from engines.base import EngineConfig, EngineError
+from engines.bench.cost import ModelCost
+from engines.bench.machine import measure_machine, peak_bytes
+from engines.bench.measure import Run, WorkCounter, run_requests
+from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
+from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
+from engines.engine import BatchingEngine
+from engines.factory import EngineSpec, create_engine
+from engines.torch_backend.hub import ModelUnavailable
+from engines.torch_backend.load import choose_device, choose_dtype
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.runner import TorchRunner
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure. Fields mean what the command's options say."""
+
+    model: str = "shapes"
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str = "none"
+    scenarios: tuple[str, ...] = tuple(SCENARIOS)
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    num_tokens: int = 64
+    rounds: int = 3
+
+
+class Bench:
+    """An engine under measurement."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        """Load the model. Raises: what loading raises; ValueError for an unknown scenario."""
+        unknown = set(options.scenarios) - SCENARIOS.keys()
+        if unknown or min(options.batch_sizes) < 1:
+            raise ValueError(f"scenarios are {', '.join(SCENARIOS)}; batch sizes are at least 1")
+        self.options = options
+        self.device = choose_device(options.device)
+        self.dtype = choose_dtype(options.dtype, self.device)
+        config = EngineConfig(max_num_seqs=max(options.batch_sizes))
+        spec = EngineSpec(
+            model=options.model,
+            device=options.device,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            config=config,
+        )
+        engine = create_engine(spec).engine
+        assert isinstance(engine, BatchingEngine)
+        assert isinstance(engine.runner, TorchRunner)
+        self.engine = engine
+        model = engine.runner.model
+        self._counter = WorkCounter(engine.runner, ModelCost(model, self.dtype))
+        engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
+        self._maker = RequestMaker(model.config, engine.max_model_len)
+        self.machine = measure_machine(self.device, self.dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """What the numbers belong to."""
+        stats = self.engine.stats()
+        return {
+            "model": self.options.model,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": self.options.quantization,
+            "weight_bytes": stats.memory_bytes["weights"],
+            "kv_cache_bytes": stats.memory_bytes["kv_cache"],
+            "startup_s": {phase: round(seconds, 3) for phase, seconds in stats.startup_s.items()},
+        }
+
+    def run(self, scenario: Scenario, batch_size: int) -> Run:
+        """One round of one cell. Raises: EngineError."""
+        requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
+        if scenario.is_repeated:
+            run_requests(self.engine, self._counter, requests)
+            requests = [self._maker.again(request) for request in requests]
+        return run_requests(self.engine, self._counter, requests)
+
+    def run_all(self) -> list[Row]:
+        """All cells: once unmeasured, then in turn. Raises: EngineError."""
+        options = self.options
+        cells = [
+            (SCENARIOS[name], size) for name in options.scenarios for size in options.batch_sizes
+        ]
+        runs: dict[tuple[Scenario, int], list[Run]] = {cell: [] for cell in cells}
+        peaks: dict[tuple[Scenario, int], int] = {}
+        for cell in cells:
+            short = replace(cell[0], num_output_tokens=2)
+            self.run(short, cell[1])
+        turns = [cell for _ in range(options.rounds) for cell in cells]
+        for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
+            runs[cell].append(self.run(*cell))
+            peaks[cell] = peak_bytes(self.device)
+        return [
+            to_row(scenario.name, size, runs[scenario, size], self.machine, peaks[scenario, size])
+            for scenario, size in cells
+        ]
+
+
+def run(options: BenchOptions, as_json: bool) -> None:
+    """The command. Raises: SystemExit with the reason."""
+    try:
+        bench = Bench(options)
+        rows = bench.run_all()
+    except (ModelUnavailable, UnsupportedCheckpoint, EngineError, ValueError) as error:
+        raise SystemExit(f"bench engine: {error}") from None
+    if as_json:
+        print(json.dumps(to_json(bench.machine, bench.describe(), rows), indent=2))
+    else:
+        console = Console()
+        console.width = max(console.width, TABLE_WIDTH)
+        show(console, bench.machine, bench.describe(), rows)

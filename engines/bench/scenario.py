@@ -1,0 +1,81 @@
+"""What the benchmark asks of an engine: requests of random tokens and random pictures, all added at once.
+
+Every request is new, so that no cache helps, but in `repeat`, which asks again what `picture` would. Answers are
+greedy, of one length, and ignore the end token. Pictures come as pixels: decoding them is not the engine's.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from engines.base import EngineRequest, ImageInput
+from engines.torch_backend.models.config import VLMConfig
+from shared.protocol import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Numbers of prompt tokens (beside the picture's) and of output tokens; None: as many as were asked for."""
+
+    name: str
+    num_text_tokens: int
+    num_output_tokens: int | None = None
+    has_picture: bool = False
+    is_repeated: bool = False
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("decode", 16),
+        Scenario("prefill", 512, num_output_tokens=1),
+        Scenario("picture", 32, has_picture=True),
+        Scenario("repeat", 32, has_picture=True, is_repeated=True),
+    )
+}
+
+
+class RequestMaker:
+    """Requests for one model, from a seed."""
+
+    def __init__(self, config: VLMConfig, max_model_len: int, seed: int = 0) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        self._random = Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._num_made = 0
+
+    def make(self, scenario: Scenario, count: int, num_tokens: int) -> list[EngineRequest]:
+        """`num_tokens` of output each, unless the scenario says; shortened to the model's context."""
+        return [self._make_one(scenario, num_tokens) for _ in range(count)]
+
+    def again(self, request: EngineRequest) -> EngineRequest:
+        """The same question under another id."""
+        return EngineRequest(
+            self._next_id(), request.prompt_token_ids, request.sampling, request.images
+        )
+
+    def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
+        num_slots = self._config.tokens_per_image if scenario.has_picture else 0
+        num_tokens = min(scenario.num_output_tokens or num_tokens, max(2, self._max_model_len // 2))
+        num_text = min(scenario.num_text_tokens, self._max_model_len - num_tokens - num_slots)
+        request_id = self._next_id()
+        images = ()
+        if scenario.has_picture:
+            images = (ImageInput(0, num_slots, request_id, self._pixels()),)
+        token_ids = [self._config.image_token_id] * num_slots + self._text(max(num_text, 1))
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        return EngineRequest(request_id, token_ids, sampling, images)
+
+    def _text(self, count: int) -> list[int]:
+        ids = (self._random.randrange(self._config.text.vocab_size) for _ in range(count))
+        return [0 if token_id == self._config.image_token_id else token_id for token_id in ids]
+
+    def _pixels(self) -> torch.Tensor:
+        size = self._config.vision.image_size
+        return torch.randn(3, size, size, generator=self._generator)
+
+    def _next_id(self) -> str:
+        self._num_made += 1
+        return f"bench-{self._num_made}"

@@ -1,0 +1,47 @@
+"""Commands of the engine's tools, as the command line offers them: `vlm quantize` and `vlm bench engine`.
+
+Registered by `vlm.py`. Torch is loaded when one of them runs, and not before.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Name, directory or hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
+    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
+) -> None:
+    """Save a checkpoint with its decoder quantized; it loads faster, and without the original."""
+    import_module("engines.torch_backend.quantize_checkpoint").run(source, target, scheme)
+
+
+def bench_engine(
+    model: Annotated[str, typer.Option(help="Name, directory or hub id.")] = "shapes",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
+    scenarios: Annotated[
+        str, typer.Option(help="Comma-separated: decode, prefill, picture, repeat.")
+    ] = "decode,prefill,picture,repeat",
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,4,16",
+    num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Drive the engine alone, beside what this machine's memory and arithmetic allow."""
+    module = import_module("engines.bench.run")
+    options = module.BenchOptions(
+        model=model,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        scenarios=tuple(scenarios.split(",")),
+        batch_sizes=tuple(int(number) for number in batch_sizes.split(",")),
+        num_tokens=num_tokens,
+        rounds=rounds,
+    )
+    module.run(options, as_json)
