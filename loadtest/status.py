@@ -5,6 +5,7 @@ Called by `vlm status`. A stranger to the server: it reads what any client may, 
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 _BAR_CELLS = 24
+_LATENCIES = {
+    "TTFT": "vlm_time_to_first_token_seconds",
+    "TPOT": "vlm_time_per_output_token_seconds",
+    "E2E": "vlm_request_duration_seconds",
+}
 
 Labels = frozenset[tuple[str, str]]
 
@@ -106,7 +112,8 @@ def to_screen(url: str, period: Period) -> Group:
         f"{url} is ", (state, "green" if state == "ready" else "red bold"),
         f", {period.now('vlm_open_requests'):.0f} requests open; ", _span(period.length_s),
     )  # fmt: skip
-    return Group(head, "", to_models(period), "", to_stages(period))
+    tables = (to_models(period), "", to_latencies(period), "", to_stages(period))
+    return Group(head, "", *tables)
 
 
 def _span(length_s: float | None) -> str:
@@ -114,43 +121,46 @@ def _span(length_s: float | None) -> str:
 
 
 def to_models(period: Period) -> Table:
-    """A row a model: who works on it, what waits, how much and how fast."""
+    """A row a model: who works on it, what waits, and how much was done."""
     per = "" if period.length_s is None else "/s"
-    table = Table("model", box=None, pad_edge=False, header_style="dim")
-    columns = ("workers", "queue", f"answers{per}", f"others{per}", f"tokens{per}")
-    for column in (*columns, "TTFT p50", "p95", "TPOT p50", "E2E p50", "p95"):
-        table.add_column(column, justify="right")
+    table = _new_table("model", "workers", "queue", f"answers{per}", f"others{per}", f"tokens{per}")
     for model in period.last.models:
-        table.add_row(*_model_row(period, model))
+        name = model["id"]
+        answers = period.grown("vlm_requests_total", model=name, outcome="ok")
+        others = period.grown("vlm_requests_total", model=name) - answers
+        tokens = period.grown("vlm_generation_tokens_total", model=name)
+        queue = period.now("vlm_queue_depth", model=name)
+        rates = (_rate(count, period.length_s) for count in (answers, others, tokens))
+        table.add_row(name, str(model.get("num_workers", "?")), f"{queue:.0f}", *rates)
     return table
 
 
-def _model_row(period: Period, model: dict[str, Any]) -> list[str]:
-    name = model["id"]
-    answers = period.grown("vlm_requests_total", model=name, outcome="ok")
-    others = period.grown("vlm_requests_total", model=name) - answers
-    tokens = period.grown("vlm_generation_tokens_total", model=name)
-    first, per_token, whole = (
-        "vlm_time_to_first_token_seconds",
-        "vlm_time_per_output_token_seconds",
-        "vlm_request_duration_seconds",
-    )
-    times = [(0.5, first), (0.95, first), (0.5, per_token), (0.5, whole), (0.95, whole)]
-    return [
-        name,
-        str(model.get("num_workers", "?")),
-        f"{period.now('vlm_queue_depth', model=name):.0f}",
-        *(_rate(count, period.length_s) for count in (answers, others, tokens)),
-        *(_time(period.quantile(ratio, metric, model=name)) for ratio, metric in times),
-    ]
+def to_latencies(period: Period) -> Table:
+    """A row a model: the median and the 95th percentile of each latency."""
+    columns = [f"{latency} {quantile}" for latency in _LATENCIES for quantile in ("p50", "p95")]
+    table = _new_table("model", *columns)
+    for model in period.last.models:
+        name = model["id"]
+        times = (
+            period.quantile(ratio, metric, model=name)
+            for metric in _LATENCIES.values()
+            for ratio in (0.5, 0.95)
+        )
+        table.add_row(name, *map(_time, times))
+    return table
+
+
+def _new_table(first: str, *others: str) -> Table:
+    table = Table(first, box=None, pad_edge=False, header_style="dim")
+    for column in others:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def to_stages(period: Period) -> Table:
     """A row a stage: its mean and its share of the whole, all models together."""
     name = "vlm_request_stage_seconds"
-    table = Table("stage", box=None, pad_edge=False, header_style="dim")
-    table.add_column("mean", justify="right")
-    table.add_column("share", justify="right")
+    table = _new_table("stage", "mean", "share")
     table.add_column()
     total = period.grown(f"{name}_sum")
     for stage in period.values_of("stage", f"{name}_sum"):
@@ -194,7 +204,7 @@ def run_status(url: str, api_key: str | None, watch_s: float | None) -> None:
         if watch_s is None:
             console.print(screen)
             return
-        with Live(screen, console=console, auto_refresh=False) as live:
+        with suppress(KeyboardInterrupt), Live(screen, console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(watch_s)
                 first, last = last, read_snapshot(client)

@@ -39,15 +39,20 @@ vlm_queue_depth{{model="m"}} 7
 
 
 def shown(period: Period) -> list[str]:
-    console = Console(width=140, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(to_screen("http://gateway", period))
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
 
 def test_counts_since_the_start_and_rates_of_a_period():
-    assert "m 2 7 10 4 0 150.0 ms 195.0 ms - - -" in shown(Period(None, snapshot(5, 10, 4)))
-    period = Period(snapshot(5, 10, 4), snapshot(9, 30, 5))
-    assert "m 2 7 5.0 0.2 0.0 150.0 ms 195.0 ms - - -" in shown(period)
+    assert "m 2 7 10 4 0" in shown(Period(None, snapshot(5, 10, 4)))
+    assert "m 2 7 5.0 0.2 0.0" in shown(Period(snapshot(5, 10, 4), snapshot(9, 30, 5)))
+
+
+def test_latencies_fit_a_terminal():
+    lines = shown(Period(None, snapshot(5, 10)))
+    assert "model TTFT p50 TTFT p95 TPOT p50 TPOT p95 E2E p50 E2E p95" in lines
+    assert "m 150.0 ms 195.0 ms - - - -" in lines
 
 
 def test_stages_are_means_and_shares_in_their_order():
