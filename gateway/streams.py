@@ -8,6 +8,7 @@ Events carry ids, so that what was seen is not sent again. Only the tenant who a
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import time
 from contextlib import suppress
@@ -33,6 +34,8 @@ BEGINS_WITHIN_S = 10.0
 DEADLINE_GRACE_S = 1.0
 #: Records outlive their requests' deadlines like the requests themselves.
 RECORD_GRACE_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,256}")
 _EVENT_ID = re.compile(rb"[0-9]{1,10}")
@@ -148,8 +151,15 @@ class Streams:
             task.cancel()
 
         generation = Generation(model, [choice], time.monotonic() + self.keep_s, stop)
-        task = asyncio.create_task(self._read(generation, choice), name="follow a log")
+        task = asyncio.create_task(self._follow(generation, choice), name="follow a log")
         return generation
+
+    async def _follow(self, generation: Generation, choice: str) -> None:
+        try:
+            await self._read(generation, choice)
+        except Exception:
+            logger.exception("cannot read the log of request %s", choice)
+            generation.fail(0, ErrorCode.WORKER_LOST, "The request was lost.")
 
     async def _read(self, generation: Generation, choice: str) -> None:
         since, num_items = time.monotonic(), 0
@@ -168,6 +178,7 @@ class Streams:
         state = await self.queue.state(generation.model, choice)
         if state is None:
             if time.monotonic() - since > BEGINS_WITHIN_S:
+                await self.queue.forget(choice.removesuffix("-0"))  # the next retry begins anew
                 generation.fail(0, ErrorCode.WORKER_LOST, "The request was lost.")
         elif state.state == "cancelled":
             generation.fail(0, ErrorCode.CANCELLED, "The request was cancelled.")

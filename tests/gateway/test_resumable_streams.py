@@ -224,6 +224,35 @@ async def test_a_request_that_was_refused_leaves_its_key_free(gateway, worker):
     assert (await gateway.chat(make_body(), headers=key)).status_code == 200
 
 
+async def test_a_log_that_cannot_be_read_ends_its_followers(gateway, worker, redis, redis_prefix):
+    key = {"idempotency-key": "order-70"}
+    assert (await gateway.chat(headers=key)).status_code == 200
+    async for name in redis.scan_iter(match=f"{redis_prefix}:*:log:*"):
+        await redis.rpush(name, b"no JSON")
+
+    response = await gateway.chat(headers=key)
+
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+
+
+async def test_a_key_whose_request_was_lost_is_free_for_the_next_retry(
+    gateway, worker, redis, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr("gateway.streams.BEGINS_WITHIN_S", 0.1)
+    key = {"idempotency-key": "order-69"}
+    assert (await gateway.chat(headers=key)).status_code == 200
+    for kind in ("request", "log"):
+        async for name in redis.scan_iter(match=f"{redis_prefix}:*:{kind}:*"):
+            await redis.delete(name)
+
+    lost = await gateway.chat(headers=key)
+
+    assert lost.status_code == 503
+    assert lost.json()["error"]["code"] == "worker_lost"
+    assert (await gateway.chat(headers=key)).status_code == 200
+
+
 async def test_a_detached_request_keeps_its_pictures_when_its_client_leaves(
     gateway, worker, redis, redis_prefix
 ):
