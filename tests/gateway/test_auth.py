@@ -1,5 +1,7 @@
 """Keys: who passes, what the others see, and what an open gateway may listen on."""
 
+import logging
+
 import pytest
 from pydantic import SecretStr
 
@@ -7,6 +9,7 @@ from gateway.auth import KeyRing, check_exposure, is_loopback
 from gateway.errors import AuthenticationError
 from shared.settings import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
+from tests.factories_pictures import data_url
 
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 ONE = {"authorization": "Bearer sk-one"}
@@ -108,3 +111,21 @@ def test_loopback_may_be_open(host):
 async def test_a_key_in_the_url_is_no_key(gateway, worker, changes):
     response = await gateway.client.get("/v1/models?api_key=sk-one&authorization=Bearer%20sk-one")
     assert response.status_code == 401
+
+
+@with_keys
+async def test_logs_hold_no_key_no_prompt_and_no_picture(gateway, worker, changes, caplog):
+    caplog.set_level(logging.DEBUG)
+    picture = data_url(size=(300, 200))
+    content = [
+        {"type": "text", "text": "pRoMpT"},
+        {"type": "image_url", "image_url": {"url": picture}},
+    ]
+    body = make_body(messages=[{"role": "user", "content": content}])
+    for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
+        for extra in ({}, {"pRoMpT": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
+            await gateway.client.post(CHAT, json={**body, **extra}, headers=headers)
+    assert "request ended" in caplog.text
+    written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
+    for secret in ("sk-", "pRoMpT", picture[100:400]):
+        assert secret not in written
