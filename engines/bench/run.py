@@ -13,7 +13,7 @@ from rich.progress import track
 
 from engines.base import EngineConfig, EngineError
 from engines.bench.cost import ModelCost
-from engines.bench.machine import measure_machine, peak_bytes
+from engines.bench.machine import Machine, measure_machine, peak_bytes
 from engines.bench.measure import Run, WorkCounter, run_requests
 from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
 from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
@@ -42,6 +42,8 @@ class BenchOptions:
 class Bench:
     """An engine under measurement."""
 
+    machine: Machine  #: set by `run_all`
+
     def __init__(self, options: BenchOptions) -> None:
         """Load the model. Raises: what loading raises; ValueError for an unknown scenario."""
         unknown = set(options.scenarios) - SCENARIOS.keys()
@@ -63,10 +65,10 @@ class Bench:
         assert isinstance(engine.runner, TorchRunner)
         self.engine = engine
         model = engine.runner.model
+        self._quantization = model.config.quantization or options.quantization
         self._counter = WorkCounter(engine.runner, ModelCost(model, self.dtype))
         engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
         self._maker = RequestMaker(model.config, engine.max_model_len)
-        self.machine = measure_machine(self.device, self.dtype)
 
     def describe(self) -> dict[str, Any]:
         """What the numbers belong to."""
@@ -74,7 +76,7 @@ class Bench:
         return {
             "model": self.options.model,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": self.options.quantization,
+            "quantization": self._quantization,
             "weight_bytes": stats.memory_bytes["weights"],
             "kv_cache_bytes": stats.memory_bytes["kv_cache"],
             "startup_s": {phase: round(seconds, 3) for phase, seconds in stats.startup_s.items()},
@@ -103,6 +105,7 @@ class Bench:
         for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
+        self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
         return [
             to_row(scenario.name, size, runs[scenario, size], self.machine, peaks[scenario, size])
             for scenario, size in cells
