@@ -16,6 +16,7 @@ from engines.shapes.sequences import (
     pack_branches,
     pack_conversation,
     pack_look_ups,
+    pack_pairs,
 )
 from engines.shapes.tokenizer import IMAGE_ID
 from engines.shapes.world import Scene
@@ -30,13 +31,15 @@ class Recipe:
     pack: Callable[[tuple[Scene, ...], Encoder, int, Random], Sequence]
     num_pictures: int
     share: float
+    alike: float = 0.0  # share of pairs that come from one group and so are hard to tell apart
 
 
 RECIPES = (
-    Recipe(pack_branches, num_pictures=1, share=0.33),
-    Recipe(pack_branches, num_pictures=2, share=0.50),
-    Recipe(pack_conversation, num_pictures=2, share=0.12),
-    Recipe(pack_conversation, num_pictures=4, share=0.05),
+    Recipe(pack_branches, num_pictures=1, share=0.25),
+    Recipe(pack_branches, num_pictures=2, share=0.40, alike=0.5),
+    Recipe(pack_pairs, num_pictures=6, share=0.23, alike=0.9),
+    Recipe(pack_conversation, num_pictures=2, share=0.09, alike=0.5),
+    Recipe(pack_conversation, num_pictures=4, share=0.03),
 )
 EASY = Recipe(pack_look_ups, num_pictures=1, share=1.0)
 NUM_EASY_STEPS = 200  # at the beginning
@@ -86,7 +89,7 @@ class BatchMaker:
 
     def _sample(self, recipe: Recipe, rng: Random, held_out: bool) -> tuple[np.ndarray, Sequence]:
         """Pictures and the sequence about them; only as many pictures as the sequence shows."""
-        indices = self._pick(recipe.num_pictures, rng, held_out)
+        indices = self._pick(recipe, rng, held_out)
         pictures, codes = self.gallery.pictures[indices], self.gallery.codes[indices]
         if rng.random() < 0.5:
             pictures, codes = pictures[:, :, ::-1].copy(), mirror_codes(codes)
@@ -95,15 +98,20 @@ class BatchMaker:
         num_shown = int((sequence.token_ids == IMAGE_ID).sum()) // NUM_IMAGE_TOKENS
         return pictures[:num_shown], sequence
 
-    def _pick(self, num_pictures: int, rng: Random, held_out: bool) -> list[int]:
-        """Any pictures, but half of the pairs from one group."""
+    def _pick(self, recipe: Recipe, rng: Random, held_out: bool) -> list[int]:
+        """Any pictures, but some pairs from one group."""
         first_held_out = self.gallery.num_groups - NUM_HELD_OUT // GROUP_SIZE
         groups = (
             range(first_held_out, self.gallery.num_groups) if held_out else range(first_held_out)
         )
-        if num_pictures == 2 and rng.random() < 0.5:
-            start = GROUP_SIZE * rng.choice(groups)
-            return [start + offset for offset in rng.choice(ALIKE)]
-        return [
-            GROUP_SIZE * rng.choice(groups) + rng.randrange(GROUP_SIZE) for _ in range(num_pictures)
-        ]
+        indices: list[int] = []
+        while len(indices) < recipe.num_pictures:
+            if rng.random() < recipe.alike:
+                start = GROUP_SIZE * rng.choice(groups)
+                indices += [start + offset for offset in rng.choice(ALIKE)]
+            else:
+                indices += [self._any(groups, rng) for _ in "ab"]
+        return indices[: recipe.num_pictures]
+
+    def _any(self, groups: range, rng: Random) -> int:
+        return GROUP_SIZE * rng.choice(groups) + rng.randrange(GROUP_SIZE)

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engines.shapes.conversations import Conversation, Turn, sample_conversation, sample_system
-from engines.shapes.questions import Asker
+from engines.shapes.questions import Asker, ask_about_pair
 from engines.shapes.tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID
 from engines.shapes.world import Scene
 
@@ -151,6 +151,16 @@ def pack_look_ups(
         if not packer.add_branch(conversation, num_added + 1, start, skip_pictures=True):
             return packer.finish()
         num_added += 1
+
+
+def pack_pairs(scenes: tuple[Scene, ...], encoder: Encoder, length: int, rng: Random) -> Sequence:
+    """Pairs of pictures, each for itself. Whether two are the same is one bit a pair: it takes many."""
+    packer = Packer(encoder, length)
+    for branch, first in enumerate(range(0, len(scenes), 2), start=1):
+        question = ask_about_pair("same", scenes[first], scenes[first + 1], rng)
+        packer.add(encoder.opening(None), branch, 0)
+        packer.add_branch(Conversation((Turn(2, question),)), branch, 1, skip_pictures=False)
+    return packer.finish()
 
 
 def pack_conversation(
