@@ -12,7 +12,6 @@ from shared.protocol import Delta, Failed, Finished, GenerateEvent, Started
 from shared.publication import Publication
 from worker.flight import Flight
 
-
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
 HOLD_S = 0.25
 
