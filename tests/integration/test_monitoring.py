@@ -52,7 +52,10 @@ async def load(url: str) -> None:
             number += 1
             async with asyncio.TaskGroup() as group:
                 leaving = group.create_task(ask(client, number, max_tokens=2000, ignore_eos=True))
-                asked = [group.create_task(ask(client, number)) for _ in range(2 * MAX_OPEN)]
+                asked = [
+                    group.create_task(ask(client, number, stream=index % 2 == 0))
+                    for index in range(2 * MAX_OPEN)
+                ]
                 asked.append(group.create_task(ask(client, number, temperature=9)))
                 await asyncio.wait(asked)
                 leaving.cancel()
