@@ -83,15 +83,8 @@ class ChatCompletions:
             with self.admission, self.key_limits.request(context.cache_salt):
                 await self._serve(run, exchange, context)
             outcome = "ok"
-        except (ClientGone, Gone):
-            pass
-        except ApiError as raised:
-            error = raised
-        except (QueueUnavailable, RedisError):
-            error = unavailable()
-        except Exception:
-            logger.exception("a chat request failed")
-            error = unexpected()
+        except Exception as raised:
+            error = to_api_error(raised)
         finally:
             outcome = self._outcome(error) or outcome
             self.metrics.record_outcome(run.model, outcome)
@@ -207,6 +200,20 @@ async def close_when_gone(exchange: Exchange, generation: Generation) -> None:
     """Close a generation when its client has left."""
     await exchange.wait_until_gone()
     generation.close()
+
+
+def to_api_error(error: Exception) -> ApiError | None:
+    """What to tell the client of an exception; None if it has left."""
+    match error:
+        case ClientGone() | Gone():
+            return None
+        case ApiError():
+            return error
+        case QueueUnavailable() | RedisError():
+            return unavailable()
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return unexpected()
 
 
 async def fail(exchange: Exchange, error: ApiError) -> None:

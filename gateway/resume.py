@@ -1,26 +1,20 @@
 """`GET /v1/streams/{id}`: the rest of a detached answer, on any gateway, after the event named by `Last-Event-ID`."""
 
 import asyncio
-import logging
 
-from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from gateway.admission import Admission
-from gateway.chat import close_when_gone, fail
+from gateway.chat import close_when_gone, fail, to_api_error
 from gateway.context import RequestContext, context_of
-from gateway.errors import ApiError, unavailable, unexpected
-from gateway.exchange import ClientGone, Exchange
-from gateway.generation import Gone
+from gateway.errors import ApiError
+from gateway.exchange import Exchange
 from gateway.recorder import AnswerRecorder
 from gateway.reply import Reply, ReplyOptions, new_head, send_stream
 from gateway.streams import StreamRecord, Streams, answer_id, last_event_id
 from gateway.timings import StageClock
 from shared.metrics import GatewayMetrics
-from shared.request_queue import QueueUnavailable
 from shared.settings import GatewaySettings
-
-logger = logging.getLogger(__name__)
 
 
 class ResumeStream:
@@ -48,15 +42,8 @@ class ResumeStream:
         try:
             with self.admission:
                 await self._serve(scope["path_params"]["id"], exchange, context)
-        except (ClientGone, Gone):
-            pass
-        except ApiError as raised:
-            error = raised
-        except (QueueUnavailable, RedisError):
-            error = unavailable()
-        except Exception:
-            logger.exception("a stream could not be taken up again")
-            error = unexpected()
+        except Exception as raised:
+            error = to_api_error(raised)
         if error is not None:
             await fail(exchange, error)
 
