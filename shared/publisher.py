@@ -4,7 +4,7 @@ It must not know what an event means, only whether it is a request's last.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shared.publication import Claim, Publication
 from shared.redis_keys import (
@@ -54,6 +54,13 @@ class Publisher:
                 raise answer
             refused |= answer
         return refused
+
+    async def listening(self, gateways: Iterable[str]) -> list[tuple[str, bool]]:
+        """Gateways by name, and whether each has its mailbox. Raises: RedisError."""
+        names = list(gateways)
+        keys = [self._keys.mailbox(self._model, name) for name in names]
+        found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
+        return [(name, count == 1) for name, count in zip(names, found, strict=True)]
 
     async def _continue(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         keys = [self._keys.mailbox(self._model, reply_to)]

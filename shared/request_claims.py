@@ -53,14 +53,14 @@ class RequestClaims:
         self._lease_s = lease_s
         self._max_attempts = max_attempts
         self._ghost_after_s = ghost_after_s
-        self._publisher = Publisher(self._sender, self._keys, model, worker_id)
+        self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: set[bytes] = set()  # entries that this worker knows to be its own
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
     @property
     def num_fenced(self) -> int:
         """Publications refused because another worker owns the request."""
-        return self._publisher.num_fenced
+        return self.publisher.num_fenced
 
     # Claiming
 
@@ -147,11 +147,7 @@ class RequestClaims:
                 _warn_of_unknown_kind(fields)
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
-        if len(named) == 1:  # `gather` would cost two turns of the loop
-            claims = [await self._claim(*named[0])]
-        else:
-            claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
-        live = [claim for claim in claims if claim is not None]
+        live = await self._claim_all(named)
         self.num_claims[kind] += len(live)
         if others:
             try:
@@ -161,6 +157,13 @@ class RequestClaims:
             except RedisError as error:  # what is claimed already must not get lost
                 logger.warning("could not look at released requests: %s", error)
         return live
+
+    async def _claim_all(self, named: Sequence[tuple[bytes, str]]) -> list[Claim]:
+        if len(named) == 1:  # `gather` would cost two turns of the loop
+            claims = [await self._claim(*named[0])]
+        else:
+            claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
+        return [claim for claim in claims if claim is not None]
 
     async def _remove(self, entry_ids: Sequence[bytes]) -> None:
         await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
@@ -200,7 +203,7 @@ class RequestClaims:
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """Send events; see `Publisher.publish`. Requests that end or are refused are no longer held."""
-        refused = await self._publisher.publish(publications)
+        refused = await self.publisher.publish(publications)
         for publication in publications:
             claim = publication.claim
             if publication.terminal is not None or claim.request.request_id in refused:
@@ -220,13 +223,6 @@ class RequestClaims:
         refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
         self._held.difference_update(c.entry_id for c in claims if c.request.request_id in refused)
         return refused
-
-    async def gateways(self, names: Iterable[str]) -> list[tuple[str, bool]]:
-        """Gateways by name, and whether each has its mailbox. Raises: RedisError."""
-        names = list(names)
-        keys = [self._keys.mailbox(self._model, name) for name in names]
-        found = await asyncio.gather(*(self._sender.execute("EXISTS", key) for key in keys))
-        return [(name, count == 1) for name, count in zip(names, found, strict=True)]
 
     async def cancel(self, claims: Sequence[Claim]) -> None:
         """End requests that nobody waits for any more. Raises: RedisError."""

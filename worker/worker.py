@@ -222,7 +222,7 @@ class Worker:
         """End what nobody waits for: the requests of gateways that are gone."""
         waited_for = [f for f in self._flights.all() if not f.claim.request.is_detached]
         names = {flight.claim.request.reply_to for flight in waited_for}
-        gone = self._absence.note(await self.claims.gateways(names), time.monotonic())
+        gone = self._absence.note(await self.claims.publisher.listening(names), time.monotonic())
         deserted = [flight for flight in waited_for if flight.claim.request.reply_to in gone]
         if deserted:
             await self.claims.cancel([flight.claim for flight in deserted])
