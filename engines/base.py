@@ -6,7 +6,7 @@ is in `EngineOutput` and `EngineStats`.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shared.protocol import FinishReason, OutputLogprob, SamplingParams, StageTimings, Usage
 
@@ -51,6 +51,7 @@ class EngineConfig:
     block_size: int = 16  #: tokens in a KV block
     num_kv_blocks: int | None = None  #: None: from `kv_cache_bytes`
     kv_cache_bytes: int | None = None  #: None: a share of free memory
+    kv_dtype: Literal["auto", "int8"] = "auto"  #: auto: the engine's own precision
     max_model_len: int | None = None  #: None: the checkpoint's own
     enable_prefix_cache: bool = True
     encoder_cache_bytes: int = 256 * 1024 * 1024

@@ -206,6 +206,9 @@ class EngineSettings(Group):
     kv_cache_bytes: int | None = Field(
         default=None, ge=1, description="Size of the KV cache; none: from free memory."
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        default="auto", description="Keys and values; int8: half the bytes, nearly the answers."
+    )
     enable_prefix_cache: bool = Field(
         default=True, description="Share KV blocks of equal prefixes."
     )
