@@ -8,7 +8,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shared.protocol import FinishReason, OutputLogprob, SamplingParams, StageTimings, Usage
+from shared.protocol import (
+    FinishReason,
+    OutputLogprob,
+    Priority,
+    SamplingParams,
+    StageTimings,
+    Usage,
+)
 
 
 class EngineError(Exception):
@@ -81,6 +88,7 @@ class EngineRequest:
     images: tuple[ImageInput, ...] = ()
     output_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    priority: Priority = Priority.INTERACTIVE
 
 
 @dataclass(slots=True)
@@ -108,6 +116,7 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_batch: int = 0  #: of these, the ones that let others pass
     num_steps: int = 0  #: advances with every step: the worker's heartbeat follows it
     kv_usage_ratio: float = 0.0
     num_free_blocks: int = 0

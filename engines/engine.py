@@ -133,6 +133,7 @@ class BatchingEngine(Engine):
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            num_waiting_batch=sum(s.yields for s in self.scheduler.waiting.values()),
             num_steps=self._num_steps,
             kv_usage_ratio=1 - blocks.num_free_blocks / blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,

@@ -3,7 +3,7 @@
 Called by the engine. It must not know tensors, text or clocks. One loop over one token budget:
 the running sequences, oldest first, then the waiting ones. Prefill in chunks, prefix hits,
 preemption and taking over a request are the same thing: `num_computed_tokens` has to catch up with
-`num_tokens`.
+`num_tokens`. Among running and waiting alike, batch work stands behind all interactive work.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,8 @@ class Scheduler:
     """Owns every sequence from `add` until it is finished or removed.
 
     No sequence waits for ever: the oldest running one can always take every block from the younger
-    ones, and `add` is only given sequences whose longest form fits into the pool.
+    ones, `add` is only given sequences whose longest form fits into the pool, and a batch sequence
+    lets a limited number pass.
     """
 
     def __init__(
@@ -36,14 +37,14 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_images_per_step = max_images_per_step
         self.num_preemptions = 0
-        self.running: dict[str, Sequence] = {}  # oldest first
+        self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
         self._encoding: set[str] = set()  # hashes of the pictures that this step encodes
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all others."""
-        self.waiting[sequence.request_id] = sequence
+        """Queue a sequence behind all others that do not yield to it."""
+        _enter(self.waiting, sequence)
 
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
@@ -57,6 +58,7 @@ class Scheduler:
         batch = Batch()
         self._encoding.clear()
         self.blocks.begin_step()
+        self._make_way()
         budget = self._schedule_running(batch, self.max_num_batched_tokens)
         self._schedule_waiting(batch, budget)
         return batch
@@ -103,6 +105,9 @@ class Scheduler:
         assert len(self.running) <= self.max_num_seqs
         for sequence in self.running.values():
             assert sequence.status is SequenceStatus.RUNNING
+        for queue in (self.running, self.waiting):
+            ranks = [sequence.yields for sequence in queue.values()]
+            assert ranks == sorted(ranks)
         for sequence in self.waiting.values():
             assert sequence.status is SequenceStatus.WAITING
             assert sequence.num_computed_tokens == 0
@@ -110,6 +115,21 @@ class Scheduler:
             assert sequence.finish_reason is None
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
         self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
+
+    def _make_way(self) -> None:
+        """Take seats and blocks from batch sequences, the youngest first, for interactive ones that wait."""
+        num_wanted = sum(not sequence.yields for sequence in self.waiting.values())
+        while num_wanted and self.running:
+            victim = next(reversed(self.running.values()))
+            has_seats = num_wanted <= self.max_num_seqs - len(self.running)
+            if not victim.yields or (has_seats and self._has_blocks_for_next()):
+                return
+            self._preempt(victim)
+
+    def _has_blocks_for_next(self) -> bool:
+        sequence = next(iter(self.waiting.values()))
+        prefix = self.blocks.find_prefix(sequence)
+        return self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running))
 
     def _schedule_running(self, batch: Batch, budget: int) -> int:
         """Give every running sequence its share, oldest first; returns the budget that is left."""
@@ -153,10 +173,17 @@ class Scheduler:
             self.blocks.grow(sequence, start + num_new)
             del self.waiting[sequence.request_id]
             sequence.status = SequenceStatus.RUNNING
-            self.running[sequence.request_id] = sequence
+            _enter(self.running, sequence)
+            self._note_pass(sequence)
             batch.items.append(ScheduledSequence(sequence, num_new))
             budget -= num_new
             self.blocks.promise(sequence, num_new)
+
+    def _note_pass(self, started: Sequence) -> None:
+        """Whoever was started before a batch sequence has passed it."""
+        passed = next((s for s in self.waiting.values() if s.yields), None)
+        if passed is not None and not started.yields:
+            passed.num_passes += 1
 
     def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
         """Shorten a share so that it does not reach into a picture that this step cannot encode.
@@ -185,12 +212,24 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks; it keeps its tokens and waits before all others."""
+        """Take a running sequence's blocks; it keeps its tokens and waits before all others of its kind."""
         del self.running[sequence.request_id]
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
-        self.waiting[sequence.request_id] = sequence
-        self.waiting.move_to_end(sequence.request_id, last=False)
+        _enter(self.waiting, sequence, first=True)
         self.num_preemptions += 1
+
+
+def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
+    """Put a sequence into its place: behind all interactive ones if it yields, and last or first among its kind."""
+    yields = sequence.yields
+    passed = [
+        request_id
+        for request_id, other in queue.items()
+        if (other.yields and not yields) or (first and other.yields == yields)
+    ]
+    queue[sequence.request_id] = sequence
+    for request_id in passed:
+        queue.move_to_end(request_id)

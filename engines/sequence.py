@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from engines.base import EngineRequest, ImageInput
-from shared.protocol import FinishReason, SamplingParams
+from shared.protocol import FinishReason, Priority, SamplingParams
+
+#: Newcomers that pass a waiting batch sequence before it counts as one of them.
+MAX_PASSES = 32
 
 
 class SequenceStatus(Enum):
@@ -32,6 +35,7 @@ class Sequence:
     sampling: SamplingParams
     images: tuple[ImageInput, ...] = ()
     cache_salt: str = ""
+    priority: Priority = Priority.INTERACTIVE
     max_output_tokens: int = 1
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
@@ -41,6 +45,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  #: of its full blocks, as far as known
     num_published_blocks: int = 0  #: leading blocks that the prefix cache knows
     num_preemptions: int = 0
+    num_passes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
 
     @classmethod
@@ -53,9 +58,15 @@ class Sequence:
             sampling=request.sampling,
             images=request.images,
             cache_salt=request.cache_salt,
+            priority=request.priority,
             max_output_tokens=max_output_tokens,
             num_restored_tokens=len(request.output_token_ids),
         )
+
+    @property
+    def yields(self) -> bool:
+        """Whether it lets interactive sequences pass: batch work does, until enough have."""
+        return self.priority is Priority.BATCH and self.num_passes < MAX_PASSES
 
     @property
     def num_tokens(self) -> int:

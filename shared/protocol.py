@@ -25,6 +25,13 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class Priority(StrEnum):
+    """Who is waited for. Batch work takes what interactive work leaves, and gives it back."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class ErrorCode(StrEnum):
     """Every reason for which a request may fail after it was accepted."""
 
@@ -109,6 +116,7 @@ class GenerateRequest(Message, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     images: tuple[ImageRef, ...] = ()
     cache_salt: str = ""  #: separates the caches of tenants
+    priority: Priority = Priority.INTERACTIVE
     trace_parent: str | None = None
     stream: bool = (
         True  #: whether tokens are wanted as they come; else they may wait for one another

@@ -9,7 +9,7 @@ from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockTokenizer
 from engines.runner import StepResult, TokenChoice
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, Sequence
-from shared.protocol import FinishReason, SamplingParams, Usage
+from shared.protocol import FinishReason, Priority, SamplingParams, Usage
 
 EOS_ID = 9999
 
@@ -24,6 +24,7 @@ def make_request(
     images: tuple[ImageInput, ...] = (),
     output_token_ids: tuple[int, ...] = (),
     cache_salt: str = "",
+    priority: Priority = Priority.INTERACTIVE,
     **sampling: object,
 ) -> EngineRequest:
     """Positions of pictures are overwritten with picture slots."""
@@ -37,6 +38,7 @@ def make_request(
         images,
         output_token_ids,
         cache_salt,
+        priority,
     )
 
 

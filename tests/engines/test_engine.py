@@ -17,7 +17,7 @@ from engines.engine import BatchingEngine
 from engines.mock import EOS_ID, MockConfig
 from engines.runner import StepResult
 from engines.sequence import Batch
-from shared.protocol import FinishReason
+from shared.protocol import FinishReason, Priority
 from tests.factories_engine import (
     CheckingRunner,
     Transcript,
@@ -442,6 +442,7 @@ def tiny_requests(draw: st.DrawFn, request_id: str) -> EngineRequest:
         prompt="xyxyxyxy"[: draw(st.integers(7, 8))] + "abcdefgh"[: draw(st.integers(0, 6))],
         images=draw(st.sampled_from(PICTURES)),
         cache_salt=draw(st.sampled_from(["", "", "other"])),
+        priority=draw(st.sampled_from(Priority)),
         max_tokens=draw(st.none() | st.integers(1, 9)),
         ignore_eos=draw(st.booleans()),
         stop=draw(st.sampled_from([(), ("a",), ("u l", "zz")])),
@@ -492,6 +493,7 @@ class Life:
                 request.images,
                 emitted,
                 request.cache_salt,
+                request.priority,
             )
         )
 

@@ -1,7 +1,7 @@
 import pytest
 
-from engines.sequence import SequenceStatus
-from shared.protocol import FinishReason, SamplingParams
+from engines.sequence import MAX_PASSES, SequenceStatus
+from shared.protocol import FinishReason, Priority, SamplingParams
 from tests.factories_engine import (
     EOS_ID,
     make_image,
@@ -120,6 +120,70 @@ def test_a_long_running_sequence_alone_gets_the_whole_pool():
         run_step(scheduler)
         finished += sorted(before - {*scheduler.running, *scheduler.waiting})
     assert finished == names
+
+
+def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
+    return make_sequence(num_tokens, request_id, priority=Priority.BATCH, **fields)
+
+
+def test_interactive_sequences_pass_batch_ones_that_wait():
+    scheduler = make_scheduler(max_num_seqs=1, enable_prefix_cache=False)
+    for sequence in (make_sequence(4, "first"), make_batch(), make_sequence(4, "second")):
+        scheduler.add(sequence)
+    assert list(scheduler.waiting) == ["first", "second", "batch"]
+
+
+def test_a_seat_is_taken_from_the_youngest_batch_sequence_which_waits_before_its_like():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in ("old", "young", "waiting"):
+        scheduler.add(make_batch(4, name))
+    run_step(scheduler)
+    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="interactive"))
+    assert shares(run_step(scheduler)) == {"old": 1, "interactive": 4}
+    assert list(scheduler.running) == ["interactive", "old"]
+    assert list(scheduler.waiting) == ["young", "waiting"]
+
+
+def test_blocks_are_taken_from_batch_sequences_for_an_interactive_one():
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_cache=False)
+    batch = make_batch(12)
+    scheduler.add(batch)
+    run_step(scheduler)
+    scheduler.add(make_sequence(8, "interactive"))
+    assert shares(run_step(scheduler)) == {"interactive": 8}
+    assert (batch.status, batch.num_output_tokens) == (SequenceStatus.WAITING, 1)
+
+
+def test_batch_is_preempted_before_a_younger_interactive_sequence():
+    scheduler = make_scheduler(num_blocks=6, enable_prefix_cache=False)
+    for sequence in (make_sequence(4, "old"), make_batch(4), make_sequence(4, "young")):
+        scheduler.add(sequence)
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    assert list(scheduler.waiting) == ["batch"]
+
+
+def test_nothing_is_taken_from_batch_sequences_where_there_is_room():
+    scheduler = make_scheduler(max_num_seqs=2)
+    scheduler.add(make_batch(4))
+    run_step(scheduler)
+    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="interactive"))
+    assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 4}
+
+
+def test_a_batch_sequence_is_passed_a_limited_number_of_times():
+    """Newcomers without end: it gets its seat after so many, and nobody takes it away again."""
+    scheduler = make_scheduler(max_num_seqs=1)
+    batch = make_batch(4, max_output_tokens=3)
+    scheduler.add(batch)
+    num_newcomers = 0
+    while batch.finish_reason is None:
+        scheduler.add(make_sequence(4, f"n{num_newcomers}", max_output_tokens=1))
+        num_newcomers += 1
+        run_step(scheduler)
+        scheduler.check_integrity()
+        assert num_newcomers < MAX_PASSES + 10
+    assert num_newcomers >= MAX_PASSES
 
 
 def test_a_newcomer_waits_until_all_its_tokens_fit():
