@@ -166,7 +166,7 @@ def paged_attention(
 
     Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D).
     """
-    pool.write(layer, plan.slots, key, value)
+    key, value = pool.write(layer, plan.slots, key, value)
     if plan.num_decodes == len(plan.spans):
         return _attend_decodes(pool, plan, layer, query)
     parts = []

@@ -18,6 +18,8 @@ from engines.torch_backend.models.config import TextConfig
 
 #: share of the memory left after loading that the pool may take when nobody says
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
+#: of the scales of 8-bit keys and values
+SCALE_DTYPE = torch.float32
 
 
 class KVCacheTooSmall(Exception):
@@ -32,10 +34,16 @@ class KVCachePlan:
     max_model_len: int
 
 
-def bytes_per_block(config: TextConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of every layer."""
-    num_values = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim
-    return num_values * dtype.itemsize
+def kv_storage_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in: `auto` is the engine's own precision."""
+    return torch.int8 if kv_dtype == "int8" else dtype
+
+
+def bytes_per_block(config: TextConfig, block_size: int, storage: torch.dtype) -> int:
+    """Bytes of one block: keys and values of every layer, with their scales if they are integers."""
+    num_vectors = 2 * config.num_layers * block_size * config.num_kv_heads
+    num_bytes = num_vectors * config.head_dim * storage.itemsize
+    return num_bytes + (num_vectors * SCALE_DTYPE.itemsize if storage == torch.int8 else 0)
 
 
 def plan_kv_cache(
@@ -51,7 +59,8 @@ def plan_kv_cache(
             f"max_model_len {engine.max_model_len} is beyond the model's context of "
             f"{text.max_position_embeddings} tokens"
         )
-    block_bytes = bytes_per_block(text, engine.block_size, dtype)
+    storage = kv_storage_dtype(engine.kv_dtype, dtype)
+    block_bytes = bytes_per_block(text, engine.block_size, storage)
     wanted_len = engine.max_model_len or text.max_position_embeddings
     blocks_per_sequence = math.ceil(wanted_len / engine.block_size)
     if engine.num_kv_blocks is not None:
@@ -95,16 +104,24 @@ class KVCachePool:
         self._blocks = [(layer[0], layer[1]) for layer in self._data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
 
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The stored keys and values of a layer. Shapes: two (blocks, block_size, K, D)."""
+        return self._blocks[layer]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
         return self._data.nbytes
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep new tokens' keys and values. Shapes: slots (N,); key, value (N, K, D)."""
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new tokens' keys and values. Returns them as they will be read.
+
+        Shapes: slots (N,); key, value (N, K, D), kept.
+        """
         key_slots, value_slots = self._slots[layer]
         key_slots.index_copy_(0, slots, key)
         value_slots.index_copy_(0, slots, value)
+        return key, value
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of whole blocks, in the order named. Shapes: blocks (M,); returns two (M * slots, K, D)."""

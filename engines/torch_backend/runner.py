@@ -15,6 +15,7 @@ from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
 from engines.torch_backend.encoder_cache import EncoderCache
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
+from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.rotary import RotaryTable
@@ -57,7 +58,8 @@ class TorchRunner:
         self._device = device
         self._dtype = dtype
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
-        self._kv_pool = KVCachePool(text, self.num_blocks, self.block_size, dtype, device)
+        create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
+        self._kv_pool = create_pool(text, self.num_blocks, self.block_size, dtype, device)
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype
