@@ -1,0 +1,20 @@
+#!/bin/sh
+# redis-server with redis.conf and the users of users.acl. Further arguments are options of redis-server.
+#
+# The passwords come by REDIS_GATEWAY_PASSWORD and REDIS_WORKER_PASSWORD. The server gets their digests only, in a file
+# that nobody else can read, and forgets the variables.
+set -eu
+here=$(dirname "$0")
+
+digest() {
+    printf %s "$1" | sha256sum | cut -d ' ' -f 1
+}
+
+gateway=$(digest "${REDIS_GATEWAY_PASSWORD:?the password of the gateways}")
+worker=$(digest "${REDIS_WORKER_PASSWORD:?the password of the workers}")
+umask 077
+users=$(mktemp)
+sed -e '/^#/d' -e ':join' -e '/\\$/{N;s/\\\n *//;b join' -e '}' \
+    -e "s/GATEWAY_SHA256/$gateway/" -e "s/WORKER_SHA256/$worker/" "$here/users.acl" >"$users"
+unset REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD
+exec redis-server "$here/redis.conf" --aclfile "$users" "$@"

@@ -1,0 +1,246 @@
+"""The Redis of `config/redis`: the whole main path works under its users, and what they do not need is denied."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from loadtest.fleet import ROOT
+from shared.embedded_redis import find_redis_server
+from tests.config.redis_with_users import FOLDER, RedisWithUsers, run_redis
+from tests.factories_gateway import (
+    CHAT,
+    RunningGateway,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+)
+from tests.factories_pictures import data_url
+from tests.faults.processes import Process
+
+INSTALLED = Path(shutil.which("redis-server") or "/absent")
+USERS = (FOLDER / "users.acl").read_text().replace("\\\n", "")
+MODEL = "mock"
+SHA = "0" * 64
+
+
+@pytest.fixture(scope="module", params=["bundled", "installed"])
+def server(request, tmp_path_factory) -> Iterator[RedisWithUsers]:
+    """The Redis that comes with the project, and Debian's where it is installed."""
+    path = find_redis_server() if request.param == "bundled" else INSTALLED
+    if not path.exists() or (request.param == "installed" and path == find_redis_server()):
+        pytest.skip("no other redis-server is installed")
+    with run_redis(path, tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@asynccontextmanager
+async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process]:
+    """A worker process that is told nothing but its user's URL."""
+    variables = {
+        "VLM_REDIS_URL": server.url("worker"),
+        "VLM_WORKER__ID": name,
+        "VLM_WORKER__DRAIN_S": "0",
+        "VLM_WORKER__HEARTBEAT_S": "0.2",
+        "VLM_ENGINE__KIND": "mock",
+    }
+    process = Process(
+        name,
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
+            cwd=ROOT, env={**os.environ, **variables}, stderr=asyncio.subprocess.PIPE,
+        ),
+    )  # fmt: skip
+    try:
+        await process.says("is ready")
+        yield process
+    finally:
+        await process.end()
+
+
+def ask_about_a_picture(**changes) -> dict:
+    content = [
+        {"type": "image_url", "image_url": {"url": data_url()}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    return make_body(model=MODEL, messages=messages, ignore_eos=True, **changes)
+
+
+def content_of(stream: str) -> str:
+    return "".join(re.findall(r'"content":"([^"]+)"', stream))
+
+
+async def follow(gateway: RunningGateway, has_begun: asyncio.Event) -> str:
+    """The text of a stream that takes its time."""
+    lines = []
+    body = ask_about_a_picture(max_tokens=100, stream=True)
+    async with gateway.client.stream("POST", CHAT, json=body) as response:
+        async for line in response.aiter_lines():
+            has_begun.set()
+            lines.append(line)
+    return "\n".join(lines)
+
+
+async def outlive(gateway: RunningGateway, worker: Process) -> None:
+    """Requests in the hands of a worker that stops are finished by another."""
+    begun = [asyncio.Event() for _ in range(4)]
+    streams = [asyncio.create_task(follow(gateway, has_begun)) for has_begun in begun]
+    await asyncio.gather(*(has_begun.wait() for has_begun in begun))
+    worker.signal(signal.SIGTERM)
+    assert await worker.ended() == 0
+    assert all(text.rstrip().endswith("[DONE]") for text in await asyncio.gather(*streams))
+
+
+async def leave_early(gateway: RunningGateway) -> None:
+    """A client that goes after the first event; its request leaves the queue."""
+    body = ask_about_a_picture(max_tokens=300, stream=True)
+    async with gateway.client.stream("POST", CHAT, json=body) as response:
+        await anext(response.aiter_lines())
+    async with asyncio.timeout(20):
+        while await gateway.services.queue.depth(MODEL):
+            await asyncio.sleep(0.02)
+
+
+async def test_the_main_path_works_under_the_users(server, caplog):
+    """Whole, streamed, resumed, left early, handed from a worker that stops to another; with pictures."""
+    settings = make_settings(server.url("gateway"), "vlm")
+    async with (
+        run_gateway_on_socket(settings, refresh=False) as gateway,
+        run_worker(server, "first") as first,
+        run_worker(server, "second") as second,
+    ):
+        await gateway.services.models.refresh()
+        whole = await gateway.chat(ask_about_a_picture(max_tokens=5))
+        assert whole.json()["usage"]["completion_tokens"] == 5
+        resumable = {"x-vlm-resumable": "true"}
+        streamed = await gateway.chat(
+            ask_about_a_picture(max_tokens=5, stream=True), headers=resumable
+        )
+        again = await gateway.client.get(streamed.headers["x-vlm-stream"])
+        assert content_of(again.text) == content_of(streamed.text) != ""
+        await leave_early(gateway)
+        assert 'vlm_queue_depth{model="mock"}' in (await gateway.client.get("/metrics")).text
+        await outlive(gateway, first)
+        second.signal(signal.SIGTERM)
+        assert await second.ended() == 0
+    said = "".join([*first.lines, *second.lines, caplog.text])
+    assert "permission" not in said.lower()
+    assert "WARNING" not in said
+    assert "opens-the-gate" not in said
+    assert "does-the-work" not in said
+
+
+DENIED = {
+    "gateway": (
+        ("SET", "other", "1"),
+        ("GET", f"other:image:{SHA}"),
+        ("XREAD", "STREAMS", "vlm:{m}:dead", "0"),
+        ("XREADGROUP", "GROUP", "workers", "g", "STREAMS", "vlm:{m}:queue", ">"),
+        ("XCLAIM", "vlm:{m}:queue", "workers", "g", "0", "1-1"),
+        ("RPUSH", "vlm:{m}:log:r", "forged"),
+        ("SADD", "vlm:workers", "forged"),
+        ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
+    ),
+    "worker": (
+        ("SET", "other", "1"),
+        ("GET", "vlm:stream:r"),
+        ("XREAD", "STREAMS", "vlm:{m}:mailbox:g", "0"),
+        ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
+        ("SMEMBERS", "vlm:workers"),
+        ("MGET", "vlm:worker:w"),
+        ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
+        ("XGROUP", "SETID", "vlm:{m}:queue", "workers", "$"),
+        ("XINFO", "STREAM", "vlm:{m}:queue"),
+    ),
+}
+#: Of no use to any process: what reads or ends everything, and what changes the server.
+DENIED_TO_ALL = (
+    ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"), ("RANDOMKEY",), ("DBSIZE",),
+    ("CONFIG", "GET", "*"), ("CONFIG", "SET", "dir", "/tmp"),
+    ("MODULE", "LIST"), ("SHUTDOWN", "NOSAVE"), ("SAVE",), ("BGREWRITEAOF",), ("INFO",),
+    ("MONITOR",), ("SLOWLOG", "GET"), ("CLIENT", "LIST"), ("CLIENT", "KILL", "TYPE", "normal"),
+    ("REPLICAOF", "127.0.0.1", "1"), ("PSYNC", "?", "-1"), ("ACL", "LIST"), ("ACL", "WHOAMI"),
+    ("SCRIPT", "FLUSH"), ("SCRIPT", "KILL"), ("DUMP", "vlm:models"),
+    ("RESTORE", "vlm:models", "0", "x"), ("MIGRATE", "127.0.0.1", "1", "vlm:models", "0", "1"),
+    ("OBJECT", "FREQ", "vlm:models"), ("RENAME", "vlm:models", "vlm:workers"),
+    ("COPY", "vlm:models", "vlm:workers"), ("SORT", "vlm:models"), ("PERSIST", "vlm:models"),
+    ("PUBLISH", "vlm", "x"), ("SUBSCRIBE", "vlm"), ("MULTI",), ("PING",),
+)  # fmt: skip
+SCRIPTED = (
+    "return redis.call('FLUSHALL')",
+    "return redis.call('KEYS', '*')",
+    "return redis.call('SET', 'other', '1')",
+    "return redis.call('INFO')",
+)
+
+
+@pytest.mark.parametrize("user", ["gateway", "worker"])
+def test_other_commands_and_keys_are_denied(server, user):
+    with server.client(user) as client:
+        allowed = []
+        for command in (*DENIED[user], *DENIED_TO_ALL):
+            try:
+                client.execute_command(*command)
+                allowed.append(command)
+            except NoPermissionError:
+                pass
+        assert allowed == []
+
+
+@pytest.mark.parametrize("user", ["gateway", "worker"])
+@pytest.mark.parametrize("script", SCRIPTED)
+def test_a_script_may_do_no_more_than_its_caller(server, user, script):
+    with server.client(user) as client, pytest.raises(ResponseError, match=r"(?i)acl|perm|can't"):
+        client.execute_command("EVAL", script, 0)
+
+
+def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
+    with server.client("probe") as probe:
+        assert probe.execute_command("PING")
+        with pytest.raises(NoPermissionError):
+            probe.execute_command("GET", "vlm:models")
+    for url in (
+        f"unix://{server.socket}",
+        server.url("gateway", "wrong"),
+        server.url("worker", "opens-the-gate"),
+        server.url("default", "any"),
+        server.url("nobody", "any"),
+    ):
+        with RedisWithUsers.at(url) as stranger, pytest.raises(AuthenticationError):
+            stranger.execute_command("GET", "vlm:models")
+
+
+async def test_a_gateway_with_a_wrong_password_says_that_it_is_not_ready(server):
+    settings = make_settings(server.url("gateway", "wrong"), "vlm")
+    async with run_gateway_on_socket(settings, refresh=False) as gateway:
+        answer = await gateway.client.get("/readyz")
+    assert (answer.status_code, answer.json()) == (503, {"status": "no redis"})
+
+
+def test_users_may_call_nothing_that_no_code_calls():
+    sources = [*(ROOT / "shared" / "lua").glob("*.lua"), *(ROOT / "shared").glob("*.py")]
+    called = set(re.findall(r"""['"]([A-Z]{3,})['"]""", "".join(p.read_text() for p in sources)))
+    for user in ("gateway", "worker"):
+        [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
+        commands = re.findall(r"\+(\S+)", line)
+        assert len(commands) > 10
+        assert [c for c in commands if not set(c.upper().split("|")) <= called] == []
+
+
+def test_a_missing_password_stops_the_server(tmp_path):
+    done = subprocess.run(
+        ["sh", FOLDER / "start.sh"], cwd=tmp_path, env={"PATH": os.environ["PATH"]},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "REDIS_GATEWAY_PASSWORD" in done.stderr

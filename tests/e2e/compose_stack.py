@@ -1,0 +1,130 @@
+"""The compose stack under test, from a fresh image, on a free port, gone at the end with its volumes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from loadtest.fleet import ROOT, free_port
+
+PROJECT = f"vlm-test-{os.getpid()}"
+IMAGE = "vlm-fleet:mock"
+WITHIN_S = 120.0
+PAUSE_S = 0.2
+_CLAIMS = """
+import re, urllib.request
+text = urllib.request.urlopen("http://127.0.0.1:8001/metrics").read().decode()
+print(sum(float(n) for n in re.findall(r"vlm_claims_total{.*} (.*)", text)))
+"""
+
+
+def succeeds(*command: str) -> bool:
+    return shutil.which(command[0]) is not None and (
+        subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+    )
+
+
+def compose_command() -> list[str]:
+    """How compose is called here; empty where no engine runs."""
+    if not succeeds("docker", "info"):
+        return []
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if succeeds(*command, "version"):
+            return command
+    return []
+
+
+def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
+    """What a docker command says. Raises: CalledProcessError."""
+    command = ["docker", *arguments]
+    done = subprocess.run(command, cwd=ROOT, text=True, timeout=timeout_s, stdout=subprocess.PIPE)
+    done.check_returncode()
+    return done.stdout.strip()
+
+
+class ComposeStack:
+    """The running stack."""
+
+    def __init__(self, command: list[str], port: int) -> None:
+        self._command = [*command, "--project-name", PROJECT]
+        self._environment = {**os.environ, "GATEWAY_PORT": str(port)}
+        self.url = f"http://127.0.0.1:{port}"
+
+    def compose(self, *arguments: str) -> None:
+        subprocess.run(
+            [*self._command, *arguments], check=True, cwd=ROOT, env=self._environment, timeout=280
+        )
+
+    def up(self, *arguments: str) -> None:
+        """Start what is missing; returns when every container is healthy."""
+        self.compose("up", "--detach", "--no-build", "--no-recreate", *arguments)
+        self.wait_until(self._is_healthy)
+
+    def _is_healthy(self) -> bool:
+        states = [self.inspect(name)["State"] for name in self.containers()]
+        ended = [state for state in states if state["Status"] in ("exited", "dead")]
+        assert not ended, ended
+        return all(state["Health"]["Status"] == "healthy" for state in states)
+
+    def wait_until(self, holds) -> None:
+        give_up_at = time.monotonic() + WITHIN_S
+        while not holds():
+            assert time.monotonic() < give_up_at, "it never came to pass"
+            time.sleep(PAUSE_S)
+
+    def containers(self, service: str = "") -> list[str]:
+        """The ids of a service's containers, or of all."""
+        label = f"label=com.docker.compose.project={PROJECT}"
+        chosen = ["--filter", f"label=com.docker.compose.service={service}"] if service else []
+        return docker("ps", "--all", "--quiet", "--filter", label, *chosen).split()
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        return json.loads(docker("inspect", container))[0]
+
+    def num_workers(self) -> int:
+        """Workers that take requests, as the gateway counts them; 0 while it is away."""
+        models = json.loads(self._get("/v1/models") or '{"data": []}')["data"]
+        return sum(model["num_workers"] for model in models)
+
+    def num_open_requests(self) -> int:
+        """Requests that the gateway keeps open."""
+        found = re.search(r"^vlm_open_requests (\S+)", self._get("/metrics"), re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
+    def _get(self, path: str) -> str:
+        connection = HTTPConnection(self.url.removeprefix("http://"), timeout=5)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
+        except (OSError, HTTPException):
+            return ""
+        finally:
+            connection.close()
+
+    def claims(self, worker: str) -> float:
+        """Requests that a worker has claimed, as its metrics say."""
+        return float(docker("exec", worker, "python", "-c", _CLAIMS))
+
+
+@contextmanager
+def run_stack(command: list[str]) -> Iterator[ComposeStack]:
+    """The stack as `docker compose up` makes it."""
+    dockerfile = str(Path("config") / "Dockerfile")
+    build = ["--network", "host", "--file", dockerfile, "--tag", IMAGE, "."]
+    docker("build", "--quiet", *build, timeout_s=280)
+    stack = ComposeStack(command, free_port())
+    try:
+        stack.up()
+        yield stack
+    except BaseException:
+        stack.compose("logs", "--tail", "20")
+        raise
+    finally:
+        stack.compose("down", "--volumes", "--timeout", "40")
