@@ -113,6 +113,10 @@ class KVCachePool:
         """Bytes of all layers."""
         return self._data.nbytes
 
+    def scales(self, layer: int) -> Tensor | None:
+        """What a layer's integers are multiplied by; None without. Shapes: (2, blocks, block_size, K)."""
+        return None
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep new tokens' keys and values. Returns them as they will be read.
 

@@ -37,6 +37,10 @@ class Int8KVCachePool(KVCachePool):
         """Bytes of all layers, with the scales."""
         return self._data.nbytes + self._scales.nbytes
 
+    def scales(self, layer: int) -> Tensor:
+        """What a layer's integers are multiplied by. Shapes: (2, blocks, block_size, K)."""
+        return self._scales[layer]
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep new tokens' keys and values. Returns them as they will be read.
 
