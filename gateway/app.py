@@ -22,8 +22,9 @@ from gateway.openapi import CHAT_PATH, create_openapi
 from gateway.page import PageMiddleware, load_page
 from gateway.probes import create_probes
 from gateway.resume import ResumeStream
-from gateway.services import Services, package_version
+from gateway.services import Services
 from gateway.streams import STREAM_PATH, Streams
+from shared.version import package_version
 
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
 
@@ -92,6 +93,7 @@ def create_chat(services: Services, streams: Streams) -> ChatCompletions:
         streams,
         services.key_limits,
         services.metrics,
+        services.tracer,
         system_fingerprint=_fingerprint(),
     )
 

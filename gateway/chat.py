@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
@@ -24,6 +25,7 @@ from gateway.key_limits import KeyLimits
 from gateway.recorder import AnswerRecorder
 from gateway.reply import Reply, ReplyOptions, new_head, send_stream, send_whole
 from gateway.request_log import log_request
+from gateway.request_trace import RequestTrace
 from gateway.schemas import ChatCompletionRequest
 from gateway.sse import error_frame
 from gateway.streams import StreamRecord, Streams, detach, fingerprint, last_event_id
@@ -32,6 +34,9 @@ from shared.metrics import GatewayMetrics
 from shared.protocol import ModelCard
 from shared.request_queue import QueueUnavailable
 from shared.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from shared.spans import Tracer
 
 _OTHER = "other"  #: the metrics' label while the model is not known to exist
 
@@ -46,6 +51,7 @@ class ChatRun:
     model: str = _OTHER
     user: str | None = None
     recorder: AnswerRecorder | None = None
+    trace: RequestTrace | None = None
     created: int = field(
         default_factory=lambda: int(time.time())
     )  #: the answer's, in epoch seconds
@@ -62,6 +68,7 @@ class ChatCompletions:
         streams: Streams,
         key_limits: KeyLimits,
         metrics: GatewayMetrics,
+        tracer: "Tracer | None",
         system_fingerprint: str,
     ) -> None:
         self.settings = settings
@@ -70,6 +77,7 @@ class ChatCompletions:
         self.streams = streams
         self.key_limits = key_limits
         self.metrics = metrics
+        self.tracer = tracer
         self.system_fingerprint = system_fingerprint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,6 +85,8 @@ class ChatCompletions:
         context = context_of(scope)
         exchange = Exchange(scope, receive, send, self.settings.send_timeout_s)
         run = ChatRun(StageClock(context.received_at))
+        if self.tracer is not None:
+            run.trace = RequestTrace(self.tracer, context)
         error: ApiError | None = None
         outcome = "cancelled"
         try:
@@ -99,6 +109,8 @@ class ChatCompletions:
             user=run.user,
             recorder=run.recorder,
         )
+        if run.trace is not None:
+            run.trace.end(run.model, outcome, exchange.status, run.clock, run.recorder)
 
     def _outcome(self, error: ApiError | None) -> str | None:
         if isinstance(error, Overloaded):
@@ -135,6 +147,8 @@ class ChatCompletions:
         with self.admission.hold_body() as held:
             request = await self.intake.read(exchange, context, held)
             run.user = request.user
+            if run.trace is not None:
+                run.trace.describe(request)
             card = await self.intake.find_model(request.model)
             run.model = card.name
             options = reply_options(request, context)

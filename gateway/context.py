@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.logs import request_id
+from shared.trace_context import parse_trace_parent
 
 SCOPE_KEY = "vlm.context"
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(slots=True)
@@ -28,12 +28,7 @@ class RequestContext:
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     cache_salt: str = ""
     is_detached: bool = False  #: the request goes on when its client leaves
-
-    @property
-    def trace_parent(self) -> str | None:
-        """The W3C trace header, if it is one."""
-        value = self.headers.get(b"traceparent", b"")
-        return value.decode() if _TRACE_PARENT.fullmatch(value) else None
+    trace_parent: str | None = None  #: W3C: the caller's span, then the one that we made below it
 
 
 def context_of(scope: Scope) -> RequestContext:
@@ -55,6 +50,8 @@ class ContextMiddleware:
         headers = dict(scope["headers"])
         context = RequestContext(secrets.token_hex(16), headers, time.perf_counter())
         scope[SCOPE_KEY] = context
+        if (caller := headers.get(b"traceparent")) is not None:
+            context.trace_parent = parse_trace_parent(caller)
         request_id.set(context.id)  # each request is a task of its own
         shown_id = headers.get(b"x-request-id", b"")
         if _SANE_ID.fullmatch(shown_id):
@@ -65,6 +62,8 @@ class ContextMiddleware:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", shown_id)]
+                if context.trace_parent is not None:
+                    message["headers"].append((b"traceparent", context.trace_parent.encode()))
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -1,7 +1,7 @@
 """One line in the log for each chat request that has ended: what was asked of whom, how it ended, where the time went.
 
-Never the prompt, the answer, a key or a picture; of the client's own labels a short hash of `user`, by which one
-user's requests are found without naming them. It must not know how a request is served.
+Never the prompt, the answer, a key or a picture. The tenant is a short hash of its key; of the client's own labels
+there is a short hash of `user`, by which one user's requests are found without naming them. It must not know how a request is served.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import logging
 from gateway.context import RequestContext
 from gateway.recorder import AnswerRecorder
 from gateway.timings import StageClock, body_timings
+from shared.trace_context import trace_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,11 @@ def log_request(
     if context.client_id is not None:
         fields["client_request_id"] = context.client_id
     if context.trace_parent is not None:
-        fields["trace_parent"] = context.trace_parent
+        fields["trace_id"] = trace_id_of(context.trace_parent)
+    if context.cache_salt:
+        fields["tenant"] = short_hash(context.cache_salt)
     if user:
-        fields["user"] = hash_user(user)
+        fields["user"] = short_hash(user)
     e2e_s = clock.elapsed_s()
     if recorder is not None and recorder.is_complete:
         prompt = recorder.totals.prompt
@@ -49,6 +52,6 @@ def log_request(
     logger.info("request ended", extra=fields)
 
 
-def hash_user(user: str) -> str:
-    """A short name for a user: a pseudonym, not a secret."""
-    return hashlib.blake2b(user.encode(), digest_size=6).hexdigest()
+def short_hash(name: str) -> str:
+    """A short name for a user or a tenant: a pseudonym, not a secret."""
+    return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from importlib.metadata import PackageNotFoundError, version
 
 from gateway.admission import Admission
 from gateway.dispatcher import Dispatcher
@@ -18,14 +17,7 @@ from shared.redis_client import create_redis
 from shared.registry import Registry
 from shared.request_queue import RequestQueue
 from shared.settings import Settings
-
-
-def package_version() -> str:
-    """The version that is installed, or `0` in a bare checkout."""
-    try:
-        return version("vlm-fleet")
-    except PackageNotFoundError:
-        return "0"
+from shared.tracing import create_tracer
 
 
 class Services:
@@ -38,6 +30,7 @@ class Services:
         self._redis = create_redis(settings.redis)
         self._blocking_redis = create_redis(settings.redis, blocking=True)
         self.metrics = GatewayMetrics()
+        self.tracer = create_tracer(settings.traces, "gateway", self.gateway_id)
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
@@ -95,6 +88,8 @@ class Services:
         self.loader.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
 
 def create_fetcher(settings: Settings) -> ImageFetcher | None:

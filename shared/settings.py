@@ -253,6 +253,14 @@ class LogSettings(Group):
     )
 
 
+class TraceSettings(Group):
+    """Spans of each request."""
+
+    export: Literal["none", "otlp"] = Field(
+        default="none", description="Send spans to where OpenTelemetry's `OTEL_...` variables say."
+    )
+
+
 class Settings(BaseSettings):
     """The whole tree."""
 
@@ -272,6 +280,7 @@ class Settings(BaseSettings):
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()
     logs: LogSettings = LogSettings()
+    traces: TraceSettings = TraceSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -16,6 +16,7 @@ from shared.registry import Registry
 from shared.settings import EngineSettings, WorkerSettings
 from tests.factories_queue import MODEL, Ends
 from worker.engine_thread import EngineBroken, EngineThread
+from worker.flight_trace import FlightTracer
 from worker.preprocess import Preprocessor
 from worker.worker import Worker
 
@@ -103,7 +104,7 @@ class RunningWorker:
 @asynccontextmanager
 async def run_worker(
     ends: Ends, worker_id: str = "w", *, max_num_seqs: int = 8, mock: dict[str, Any] | None = None,
-    **settings: Any,
+    tracer: FlightTracer | None = None, **settings: Any,
 ) -> AsyncIterator[RunningWorker]:  # fmt: skip
     """Run a worker until the block ends."""
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
@@ -129,7 +130,7 @@ async def run_worker(
         )  # fmt: skip
         worker = Worker(
             worker_id, worker_settings, EngineSettings(kind="mock", max_num_seqs=max_num_seqs),
-            loaded, thread, claims, registry, preprocessor,
+            loaded, thread, claims, registry, preprocessor, tracer,
         )  # fmt: skip
         running.append(RunningWorker(worker, loaded.engine, thread))
         try:

@@ -37,6 +37,7 @@ class Flight:
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
     is_announced: bool = False  #: `Started` was said
+    is_traced: bool = False  #: its spans are made
     preparation: asyncio.Task[None] | None = None
 
     @classmethod

@@ -15,6 +15,7 @@ from shared.protocol import ErrorCode
 from shared.publication import Claim
 from worker.engine_thread import Added, EngineThread, News, Rejected
 from worker.flight import Flight
+from worker.flight_trace import FlightTracer
 from worker.outbox import Outbox
 from worker.preprocess import ImageUnavailable, PictureRefused, Preprocessor
 
@@ -38,11 +39,13 @@ class Flights:
         outbox: Outbox,
         max_num_seqs: int,
         begin: Callable[[Claim], Awaitable[bool]],
+        tracer: FlightTracer | None = None,
     ) -> None:
         self._engine = engine
         self._preprocessor = preprocessor
         self._outbox = outbox
         self._max_num_seqs = max_num_seqs
+        self._tracer = tracer
         self._begin = begin  # says that a suspect starts; whether it is still ours
         self._flights: dict[str, Flight] = {}  # by request id
         self._by_engine_id: dict[str, Flight] = {}
@@ -126,6 +129,9 @@ class Flights:
             else:
                 for event in flight.events(item):
                     self._outbox.post(flight, event)
+                if self._tracer is not None and item.timings is not None:
+                    outcome = "ok" if item.error is None else ErrorCode.ENGINE_FAILURE.value
+                    self._tracer.trace(flight, item.timings, outcome)
                 if item.finish_reason is not None:  # the engine has forgotten it already
                     del self._by_engine_id[item.request_id]
         self.changed.set()
@@ -145,13 +151,19 @@ class Flights:
     def fail(self, flight: Flight, code: ErrorCode, message: str, param: str | None = None) -> None:
         """End a request in an error; it lands when that is published."""
         self._outbox.post(flight, flight.failed(code, message, param))
+        self._tell(flight, code.value)
         self._stop_work(flight)
 
     def let_go(self, flight: Flight, why: str) -> None:
         """Stop work on a request that is not ours any more."""
         log = logger.info if why == "cancelled" else logger.warning
         log("request %s is no longer ours: %s", flight.request_id, why)
+        self._tell(flight, why)
         self.forget(flight)
+
+    def _tell(self, flight: Flight, outcome: str) -> None:
+        if self._tracer is not None:
+            self._tracer.trace(flight, None, outcome)
 
     def forget(self, flight: Flight) -> None:
         """Land: nothing more is done or said about it."""

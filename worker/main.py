@@ -25,8 +25,10 @@ from shared.redis_client import create_redis
 from shared.registry import Registry
 from shared.request_claims import RequestClaims
 from shared.settings import EngineSettings, Settings
+from shared.tracing import create_tracer
 from worker.decoder_pool import DecoderPool
 from worker.engine_thread import EngineBroken, EngineThread, News
+from worker.flight_trace import FlightTracer
 from worker.health import HealthServer
 from worker.metrics import create_registry
 from worker.preprocess import Preprocessor
@@ -206,4 +208,12 @@ class WorkerProcess:
             claims,
             registry,
             preprocessor,
+            self._create_tracer(stack, worker_id),
         )
+
+    def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> FlightTracer | None:
+        tracer = create_tracer(self._settings.traces, "worker", worker_id)
+        if tracer is None:
+            return None
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        return FlightTracer(tracer)

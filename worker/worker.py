@@ -21,6 +21,7 @@ from shared.request_claims import RequestClaims
 from shared.settings import EngineSettings, WorkerSettings
 from worker.absence import Absence
 from worker.engine_thread import EngineBroken, EngineThread, News
+from worker.flight_trace import FlightTracer
 from worker.flights import Flights
 from worker.outbox import Outbox
 from worker.preprocess import Preprocessor
@@ -48,6 +49,7 @@ class Worker:
         claims: RequestClaims,
         registry: Registry,
         preprocessor: Preprocessor,
+        tracer: FlightTracer | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._settings = settings
@@ -59,7 +61,7 @@ class Worker:
         self._registry = registry
         self._outbox = Outbox()
         self._flights = Flights(
-            engine, preprocessor, self._outbox, engine_settings.max_num_seqs, self._begin
+            engine, preprocessor, self._outbox, engine_settings.max_num_seqs, self._begin, tracer
         )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._absence = Absence()

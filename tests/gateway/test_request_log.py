@@ -29,12 +29,22 @@ async def test_a_finished_request_is_one_line_with_its_tokens_and_stages(gateway
     [line] = lines()
     assert worker.requests[0].request_id.startswith(line["request_id"])
     assert (line["model"], line["outcome"], line["status"]) == ("tiny", "ok", 200)
-    assert (line["client_request_id"], line["trace_parent"]) == ("mine", headers["traceparent"])
+    assert (line["client_request_id"], line["trace_id"]) == ("mine", "a" * 32)
     assert (line["prompt_tokens"], line["output_tokens"]) == (7, 3)
     assert sum(line[f"{stage}_s"] for stage in STAGES) == pytest.approx(line["e2e_s"], abs=1e-4)
     assert len(line["user"]) == 12
     for secret in ("secret", "jane", "label", "Hello"):
         assert secret not in str(line)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one", "sk-two")}}])
+async def test_the_tenant_is_a_hash_that_tells_keys_apart(gateway, lines):
+    for key in ("sk-one", "sk-two", "sk-one"):
+        await gateway.chat(headers={"authorization": f"Bearer {key}"})
+    first, other, again = [line["tenant"] for line in lines()]
+    assert first == again != other
+    assert len(first) == 12
+    assert "sk-" not in str(lines())
 
 
 async def test_a_refused_request_is_a_line_too(gateway, lines):

@@ -1,0 +1,117 @@
+"""A collector on loopback that takes spans as OTLP over HTTP, as a real one does."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SentSpan
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span as it arrived. Units: seconds of the epoch."""
+
+    name: str
+    service: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    kind: int
+    begin: float
+    end: float
+    attributes: dict[str, Any]
+    is_error: bool
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.begin
+
+
+class Collector:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[bytes] = []
+        self._changed = threading.Condition()
+
+    def take(self, body: bytes) -> None:
+        with self._changed:
+            self.bodies.append(body)
+            self._changed.notify_all()
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for body in self.bodies for span in _read(body)]
+
+    def wait_for(self, count: int) -> list[Span]:
+        """All spans, once there are so many."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.spans) >= count, timeout=20), self.spans
+        return self.spans
+
+
+def _read(body: bytes) -> Iterator[Span]:
+    for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+        service = _values(resource.resource.attributes)["service.name"]
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                yield _span(span, service)
+
+
+def _span(span: SentSpan, service: str) -> Span:
+    return Span(
+        name=span.name,
+        service=service,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        kind=span.kind,
+        begin=span.start_time_unix_nano / 1e9,
+        end=span.end_time_unix_nano / 1e9,
+        attributes=_values(span.attributes),
+        is_error=span.status.code == span.status.STATUS_CODE_ERROR,
+    )
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {item.key: _value(item.value) for item in attributes if isinstance(item, KeyValue)}
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    return getattr(value, kind)
+
+
+@contextmanager
+def run_collector() -> Iterator[Collector]:
+    """A collector that listens on a free port."""
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            collector.take(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    collector.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
