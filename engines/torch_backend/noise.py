@@ -26,25 +26,25 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def random_bits(keys: list[int], num_tokens: int, device: torch.device) -> Tensor:
-    """The first `num_tokens` outputs of each stream. Shapes: (B, V), int64 that stands for 64 random bits.
+def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
+    """The first `num_tokens` outputs of each stream, as int64 that stands for 64 random bits.
 
     int64 wraps as uint64 does; only shifts need the sign's copies cut off.
+    Shapes: keys (B,), int64 by `signed`; returns (B, V).
     """
-    start = torch.tensor([_signed(key) for key in keys], device=device)
-    token_ids = torch.arange(1, num_tokens + 1, device=device)
-    state = start.unsqueeze(1) + token_ids * _signed(_GAMMA)
-    state = (state ^ _shift(state, 30)) * _signed(_FIRST)
-    state = (state ^ _shift(state, 27)) * _signed(_SECOND)
+    token_ids = torch.arange(1, num_tokens + 1, device=keys.device)
+    state = keys.unsqueeze(1) + token_ids * signed(_GAMMA)
+    state = (state ^ _shift(state, 30)) * signed(_FIRST)
+    state = (state ^ _shift(state, 27)) * signed(_SECOND)
     return state ^ _shift(state, 31)
 
 
-def gumbel_noise(keys: list[int], num_tokens: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise: argmax(log p + noise) is distributed as p. Shapes: (B, V), float32.
+def gumbel_noise(keys: Tensor, num_tokens: int) -> Tensor:
+    """Standard Gumbel noise, float32: argmax(log p + noise) is distributed as p. Shapes: (B,); returns (B, V).
 
     Source: Gumbel 1954; Maddison et al. 2014.
     """
-    upper_half = _shift(random_bits(keys, num_tokens, device), 32)
+    upper_half = _shift(random_bits(keys, num_tokens), 32)
     # below 1, or the logarithm is infinite and the token can never be drawn
     uniform = ((upper_half + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
@@ -55,6 +55,6 @@ def _shift(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the same bits."""
     return value - (1 << 64) if value >> 63 else value

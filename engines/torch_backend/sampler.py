@@ -3,9 +3,7 @@
 Used by the runner. The token of a row is a pure function of its logits, its request's sampling parameters and
 earlier tokens, its seed and its output position: whoever shares the step changes nothing.
 
-Order: logit bias, repetition penalty, frequency and presence penalty, temperature; then `top_k`, `top_p` (of
-what `top_k` left) and `min_p` (against the best) remove tokens; what remains is drawn by Gumbel noise.
-Tokens that tie with the last one kept are kept. Log probabilities are those of the model's own distribution,
+Order: logit bias, repetition penalty, frequency and presence penalty; then what `drawing` does. Log probabilities are those of the model's own distribution,
 before any of this, as OpenAI reports them.
 
 Shape letters: B rows, V vocabulary.
@@ -18,13 +16,9 @@ from torch import Tensor
 from engines.base import SequenceFailure
 from engines.runner import TokenChoice
 from engines.sequence import Sequence
-from engines.torch_backend.noise import gumbel_noise, stream_key
+from engines.torch_backend.drawing import DrawParams, draw, is_limited
 from shared.protocol import SamplingParams
 
-#: how many of the best tokens are sorted first for `top_p`; all are, where these do not reach it
-NUCLEUS_WIDTH = 256
-#: what is colder is greedy for all purposes, and may be 0 in float32
-LEAST_TEMPERATURE = 1e-6
 #: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
 LEAST_LOGPROB = -9999.0
 
@@ -59,7 +53,7 @@ def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     biased = [row for row, sequence in enumerate(sequences) if sequence.sampling.logit_bias]
     if biased:
         scores = _add_bias(scores.clone(), sequences, biased)
-    penalised = [row for row, sequence in enumerate(sequences) if _has_penalty(sequence.sampling)]
+    penalised = [row for row, sequence in enumerate(sequences) if has_penalty(sequence.sampling)]
     if penalised:
         scores = _penalise(scores.clone(), sequences, penalised)
     return scores
@@ -73,7 +67,8 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     return scores
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
+def has_penalty(sampling: SamplingParams) -> bool:
+    """Whether earlier tokens change the scores."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.frequency_penalty != 0.0
@@ -111,61 +106,9 @@ def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
     """A random token per row. Shapes: (B, V); returns (B,)."""
     params = [sequence.sampling for sequence in sequences]
-    temperatures = torch.tensor(
-        [max(p.temperature, LEAST_TEMPERATURE) for p in params], device=scores.device
-    )
-    # first the best becomes 0, so that a tiny temperature cannot push a score beyond all numbers
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperatures.unsqueeze(1)
-    threshold = _threshold(scores, params)
-    if threshold is not None:
-        scores = scores.masked_fill(scores < threshold.unsqueeze(1), -torch.inf)
-    keys = [stream_key(s.sampling.seed, s.num_output_tokens) for s in sequences]
-    return (scores + gumbel_noise(keys, scores.shape[1], scores.device)).argmax(dim=-1)
-
-
-def _threshold(scores: Tensor, params: list[SamplingParams]) -> Tensor | None:
-    """The least score that may be drawn, per row whose best is 0; None if all may. Shapes: (B, V); returns (B,)."""
-    threshold = None
-    if any(p.min_p > 0 for p in params):
-        min_ps = torch.tensor([p.min_p for p in params], device=scores.device)
-        threshold = min_ps.log()  # -inf for 0
-    if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        limit = _top_k_top_p_threshold(scores, params)
-        threshold = limit if threshold is None else torch.maximum(threshold, limit)
-    return threshold
-
-
-def _top_k_top_p_threshold(scores: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The score of the last token that both limits keep. Shapes: (B, V); returns (B,)."""
-    vocab_size = scores.shape[1]
-    top_ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    num_kept = torch.tensor(top_ks, device=scores.device).unsqueeze(1)
-    top_p = torch.tensor([min(p.top_p, 1.0) for p in params], device=scores.device).unsqueeze(1)
-    limited = [top_k for top_k in top_ks if top_k < vocab_size]
-    for width in (max([NUCLEUS_WIDTH, *limited]), vocab_size):
-        width = min(width, vocab_size)
-        ordered = scores.topk(width, dim=-1).values
-        kept = torch.arange(width, device=scores.device) < num_kept
-        total = torch.where(
-            num_kept < vocab_size,
-            ordered.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True),
-            scores.logsumexp(-1, keepdim=True),
-        )
-        mass = (ordered - total).exp().cumsum(-1)
-        before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
-        kept &= (before < top_p) | (top_p >= 1)
-        if width == vocab_size or not _is_cut_short(kept, num_kept, top_p):
-            break
-    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)  # the best stays, even for top_p 0
-    threshold = ordered.gather(1, last).squeeze(1)
-    unlimited = (num_kept >= vocab_size) & (top_p >= 1)
-    return threshold.masked_fill(unlimited.squeeze(1), -torch.inf)
-
-
-def _is_cut_short(kept: Tensor, num_kept: Tensor, top_p: Tensor) -> bool:
-    """Whether a row that is limited by `top_p` alone would keep more than the tokens looked at."""
-    width = kept.shape[1]
-    return bool((kept[:, -1:] & (num_kept > width) & (top_p < 1)).any())
+    positions = [sequence.num_output_tokens for sequence in sequences]
+    how = DrawParams.create(params, positions, scores.shape[1], scores.device)
+    return draw(scores, how, limited=any(map(is_limited, params)))
 
 
 def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:

@@ -16,7 +16,7 @@ from engines.engine import BatchingEngine
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.make_checkpoint import make_checkpoint
-from engines.torch_backend.noise import random_bits, stream_key
+from engines.torch_backend.noise import random_bits, signed, stream_key
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 
@@ -227,11 +227,12 @@ def test_a_step_without_memory_may_be_run_again(
 
 
 def test_random_bits_are_those_of_the_cpu() -> None:
-    keys = [stream_key(seed, position) for seed in (0, -1, 1 << 63) for position in (0, 7)]
+    streams = [stream_key(seed, position) for seed in (0, -1, 1 << 63) for position in (0, 7)]
+    keys = torch.tensor([signed(key) for key in streams])
 
-    on_gpu = random_bits(keys, 5000, CUDA).cpu()
+    on_gpu = random_bits(keys.to(CUDA), 5000).cpu()
 
-    assert torch.equal(on_gpu, random_bits(keys, 5000, torch.device("cpu")))
+    assert torch.equal(on_gpu, random_bits(keys, 5000))
 
 
 def test_a_seeded_answer_is_repeated_in_company(tiny: Path) -> None:

@@ -12,11 +12,11 @@ import torch
 
 from engines.base import SequenceFailure
 from engines.sequence import Sequence
-from engines.torch_backend.noise import gumbel_noise, random_bits, stream_key
-from engines.torch_backend.sampler import LEAST_LOGPROB, NUCLEUS_WIDTH, sample
+from engines.torch_backend.drawing import NUCLEUS_WIDTH
+from engines.torch_backend.noise import gumbel_noise, random_bits, signed, stream_key
+from engines.torch_backend.sampler import LEAST_LOGPROB, sample
 from shared.protocol import SamplingParams
 
-CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 NUM_DRAWS = 4000
 
@@ -283,7 +283,7 @@ def splitmix64(state: int, count: int) -> list[int]:
 
 def test_the_generator_is_splitmix64():
     keys = [0, 1, 2**63, stream_key(-5, 1000), stream_key(2**80, 0)]
-    bits = random_bits(keys, 50, CPU)
+    bits = random_bits(torch.tensor([signed(key) for key in keys]), 50)
     unsigned = [[value % 2**64 for value in row] for row in bits.tolist()]
     assert unsigned == [splitmix64(key, 50) for key in keys]
     # published first output for state 0
@@ -291,7 +291,8 @@ def test_the_generator_is_splitmix64():
 
 
 def test_noise_is_finite_and_has_gumbels_mean_and_variance():
-    noise = gumbel_noise([stream_key(1, position) for position in range(20)], 5000, CPU)
+    keys = torch.tensor([signed(stream_key(1, position)) for position in range(20)])
+    noise = gumbel_noise(keys, 5000)
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
