@@ -42,6 +42,7 @@ def create_probes(
         metrics.set_open_requests(admission.num_open)
         with suppress(QueueUnavailable):
             for name in models.cards:
+                metrics.set_queue_age(name, await queue.age_s(name))
                 metrics.set_queue_depth(name, await queue.depth(name))
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 

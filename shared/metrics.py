@@ -81,6 +81,8 @@ GATEWAY_METRICS = (
            "Prompt tokens that the prefix cache gave.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
     Metric("vlm_queue_depth", "gauge", "Requests in a model's queue, running ones included.", ("model",)),
+    Metric("vlm_queue_age_seconds", "gauge",
+           "How long the oldest request waits that no worker has taken; 0 if none waits.", ("model",)),
     Metric("vlm_open_requests", "gauge", "Requests that this gateway keeps open."),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
@@ -183,6 +185,10 @@ class GatewayMetrics:
     def set_queue_depth(self, model: str, depth: int) -> None:
         """Set the length of a model's queue."""
         self._set.gauges["vlm_queue_depth"].labels(model).set(depth)
+
+    def set_queue_age(self, model: str, age_s: float) -> None:
+        """Set how long the oldest request of a model's queue waits."""
+        self._set.gauges["vlm_queue_age_seconds"].labels(model).set(age_s)
 
     def set_open_requests(self, count: int) -> None:
         """Set how many requests this gateway keeps open."""

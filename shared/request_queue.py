@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import GenerateEvent, GenerateRequest, decode_events, encode
 from shared.redis_client import retry_idempotent
@@ -118,6 +118,23 @@ class RequestQueue:
         log = await self._ask("LRANGE", self._keys.log(model, request_id), num_items, -1)
         return len(log), decode_events(b"[" + b",".join(log) + b"]")
 
+    async def age_s(self, model: str) -> float:
+        """How long the oldest entry waits that no worker has read; 0 without one. Raises: QueueUnavailable."""
+        queue = self._keys.queue(model)
+        try:
+            pending = await retry_idempotent(lambda: self._sender.execute("XPENDING", queue, GROUP))
+            begin = b"(" + pending[2] if pending[2] else "-"  # what was read and ended is deleted
+        except ResponseError:  # no worker has ever read
+            begin = "-"
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+        oldest = await self._ask("XRANGE", queue, begin, "+", "COUNT", 1)
+        if not oldest:
+            return 0.0
+        seconds, microseconds = await self._ask("TIME")
+        added_at = int(oldest[0][0].partition(b"-")[0]) / 1000
+        return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
+
     async def remember(self, request_id: str, note: bytes, ttl_s: float) -> bool:
         """Keep a gateway's note on a request; False if there is one already. Raises: QueueUnavailable.
 
@@ -145,7 +162,7 @@ class RequestQueue:
         """Hang up."""
         await self._sender.close()
 
-    async def _ask(self, *command: str | int):
+    async def _ask(self, *command: str | bytes | int):
         try:
             return await retry_idempotent(lambda: self._sender.execute(*command))
         except RedisError as error:

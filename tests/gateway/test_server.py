@@ -1,6 +1,7 @@
 """The server: bounds on headers, probes, drain, overload, Redis away, models."""
 
 import asyncio
+import re
 import contextlib
 import json
 import signal
@@ -294,6 +295,8 @@ async def test_a_full_queue_sends_away(redis_server, redis_prefix, n):
         assert response.headers["retry-after"]
         text = (await gateway.client.get("/metrics")).text
         assert 'vlm_admission_rejections_total{reason="queue_full"} 1.0' in text
+        [age] = re.findall(r'vlm_queue_age_seconds\{model="tiny"\} (\S+)', text)
+        assert 0 < float(age) < 20
         async with run_worker(redis_server, redis_prefix):
             assert [(await request).status_code for request in accepted] == [200] * (3 - n)
 
