@@ -91,6 +91,7 @@ class Mailbox:
                     self._last_ids[key.decode()] = entry_id
                     if fields[0] == b"events" and (events := self._decode(key, fields[1])):
                         yield events
+            await asyncio.sleep(0)  # who waited for these answers before the next read is sent
 
     def _decode(self, key: bytes, data: bytes) -> tuple[GenerateEvent, ...]:
         """The events of an entry; one that cannot be read is a gap in all requests of its model."""

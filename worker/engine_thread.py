@@ -8,9 +8,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from engines.base import Engine, EngineError, EngineOutput, EngineRequest, EngineStats
 from engines.factory import LoadedEngine
@@ -43,6 +45,7 @@ class Rejected:
 
 
 News = Added | Rejected | EngineOutput
+Command = EngineRequest | str | None  #: to add; the id of what to abort; None: end
 
 
 class EngineThread:
@@ -56,10 +59,9 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[LoadedEngine] = self._loop.create_future()
         self._broken: asyncio.Future[None] = self._loop.create_future()
-        self._condition = threading.Condition()
-        self._commands: list[EngineRequest | str] = []  # to add, or the id of what to abort
-        self._is_closing = False
-        self._news: list[News] = []
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._news: deque[News] = deque()
+        self._is_waking = False  # the loop was woken and has not looked at the news yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None while the engine rests
@@ -71,11 +73,11 @@ class EngineThread:
 
     def add(self, request: EngineRequest) -> None:
         """Hand over a request; `Added` or `Rejected` follows."""
-        self._command(request)
+        self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
         """Have the engine forget a request. News that are on their way may still arrive."""
-        self._command(request_id)
+        self._commands.put(request_id)
 
     async def wait_until_broken(self) -> None:
         """Return never. Raises: EngineBroken when a step raises."""
@@ -83,17 +85,10 @@ class EngineThread:
 
     async def close(self) -> None:
         """Close the engine and end the thread; waits for the present step, but not for ever."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify()
+        self._commands.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
         self._broken.cancel()
-
-    def _command(self, command: EngineRequest | str) -> None:
-        with self._condition:
-            self._commands.append(command)
-            self._condition.notify()
 
     # In the thread
 
@@ -134,20 +129,20 @@ class EngineThread:
             self._tell(news)
 
     def _next_commands(self, has_work: bool) -> list[EngineRequest | str] | None:
-        with self._condition:
-            while not (self._commands or has_work or self._is_closing):
-                self._condition.wait()
-            if self._is_closing:
+        """What has arrived; waits for something if there is no work. None: the thread is to end."""
+        commands: list[EngineRequest | str] = []
+        while not (has_work or commands) or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
                 return None
-            commands, self._commands = self._commands, []
-            return commands
+            commands.append(command)
+        return commands
 
     def _tell(self, news: list[News]) -> None:
         """Leave news for the loop; wake it only if an earlier wake-up is not still to come."""
-        with self._condition:
-            is_first = not self._news
-            self._news += news
-        if news and is_first:
+        self._news.extend(news)
+        if news and not self._is_waking:
+            self._is_waking = True
             self._call(self._deliver)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -157,9 +152,8 @@ class EngineThread:
     # On the loop
 
     def _deliver(self) -> None:
-        with self._condition:
-            news, self._news = self._news, []
-        self._on_news(news)
+        self._is_waking = False  # first: what is told from now on wakes the loop again
+        self._on_news([self._news.popleft() for _ in range(len(self._news))])
 
 
 def _apply(engine: Engine, command: EngineRequest | str) -> News | None:
