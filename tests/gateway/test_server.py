@@ -1,9 +1,9 @@
 """The server: bounds on headers, probes, drain, overload, Redis away, models."""
 
 import asyncio
-import re
 import contextlib
 import json
+import re
 import signal
 
 import pytest
