@@ -27,6 +27,7 @@ ALERTS = [
     for group in yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
+SCALING = yaml.safe_load((ROOT / "config/kubernetes/autoscaling.yaml").read_text())
 MAX_OPEN = 6
 PATIENCE_S = 60
 
@@ -37,7 +38,9 @@ def all_queries() -> set[str]:
         for panel in DASHBOARD["panels"]
         for target in panel.get("targets", [])
     }
-    return shown | {part for rule in ALERTS for part in operands(rule["expr"])}
+    scaling = {trigger["metadata"]["query"] for trigger in SCALING["spec"]["triggers"]}
+    asked = {query.replace("shapes", "mock") for query in scaling}
+    return shown | asked | {part for rule in ALERTS for part in operands(rule["expr"])}
 
 
 def with_data(client: httpx.Client, queries: set[str]) -> set[str]:
