@@ -1,22 +1,24 @@
-"""A checkpoint's chat template: conversation in, prompt text out, in jinja's sandbox.
+"""A checkpoint's chat template: conversation in, prompt text out.
 
-Used by the prompt builder. Templates come from strangers, so they see plain data only and can change nothing.
-It must not know tokens beyond their spelling.
+Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's sandbox, and in a
+process of their own with limits of time and memory, unless they are known to take little of either. It must not know
+tokens beyond their spelling.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Literal
 
 from engines.base import InvalidRequest
+from engines.template_process import TemplateProcess
+from engines.template_rendering import (
+    CompiledTemplate,
+    TemplateFailure,
+    TemplateRefusal,
+    UnusableTemplate,
+)
 from shared.protocol import ChatMessage, ImagePart
 
 #: LLaVA-1.5's, as llava-hf publishes it; for checkpoints that bring none.
@@ -32,11 +34,14 @@ LLAVA_TEMPLATE = """\
 {% endfor %}\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
 """
+#: SHA-256 of templates whose work is in proportion to the conversation: the one above, and that of "shapes".
+KNOWN_TEMPLATES = frozenset(
+    {
+        "2504a05b7d5ae8e4f3a27f13df656b8f68cbfff89b0a0a5015afd9fb4059ced1",
+        "d4f25b43e09c976f01fac305ae82ec11f279359270dae837c3fb986525e56081",
+    }
+)
 _PROBE = "probe"
-
-
-class UnusableTemplate(Exception):
-    """The template cannot be compiled, or puts pictures nowhere; the message says which."""
 
 
 class ChatTemplate:
@@ -50,11 +55,9 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._image_token = image_token
-        self._variables = dict(variables or {})
-        try:
-            self._template = _create_environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise UnusableTemplate(f"the chat template is no jinja template: {error}") from None
+        is_known = hashlib.sha256(source.encode()).hexdigest() in KNOWN_TEMPLATES
+        renderer = CompiledTemplate if is_known else TemplateProcess
+        self._renderer = renderer(source, dict(variables or {}))
         self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
         if self._content == "string" and not self._is_probe_rendered(f"{image_token}\n{_PROBE}"):
             raise UnusableTemplate("the chat template has no place for pictures")
@@ -75,12 +78,12 @@ class ChatTemplate:
             ]
             rendered.append({"role": message.role, "content": self._to_content(parts)})
         try:
-            return self._render(rendered)
-        except jinja2.TemplateError as error:
+            return self._renderer.render(rendered)
+        except TemplateRefusal as refusal:
             raise InvalidRequest(
-                f"The model's chat template refuses this conversation: {str(error)[:200]}"
+                f"The model's chat template refuses this conversation: {refusal}"
             ) from None
-        except Exception:  # a template may fail in any way that Python can
+        except TemplateFailure:
             raise InvalidRequest(
                 "The model's chat template cannot render this conversation."
             ) from None
@@ -90,22 +93,13 @@ class ChatTemplate:
             return parts
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        return self._template.render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            **self._variables,
-        )
-
     def _takes_parts(self) -> bool:
         return self._is_probe_rendered([{"type": "image"}, {"type": "text", "text": _PROBE}])
 
     def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
         try:
-            text = self._render([{"role": "user", "content": content}])
-        except Exception:  # a template may fail in any way that Python can
+            text = self._renderer.render([{"role": "user", "content": content}])
+        except (TemplateRefusal, TemplateFailure):
             return False
         # A template that expects a string prints the list itself.
         is_list_printed = "'type'" in text or '"type"' in text
@@ -134,37 +128,3 @@ def read_chat_template(directory: Path) -> str | None:
         if isinstance(found, str):
             return found
     return None
-
-
-class _Generation(Extension):
-    """Accepts `{% generation %}`, with which templates mark the assistant's words for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _create_environment() -> ImmutableSandboxedEnvironment:
-    """As transformers compiles chat templates: the same flags, filters and functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without jinja's escaping for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

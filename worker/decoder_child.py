@@ -13,36 +13,12 @@ import time
 from contextlib import suppress
 
 from engines.base import InvalidImage
+from engines.child_process import receive, restrict
 from engines.picture_decoder import decode_image
 
 READY = b"!"  #: the child's first word
 REQUEST = struct.Struct(">QII")  #: bytes of the file, width, height
 ANSWER = struct.Struct(">?QII")  #: whether it is pixels, bytes that follow, width, height
-
-
-def receive(sock: socket.socket, num_bytes: int, until: float | None = None) -> bytearray:
-    """So many bytes, `until` a reading of `time.monotonic`. Raises: EOFError, TimeoutError, OSError."""
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        if until is not None:
-            sock.settimeout(max(0.001, until - time.monotonic()))
-        count = sock.recv_into(view)
-        if count == 0:
-            raise EOFError
-        view = view[count:]
-    return data
-
-
-def restrict(max_bytes: int) -> None:
-    """Give up what no decoder needs: memory beyond `max_bytes`, writing files, core dumps."""
-    for limit, most in (
-        (resource.RLIMIT_AS, max_bytes),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with suppress(ValueError, OSError):  # not every system has every limit
-            resource.setrlimit(limit, (most, most))
 
 
 def allow_cpu(max_cpu_s: int) -> None:

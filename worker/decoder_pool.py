@@ -6,19 +6,16 @@ the one picture, and is replaced; so is one that has decoded many. It must not k
 
 import logging
 import math
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 from queue import SimpleQueue
 
 from PIL import Image
 
 from engines.base import InvalidImage
+from engines.child_process import receive, start_child
 from engines.picture_decoder import CANNOT_DECODE
 from worker import decoder_child
-from worker.decoder_child import ANSWER, READY, REQUEST, receive
+from worker.decoder_child import ANSWER, READY, REQUEST
 
 MAX_PICTURES = 1000  #: of one child's life: what leaks, leaks no further
 TOO_LONG = "The picture takes too long to decode."
@@ -27,7 +24,6 @@ _BYTES_PER_PIXEL = 32  #: a decoded picture, its copies with transparency compos
 _MAX_TEXT_BYTES = 1000
 _START_TIMEOUT_S = 60.0
 _WAITING_RATIO = 3.0  #: whole time of a picture over its CPU time, on a busy machine
-_SOURCE = Path(decoder_child.__file__).parent.parent
 _SOCKET_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -40,19 +36,10 @@ class Child:
         self.num_pictures = 0
         self.is_lost = False  #: whether it is of no more use
         self._timeout_s = _WAITING_RATIO * max_cpu_s
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            for end in (self._socket, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            number = theirs.fileno()
-            max_bytes = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", decoder_child.__name__, str(number), str(max_bytes),
-                 str(math.ceil(max_cpu_s))],
-                pass_fds=(number,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, cwd="/", env={"PYTHONPATH": str(_SOURCE)},
-                start_new_session=True,
-            )  # fmt: skip
+        max_bytes = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels
+        self._process, self._socket = start_child(
+            decoder_child.__name__, max_bytes, math.ceil(max_cpu_s), buffer_bytes=_SOCKET_BYTES
+        )
 
     def decode(self, data: bytes, size: tuple[int, int]) -> Image.Image:
         """An RGB picture. Raises: InvalidImage; EOFError, OSError (timeouts too) if the child is of no more use."""
