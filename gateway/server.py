@@ -1,6 +1,6 @@
 """The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
 
-uvicorn's fast parser takes headers of any size and waits for requests for ever; here both are bounded. At SIGTERM the
+uvicorn's fast parser takes headers of any size and waits for ever for requests, and for clients to read; here all are bounded. At SIGTERM the
 server first refuses new work while it still answers, so that `/readyz` can say 503 and open requests finish.
 
 A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
@@ -34,11 +34,17 @@ class HeadersTooLarge(Exception):
 
 
 class JoinedWrites:
-    """A transport that joins the writes of one loop turn: status line and body are one system call."""
+    """A transport that joins the writes of one loop turn: status line and body are one system call.
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    Closed, it waits `send_timeout_s` for the client to read what was sent, and then drops it.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, send_timeout_s: float
+    ) -> None:
         self._transport = transport
         self._loop = loop
+        self._send_timeout_s = send_timeout_s
         self._pieces: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -59,10 +65,12 @@ class JoinedWrites:
         """Send what is left, then close."""
         self._flush()
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(self._send_timeout_s, self._transport.abort)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with limits on the size of headers, and on the time of headers and bodies."""
+    """uvicorn's httptools protocol with limits on the size of headers, and on the time of headers, bodies and answers."""
 
     _in_headers = False
     _in_body = False
@@ -70,22 +78,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _has_ended = False  #: whether the latest read held the end of a request
     _timer: TimerHandle | None = None  #: ends a connection whose request does not come
     _times_body = False  #: whether that timer is a body's
+    _send_timer: TimerHandle | None = None  #: ends a connection whose client does not read
 
     def __init__(self, *arguments: Any, settings: Settings, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limits = settings.limits
         self._header_timeout_s = settings.gateway.header_timeout_s
         self._body_timeout_s = settings.gateway.body_timeout_s + _BODY_GRACE_S
+        self._send_timeout_s = settings.gateway.send_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the first request's headers their time."""
-        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+        joined = JoinedWrites(transport, self.loop, self._send_timeout_s)
+        super().connection_made(joined)  # type: ignore[arg-type]
         self._set_timer(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         self._stop_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads less than it is sent: give it its time."""
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        self._stop_send_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse; what is left incomplete is counted and timed."""
@@ -147,6 +169,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
         self._times_body = False
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
 
 class DrainingServer(uvicorn.Server):

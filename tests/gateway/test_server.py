@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import signal
+import socket
 
 import pytest
 
@@ -88,6 +89,35 @@ async def test_a_body_that_does_not_come_is_not_waited_for(gateway, changes, sen
 async def test_a_body_that_nobody_reads_is_not_waited_for_either(gateway, changes):
     answer = await talk(gateway, POST % (b"/nowhere", b"", b"{"))
     assert answer.startswith(b"HTTP/1.1 404 "), answer
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
+@pytest.mark.parametrize("path", [b"/metrics", b"/page/style.css", b"/v1/models", b"/nowhere"])
+async def test_who_reads_no_answer_is_hung_up_on(gateway, changes, path):
+    with asks_without_reading(gateway, b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path * 400):
+        await wait_for(lambda: gateway.server.server_state.connections)
+        await wait_for(lambda: not gateway.server.server_state.connections)
+        await wait_for(lambda: not gateway.server.server_state.tasks)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
+async def test_the_end_of_a_last_answer_that_nobody_reads_is_dropped(gateway, changes):
+    request = b"GET /page/main.js HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with asks_without_reading(gateway, request):
+        await wait_for(lambda: gateway.server.server_state.connections)
+        await wait_for(lambda: not gateway.server.server_state.connections)
+
+
+@contextlib.contextmanager
+def asks_without_reading(gateway, requests: bytes):
+    """A client that sends and leaves the answers where they are; few bytes of them fit between the two."""
+    gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.connect(("127.0.0.1", gateway.server.port))
+        client.settimeout(5)
+        client.sendall(requests)
+        yield
 
 
 async def test_requests_one_after_the_other_share_a_connection(gateway):
