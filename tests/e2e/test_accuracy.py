@@ -3,15 +3,12 @@
 Exact match on fresh scenes drawn by many programs' habits. `-s` shows the table even when all is well.
 """
 
-from collections.abc import Iterator
-
 import pytest
 from openai import OpenAI
 from rich.console import Console
 
 from engines.shapes.evaluation import GROUPS, Score, report
 from tests.e2e.asking import ask_all, choose_cases
-from tests.integration.fleet_process import Served, start_fleet
 
 NUM_SCENES = 300
 GOALS = {
@@ -24,15 +21,8 @@ GOALS = {
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory) -> Iterator[Served]:
-    served = start_fleet(tmp_path_factory.mktemp("accuracy"), engine="torch")
-    yield served
-    served.end()
-
-
-@pytest.fixture(scope="module")
-def score(fleet, pytestconfig) -> Score:
-    with OpenAI(base_url=f"{fleet.url}/v1", api_key="unused") as client:
+def score(shapes_fleet, pytestconfig) -> Score:
+    with OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused") as client:
         score = ask_all(client, choose_cases(NUM_SCENES))
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         report(score, console := Console(width=80))

@@ -7,17 +7,10 @@ import sys
 
 import pytest
 
-from tests.integration.fleet_process import ROOT, start_fleet
+from tests.integration.fleet_process import ROOT
 
 README = (ROOT / "README.md").read_text()
 ANSWER = "A white background with a red star at the top left"
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory):
-    served = start_fleet(tmp_path_factory.mktemp("readme"), engine="torch")
-    yield served
-    served.end()
 
 
 def block(language: str, start: str) -> str:
@@ -31,12 +24,12 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def test_the_python_of_the_readme_streams_the_answer(fleet):
-    code = block("python", "import base64").replace("http://127.0.0.1:8000", fleet.url)
+def test_the_python_of_the_readme_streams_the_answer(shapes_fleet):
+    code = block("python", "import base64").replace("http://127.0.0.1:8000", shapes_fleet.url)
     assert run([sys.executable, "-c", code]).startswith(ANSWER)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_curl_of_the_readme_answers(fleet):
-    command = block("bash", "curl").replace("http://127.0.0.1:8000", fleet.url)
+def test_the_curl_of_the_readme_answers(shapes_fleet):
+    command = block("bash", "curl").replace("http://127.0.0.1:8000", shapes_fleet.url)
     assert ANSWER in run(["bash", "-c", command])

@@ -1,0 +1,77 @@
+"""The documents name what is there: files, headings, settings, commands, metrics, error codes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import FAILURES, from_status
+from shared.metrics import METRICS
+from shared.settings_table import rows
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "loadtest/RESULTS.md"]
+TOP = {path.name for path in ROOT.iterdir()}
+SETTINGS = {row.variable for row in rows()} | {"VLM_CONFIG"}
+METRIC_NAMES = {metric.name for metric in METRICS}
+
+
+def heading_ids(page: Path) -> set[str]:
+    """The anchors that GitHub gives headings."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", prose, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def named(page: Path, pattern: str) -> set[str]:
+    return set(re.findall(pattern, page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in named(page, r"\]\(([^)\s]+)\)"):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in heading_ids(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_of_the_repository_exist(page):
+    for path in named(page, r"`([\w.*-]+(?:/[\w.*{},-]+)+/?)`"):
+        if path.split("/")[0] in TOP and "..." not in path and "{" not in path:
+            found = [
+                *ROOT.glob(path.rstrip("/")), *ROOT.glob(f"{path}.py"), *ROOT.glob(f"tests/{path}"),
+            ]  # fmt: skip
+            assert found, f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_metrics_and_targets_exist(page):
+    variables = named(page, r"\bVLM_[A-Z0-9_]*[A-Z0-9]\b(?!\.\.\.)")
+    unknown = {
+        v
+        for v in variables
+        if v not in SETTINGS and not any(s.startswith(f"{v}__") for s in SETTINGS)
+    }
+    assert not unknown
+    metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named(page, r"`(vlm_\w+)")}
+    assert metrics <= METRIC_NAMES
+    targets = named(page, r"(?:`|^)make ([a-z-]+)")
+    assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def test_every_error_code_has_its_row():
+    page = (ROOT / "docs" / "api.md").read_text()
+    table = [
+        line.split("|") for line in page.splitlines() if re.match(r"\| `\w+`.*\| \d{3} \|", line)
+    ]
+    shown = {code: int(row[2]) for row in table for code in re.findall(r"`(\w+)`", row[1])}
+    code = "\n".join(path.read_text() for path in (ROOT / "gateway").glob("*.py"))
+    raised = set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', code))
+    framework = {from_status(status).code for status in (404, 405)}
+    assert set(shown) == raised | {failure.value for failure in FAILURES} | framework
+    for failure, (_, status, _) in FAILURES.items():
+        assert shown[failure.value] == status
