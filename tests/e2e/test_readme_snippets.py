@@ -1,6 +1,7 @@
-"""The README's Python and curl work as they stand, but for the port, against the built-in model."""
+"""The README's chat, curl and Python work as they stand, but for the port, against the built-in model."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,3 +34,15 @@ def test_the_python_of_the_readme_streams_the_answer(shapes_fleet):
 def test_the_curl_of_the_readme_answers(shapes_fleet):
     command = block("bash", "curl").replace("http://127.0.0.1:8000", shapes_fleet.url)
     assert ANSWER in run(["bash", "-c", command])
+
+
+def test_the_chat_of_the_readme_prints_what_it_shows(shapes_fleet):
+    [(command, shown)] = re.findall(
+        r"```bash\n\.venv/bin/vlm (chat .*?)\n```\n+```\n(.*?)```", README, re.S
+    )
+    printed = run([sys.executable, "-m", "vlm", *shlex.split(command), "--url", shapes_fleet.url])
+    number = re.compile(r"\d+(\.\d+)?")
+    answer, timing = printed.strip().split("\n")
+    shown_answer, shown_timing = shown.strip().split("\n")
+    assert answer == shown_answer
+    assert number.sub("0", timing) == number.sub("0", shown_timing)
