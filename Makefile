@@ -55,8 +55,9 @@ format: $(STAMP)  ## format and fix what can be fixed
 bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
 	$(BIN)/vlm bench gateway $(ARGS)
 
-loadtest: $(STAMP)  ## half a minute of Locust against a fleet on the mock engine
-	$(BIN)/python -m loadtest.run $(ARGS)
+loadtest: $(STAMP)  ## half a minute of load for a fleet on the mock engine; a report in .cache/loadtest.html
+	mkdir -p .cache
+	$(BIN)/vlm loadtest --json .cache/loadtest.json --html .cache/loadtest.html $(ARGS)
 
 up:  ## start the compose stack on the mock engine
 	docker compose up --build --detach --wait

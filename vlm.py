@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from engines import commands as engine_commands
+from loadtest import commands as loadtest_commands
 from shared.settings import Settings, SettingsError
 from shared.settings_loading import load_settings
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(loadtest_commands.app, name="loadtest")
 
 
 #: Options that override settings: by group of settings, the field and its flag.

@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 from rich.progress import track
 
+from loadtest.albums import QUESTIONS
 from loadtest.bare_endpoint import NUM_TOKENS
 from loadtest.client import AnswerError, ChatClient
 from loadtest.comparison import (
@@ -34,7 +35,7 @@ from loadtest.fleet import ROOT, Server, ServerError, free_port, run_fleet, run_
 from loadtest.http_load import Job, Result
 from loadtest.pictures import noise_jpeg, numbered, to_data_url
 from loadtest.report import show
-from loadtest.scenarios import QUESTIONS, picture_part, text_part, to_body
+from loadtest.scenarios import picture_part, text_part, to_body
 
 PICTURE_BYTES = 60_000
 INSTANT = {

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 PATH = "/v1/chat/completions"
+TIMINGS_HEADER = "x-vlm-timings"  # a server that does not know it has no stages to tell
+MAX_IDLE_S = 2.0  # servers end connections that rest; a request must not be lost to that
 
 
 class AnswerError(Exception):
@@ -27,14 +30,17 @@ class AnswerError(Exception):
 class Answer:
     """A complete answer and when its parts arrived.
 
-    Units: seconds since the request was sent; `text_at` has one entry per chunk with text.
+    Units: seconds since the request was sent, `sent_at` on `time.perf_counter`. `chunks` has the arrival
+    and the characters of every chunk with text; `stages_s` is what the server says of its stages.
     """
 
     e2e_s: float
     text: str
     finish_reason: str
     usage: dict[str, Any]
-    text_at: list[float] = field(default_factory=list)
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    stages_s: dict[str, float] = field(default_factory=dict)
+    sent_at: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -44,22 +50,34 @@ class Answer:
     @property
     def ttft_s(self) -> float | None:
         """Until the first text; a chunk that only names the role does not count. None: not streamed."""
-        return self.text_at[0] if self.text_at else None
+        return self.chunks[0][0] if self.chunks else None
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between consecutive tokens.
-
-        When chunks carried several tokens each, which gap held how many is unknown; the gaps are then
-        shared out evenly, so that their sum and number stay true.
-        """
-        gaps = [
-            after - before for before, after in zip(self.text_at, self.text_at[1:], strict=False)
+        """Gaps between consecutive tokens; the gap before a chunk is shared by the tokens in it."""
+        counts = tokens_by_chunk([num_chars for _, num_chars in self.chunks], self._num_text_tokens)
+        gaps = [after - before for (before, _), (after, _) in pairwise(self.chunks)]
+        return [
+            gap / count for gap, count in zip(gaps, counts[1:], strict=True) for _ in range(count)
         ]
-        if not gaps or self.num_tokens <= len(self.text_at):
-            return gaps
-        num_gaps = self.num_tokens - 1
-        return [sum(gaps) / num_gaps] * num_gaps
+
+    @property
+    def _num_text_tokens(self) -> int:
+        """Without the one that ends an answer and has no text."""
+        return self.num_tokens - (self.finish_reason == "stop")
+
+
+def tokens_by_chunk(num_chars: list[int], num_tokens: int) -> list[int]:
+    """How many tokens each chunk carried, as near as a client can know: one at least, the rest by length."""
+    counts: list[int] = []
+    num_more, total = max(0, num_tokens - len(num_chars)), sum(num_chars)
+    given = seen = 0
+    for length in num_chars:
+        seen += length
+        due = round(num_more * seen / total)
+        counts.append(1 + due - given)
+        given = due
+    return counts
 
 
 class ChatClient:
@@ -67,10 +85,13 @@ class ChatClient:
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 60.0) -> None:
         address = urlsplit(url)
-        if address.scheme != "http" or not address.hostname:
+        if address.scheme not in ("http", "https") or not address.hostname:
             raise ValueError(f"not an http URL: {url!r}")
-        self._connection = HTTPConnection(address.hostname, address.port or 80, timeout=timeout_s)
-        self._headers = {"content-type": "application/json"}
+        connect = HTTPSConnection if address.scheme == "https" else HTTPConnection
+        self._connection = connect(address.hostname, address.port, timeout=timeout_s)
+        self._prefix = address.path.rstrip("/").removesuffix("/v1")
+        self._used_at = 0.0
+        self._headers = {"content-type": "application/json", TIMINGS_HEADER: "true"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
@@ -92,7 +113,7 @@ class ChatClient:
     def models(self) -> list[str]:
         """The models on offer. Raises: AnswerError."""
         with _faults_end_the_connection(self._connection):
-            self._connection.request("GET", "/v1/models", headers=self._headers)
+            self._request("GET", "/v1/models")
             return [model["id"] for model in _read_json(self._connection.getresponse())["data"]]
 
     def ask(self, body: dict[str, Any]) -> Answer:
@@ -100,11 +121,19 @@ class ChatClient:
         data = json.dumps(body).encode()
         with _faults_end_the_connection(self._connection):
             sent_at = time.perf_counter()
-            self._connection.request("POST", PATH, data, self._headers)
+            self._request("POST", PATH, data)
             response = self._connection.getresponse()
             if body.get("stream"):
-                return _read_stream(response, sent_at)
-            return _to_answer(_read_json(response), time.perf_counter() - sent_at)
+                answer = _read_stream(response, sent_at)
+            else:
+                answer = _to_answer(_read_json(response), sent_at)
+            self._used_at, answer.sent_at = time.perf_counter(), sent_at
+            return answer
+
+    def _request(self, method: str, path: str, data: bytes | None = None) -> None:
+        if time.perf_counter() - self._used_at > MAX_IDLE_S:
+            self._connection.close()
+        self._connection.request(method, self._prefix + path, data, self._headers)
 
 
 @contextmanager
@@ -139,20 +168,29 @@ def _error_code(content: bytes) -> str:
         return "not an OpenAI error"
 
 
-def _to_answer(completion: dict[str, Any], e2e_s: float) -> Answer:
+def _to_answer(completion: dict[str, Any], sent_at: float) -> Answer:
+    e2e_s = time.perf_counter() - sent_at
     [choice] = completion["choices"]
     text, reason = choice["message"]["content"], choice["finish_reason"]
     if not text or not reason:
         raise AnswerError("the answer has no text or no end")
-    return Answer(e2e_s, text, reason, completion["usage"])
+    stages_s = _stages(completion.get("timings"))
+    return Answer(e2e_s, text, reason, completion["usage"], stages_s=stages_s)
+
+
+def _stages(timings: dict[str, float] | None) -> dict[str, float]:
+    """The server's own stages by name, in their order."""
+    entries = {name.removesuffix("_s"): seconds for name, seconds in (timings or {}).items()}
+    entries.pop("e2e", None)
+    return entries
 
 
 def _read_stream(response: HTTPResponse, sent_at: float) -> Answer:
     if response.status != HTTPStatus.OK:
         _read_json(response)
     pieces: list[str] = []
-    text_at: list[float] = []
-    reason, usage, is_done, ended_at = "", {}, False, sent_at
+    chunks: list[tuple[float, int]] = []
+    reason, usage, timings, is_done, ended_at = "", {}, None, False, sent_at
     for ended_at, data in read_events(response):
         if is_done:
             raise AnswerError("the stream goes on after [DONE]")
@@ -163,16 +201,18 @@ def _read_stream(response: HTTPResponse, sent_at: float) -> Answer:
         if "error" in chunk:
             raise AnswerError(f"in the stream: {chunk['error']['code']}")
         usage = chunk.get("usage") or usage
+        timings = chunk.get("timings") or timings
         for choice in chunk["choices"]:
             reason = choice["finish_reason"] or reason
             if choice["delta"].get("content"):
                 pieces.append(choice["delta"]["content"])
-                text_at.append(ended_at - sent_at)
+                chunks.append((ended_at - sent_at, len(pieces[-1])))
     if not is_done:
         raise AnswerError("the stream ended without [DONE]")
     if not pieces or not reason or not usage:
         raise AnswerError("the stream lacks text, an end or its usage")
-    return Answer(ended_at - sent_at, "".join(pieces), reason, usage, text_at)
+    e2e_s = ended_at - sent_at
+    return Answer(e2e_s, "".join(pieces), reason, usage, chunks, _stages(timings))
 
 
 def read_events(response: HTTPResponse) -> Iterator[tuple[float, bytes]]:

@@ -8,10 +8,14 @@ import base64
 import io
 import math
 import random
+import struct
+import zlib
 
 from PIL import Image
 
 DATA_URL = "data:image/jpeg;base64,"
+PNG_URL = "data:image/png;base64,"
+PNG_HEAD_BYTES = 33  # signature and IHDR, before which no other chunk may stand
 START_OF_IMAGE = b"\xff\xd8"
 COMMENT = b"\xff\xfe"
 COMMENT_BYTES = 14  # with its own two length bytes: 2 + 2 + 14 = 18 in front, whole base64 groups
@@ -55,3 +59,15 @@ def picture_head(number: int) -> bytes:
     """The first HEAD_BYTES bytes of the picture with this number."""
     comment = f"{number:0{COMMENT_BYTES - 2}d}".encode()
     return START_OF_IMAGE + COMMENT + COMMENT_BYTES.to_bytes(2, "big") + comment
+
+
+def numbered_png(png: bytes, number: int) -> bytes:
+    """The same picture with a text chunk that holds `number`: new bytes, equal pixels."""
+    chunk = b"tEXtComment\0%d" % number
+    framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return png[:PNG_HEAD_BYTES] + framed + png[PNG_HEAD_BYTES:]
+
+
+def to_png_url(png: bytes) -> str:
+    """It as a data URL."""
+    return PNG_URL + base64.b64encode(png).decode()

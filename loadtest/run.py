@@ -1,172 +1,161 @@
-"""The load test in one command: a fleet on the mock engine, Locust users, one table.
+"""One load test from its order to its result: a fleet if none is named, the load, what came of it.
 
-    python -m loadtest.run [--users 8] [--seconds 30] [--url http://127.0.0.1:8000]
-
-Exits with 1 if any request failed. It puts processes together; what users do is in the locustfile.
+Called by `vlm loadtest`. It puts processes together; what is asked is in the scenarios.
 """
 
-import argparse
-import csv
-import ipaddress
-import json
-import os
+import platform
 import subprocess
 import sys
-import tempfile
-from collections import defaultdict
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
+from tempfile import TemporaryFile
+from threading import Thread
 
+import msgspec
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from loadtest.asking import first_model
+from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
-from loadtest.report import Table, in_ms, in_number, percentile, show
+from loadtest.html_report import to_html
+from loadtest.objective import Objective
+from loadtest.record import Order, Plan, Record, Target, Workload
+from loadtest.report import show
+from loadtest.result import Result, failure_ratio, failures
+from loadtest.result_tables import progress_words, to_latency_table, to_rate_table
 
-LOCUSTFILE = Path(__file__).parent / "locustfile.py"
-STOP_TIMEOUT_S = 10
-GRACE_S = 60.0
-METRICS = ("TTFT", "ITL", "E2E")
-SHARES = (0.5, 0.95, 0.99)
-
-
-@dataclass(slots=True)
-class Result:
-    """What a run of Locust left behind. Units: seconds; `values_s` by scenario and metric."""
-
-    exit_code: int
-    seconds: float
-    values_s: dict[str, dict[str, list[float]]]
-    errors: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_errors(self) -> int:
-        """Requests that were not answered completely."""
-        return sum(self.errors.values())
-
-    @property
-    def num_requests(self) -> int:
-        """Complete answers."""
-        return sum(len(metrics["E2E"]) for metrics in self.values_s.values())
+PAUSE_S = 0.2
+MAX_LINES = 20  # of failures on the screen
 
 
-def main() -> int:
-    """Run the load test; returns the exit code."""
-    options = parse_options()
-    with ExitStack() as stack:
-        try:
-            url = options.url or stack.enter_context(run_fleet(options.engine)).url
-        except ServerError as error:
-            print(error, file=sys.stderr)
-            return 1
-        result = run_locust(url, options)
-    show([to_table(result, options.users)], options.markdown)
-    for error, number in result.errors.items():
-        print(f"{number} x {error}", file=sys.stderr)
-    if not result.num_requests:
+class LoadTestError(Exception):
+    """The test could not be made; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line asks for. `url`: empty for a fleet of our own on `engine`."""
+
+    url: str
+    engine: str
+    model: str
+    api_key: str
+    timeout_s: float
+    workload: Workload
+    plan: Plan
+    objective: Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where the result goes."""
+
+    json: Path | None = None
+    html: Path | None = None
+    markdown: bool = False
+
+
+def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
+    """Make the test and show its result; returns the exit code. Raises: LoadTestError."""
+    result = make_load(wanted)
+    show([to_rate_table(result), to_latency_table(result)], outputs.markdown)
+    if outputs.json:
+        result.save(outputs.json)
+    if outputs.html:
+        outputs.html.write_text(to_html(result), encoding="utf-8")
+    for fault, number in failures(result).most_common(MAX_LINES):
+        print(f"{number} x {fault}", file=sys.stderr)
+    if not any(not record.error for record in result.records):
         print("no request was answered", file=sys.stderr)
-    return 1 if result.exit_code or result.errors or not result.num_requests else 0
+        return 1
+    return int(failure_ratio(result) > max_failure_ratio)
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.run", description="Load a fleet on this machine with Locust users."
-    )
-    parser.add_argument("--users", type=int, default=8, help="concurrent users (default: 8)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="length (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all questions (default: 0)")
-    parser.add_argument("--engine", default="mock", help="engine of the fleet (default: mock)")
-    parser.add_argument("--url", type=loopback_url, help="a running server on this machine")
-    parser.add_argument("--markdown", action="store_true", help="print a table for a document")
-    return parser.parse_args()
-
-
-def loopback_url(text: str) -> str:
-    """The URL, if it is on this machine. Raises: argparse.ArgumentTypeError."""
-    host = urlsplit(text).hostname or ""
+def make_load(wanted: Wanted) -> Result:
+    """Load the server, or a fleet that lives as long as the test. Raises: LoadTestError."""
     try:
-        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local:
-        raise argparse.ArgumentTypeError("only servers on this machine (127.0.0.1) are loaded")
-    return text
+        with nullcontext() if wanted.url else run_fleet(wanted.engine) as fleet:
+            url = fleet.url if fleet else wanted.url
+            model = wanted.model or first_model(url, wanted.api_key)
+            target = Target(
+                url=url, model=model, timeout_s=wanted.timeout_s, api_key=wanted.api_key
+            )
+            records = drive(Order(target=target, workload=wanted.workload, plan=wanted.plan))
+    except (AnswerError, ServerError, ValueError) as error:
+        raise LoadTestError(str(error)) from None
+    return Result(
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        url=url if wanted.url else "a fleet of its own",
+        model=model,
+        machine=machine(),
+        workload=wanted.workload,
+        plan=wanted.plan,
+        objective=wanted.objective,
+        records=records,
+    )
 
 
-def run_locust(url: str, options: argparse.Namespace) -> Result:
-    """Run Locust headless to its end and read what it wrote."""
-    with tempfile.TemporaryDirectory(prefix="vlm-load-") as directory:
-        samples = Path(directory, "samples")
-        done = subprocess.run(
-            locust_command(url, options, samples, Path(directory, "stats")),
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=options.seconds + GRACE_S,
-        )
-        values_s = read_samples(samples)
-        errors = read_errors(Path(directory, "stats_failures.csv"))
-    if done.returncode and not errors:
-        print(done.stderr, file=sys.stderr)
-    [took_s] = values_s.pop("", {}).get("run", [options.seconds])
-    return Result(done.returncode, took_s, values_s, errors)
+def drive(order: Order) -> list[Record]:
+    """The records of a load, made by a process of its own, while its progress is shown. Raises: LoadTestError."""
+    records: list[Record] = []
+    with TemporaryFile() as complaints, driver(order, complaints.fileno()) as process:
+        reader = Thread(target=collect, args=(process, records))
+        reader.start()
+        watch(reader, order.plan, records)
+        if process.wait():
+            complaints.seek(0)
+            raise LoadTestError(complaints.read()[-2000:].decode(errors="replace"))
+    return records
 
 
-def locust_command(url: str, options: argparse.Namespace, samples: Path, stats: Path) -> list[str]:
-    """The command line of Locust."""
-    flags = {
-        "--locustfile": LOCUSTFILE,
-        "--host": url,
-        "--users": options.users,
-        "--spawn-rate": options.users,
-        "--run-time": f"{max(1, round(options.seconds))}s",
-        "--stop-timeout": STOP_TIMEOUT_S,
-        "--seed": options.seed,
-        "--samples": samples,
-        "--csv": stats,
-        "--loglevel": "WARNING",
-    }
-    pairs = [str(word) for flag in flags.items() for word in flag]
-    return [sys.executable, "-m", "locust", "--headless", *pairs]
+@contextmanager
+def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that makes the load; it has its order, and does not outlive us."""
+    command = [sys.executable, "-m", "loadtest.drive"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(order))
+            process.stdin.close()
+            yield process
+        finally:
+            process.kill()
 
 
-def read_samples(path: Path) -> dict[str, dict[str, list[float]]]:
-    """All values of a file of samples, by scenario and metric."""
-    values_s: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    if path.exists():
-        for line in path.read_text().splitlines():
-            scenario, metric, values = json.loads(line)
-            values_s[scenario][metric] += values
-    return values_s
+def collect(process: subprocess.Popen[bytes], records: list[Record]) -> None:
+    """Take record after record until the process ends."""
+    decoder = msgspec.json.Decoder(Record)
+    assert process.stdout is not None
+    for line in process.stdout:
+        records.append(decoder.decode(line))
 
 
-def read_errors(path: Path) -> dict[str, int]:
-    """How often which error occurred, from Locust's own file of failures."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        return {f"{row['Name']}: {row['Error']}": int(row["Occurrences"]) for row in rows}
+def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
+    """Show how far the load is, until it is over."""
+    columns = (TextColumn("loading"), BarColumn(), TextColumn("{task.description}"))
+    latencies_s: list[float] = []
+    num_seen = num_failures = 0
+    length_s = plan.warmup_s + plan.duration_s
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=length_s)
+        while reader.is_alive():
+            reader.join(PAUSE_S)
+            new = records[num_seen:]
+            num_seen += len(new)
+            num_failures += sum(bool(record.error) for record in new)
+            latencies_s += [record.e2e_s for record in new if not record.error]
+            words = progress_words(num_seen - num_failures, num_failures, latencies_s[-500:])
+            progress.update(task, description=words, advance=PAUSE_S)
 
 
-def to_table(result: Result, num_users: int) -> Table:
-    """For each scenario its requests/s and the percentiles of each latency."""
-    title = f"{num_users} users, {result.seconds:.0f} s, {result.num_errors} errors; milliseconds"
-    shares = [f"p{share * 100:.0f}" for share in SHARES]
-    table = Table(title, ["scenario", "latency", "requests/s", "values", *shares])
-    for scenario, metrics in sorted(result.values_s.items()):
-        rate = in_number(len(metrics["E2E"]) / result.seconds)
-        for metric in METRICS:
-            values_s = metrics.get(metric, [])
-            if values_s:
-                cells = [in_ms(percentile(values_s, share)) for share in SHARES]
-                table.add(scenario, metric, rate, f"{len(values_s):,}", *cells)
-    total = in_number(result.num_requests / result.seconds)
-    table.add("all", "", total, f"{result.num_requests:,}", *[""] * len(SHARES))
-    return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def machine() -> str:
+    """The machine that made the load."""
+    return f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"

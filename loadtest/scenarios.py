@@ -1,33 +1,49 @@
-"""What the users ask: bodies of chat requests, the same for the same seed.
+"""What is asked: the messages of chat requests, the same for the same seed.
 
-Called by the Locust users and the gateway benchmark. Pure: no network, no clock, no Locust.
+Called by the users, the open loop and the gateway benchmark. Pure: no network, no clock, no Locust.
 """
 
 import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from loadtest.pictures import NumberedUrls, noise_jpeg, to_data_url
+from loadtest.albums import Album, Fact, Group
+from loadtest.record import Profile
 
-QUESTIONS = (
-    "Describe the image.",
-    "How many shapes are there?",
-    "What color is the star?",
-    "What is at the top left?",
-    "Is there a green square?",
-    "What color is the background?",
-)
 SUBJECTS = ("a lighthouse", "the harbour", "a red bicycle", "two clouds", "an old map", "the clock")
 WISHES = ("Tell me about", "Describe", "Compare with a stone", "Write one line on", "Explain")
-MAX_NUMBER = 10**12
+MAX_TURNS = 8
+MAX_NUMBER = 10**6
+
+Message = dict[str, Any]
+
+
+def take_note(text: str) -> None:
+    """What becomes of the answer to a question without a follow-up: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Messages to send, the right answer if it is known, and whom the answer is told."""
+
+    messages: list[Message]
+    expected: str | None = None
+    on_answer: Callable[[str], None] = take_note
 
 
 class Scenario:
-    """A kind of question. Each user draws from a generator of its own, so that runs repeat."""
+    """A kind of question. Who asks draws from a generator of its own, so that runs repeat."""
 
     name: str
 
-    def content(self, draw: random.Random) -> list[dict[str, Any]]:
-        """The parts of the next user message."""
+    def __init__(self, album: Album) -> None:
+        self._album = album
+
+    def next_question(self, draw: random.Random) -> Question:
+        """What is asked next."""
         raise NotImplementedError
 
 
@@ -36,23 +52,20 @@ class Text(Scenario):
 
     name = "text"
 
-    def content(self, draw: random.Random) -> list[dict[str, Any]]:
-        """A sentence put together at random."""
-        return [text_part(f"{draw.choice(WISHES)} {draw.choice(SUBJECTS)}.")]
+    def next_question(self, draw: random.Random) -> Question:
+        """A sentence put together at random; its number makes it new to a prefix cache."""
+        text = f"{draw.choice(WISHES)} {draw.choice(SUBJECTS)}, no. {draw.randrange(MAX_NUMBER)}."
+        return Question([user_message([text_part(text)])])
 
 
-class Picture(Scenario):
+class OnePicture(Scenario):
     """One picture that nobody asked about before, and a question."""
 
     name = "picture"
 
-    def __init__(self, num_bytes: int, seed: int) -> None:
-        self._urls = NumberedUrls(noise_jpeg(num_bytes, seed))
-
-    def content(self, draw: random.Random) -> list[dict[str, Any]]:
-        """A new picture and one of the questions."""
-        url = self._urls.url(draw.randrange(MAX_NUMBER))
-        return [picture_part(url), text_part(draw.choice(QUESTIONS))]
+    def next_question(self, draw: random.Random) -> Question:
+        """A new picture and one of its questions."""
+        return _about(self._album.new(draw), draw)
 
 
 class RepeatedPicture(Scenario):
@@ -60,12 +73,82 @@ class RepeatedPicture(Scenario):
 
     name = "repeated picture"
 
-    def __init__(self, num_bytes: int, seed: int) -> None:
-        self._url = to_data_url(noise_jpeg(num_bytes, seed))
+    def next_question(self, draw: random.Random) -> Question:
+        """The picture and one of its questions."""
+        return _about(self._album.fixed(), draw)
 
-    def content(self, draw: random.Random) -> list[dict[str, Any]]:
-        """The picture and one of the questions."""
-        return [picture_part(self._url), text_part(draw.choice(QUESTIONS))]
+
+class SeveralPictures(Scenario):
+    """Several new pictures in one message."""
+
+    name = "several pictures"
+
+    def next_question(self, draw: random.Random) -> Question:
+        """New pictures and a question about them together."""
+        return _about(self._album.several(draw), draw)
+
+
+class Conversation(Scenario):
+    """Question after question about one picture, each with all that was said before.
+
+    An answered turn is followed by the next one of the same conversation; a failed one ends it. Who asks
+    while all conversations wait for an answer begins another.
+    """
+
+    name = "conversation"
+
+    def __init__(self, album: Album) -> None:
+        super().__init__(album)
+        self._resting: deque[tuple[list[Message], tuple[Fact, ...]]] = deque()
+
+    def next_question(self, draw: random.Random) -> Question:
+        """The next turn of a conversation that rests, or the first turn of a new one."""
+        if self._resting:
+            said, facts = self._resting.popleft()
+            pictures = []
+        else:
+            group = self._album.new(draw)
+            said, facts, pictures = [], group.facts, list(map(picture_part, group.urls))
+        text, expected = draw.choice(facts)
+        messages = [*said, user_message([*pictures, text_part(text)])]
+        return Question(messages, expected, partial(self._go_on, messages, facts))
+
+    def _go_on(self, messages: list[Message], facts: tuple[Fact, ...], text: str) -> None:
+        if len(messages) < 2 * MAX_TURNS - 1:
+            self._resting.append(([*messages, {"role": "assistant", "content": text}], facts))
+
+
+def _about(group: Group, draw: random.Random) -> Question:
+    text, expected = draw.choice(group.facts)
+    parts = [*map(picture_part, group.urls), text_part(text)]
+    return Question([user_message(parts)], expected)
+
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    scenario.name: scenario
+    for scenario in (Text, OnePicture, RepeatedPicture, SeveralPictures, Conversation)
+}
+
+#: By profile how often each scenario is asked, relative to the others.
+PROFILES: dict[Profile, dict[str, int]] = {
+    "mixed": {
+        Text.name: 3,
+        OnePicture.name: 2,
+        RepeatedPicture.name: 2,
+        SeveralPictures.name: 1,
+        Conversation.name: 2,
+    },
+    "text": {Text.name: 1},
+    "picture": {OnePicture.name: 1},
+    "repeated": {RepeatedPicture.name: 1},
+    "several": {SeveralPictures.name: 1},
+    "conversation": {Conversation.name: 1},
+}
+
+
+def user_message(parts: list[dict[str, Any]]) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": parts}
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -81,10 +164,17 @@ def picture_part(url: str) -> dict[str, Any]:
 def to_body(
     model: str, content: list[dict[str, Any]], max_tokens: int, stream: bool
 ) -> dict[str, Any]:
-    """A greedy request with one user message; a stream ends with its usage."""
+    """A greedy request with one user message."""
+    return to_chat_body(model, [user_message(content)], max_tokens, stream)
+
+
+def to_chat_body(
+    model: str, messages: list[Message], max_tokens: int, stream: bool
+) -> dict[str, Any]:
+    """A greedy request; a stream ends with its usage."""
     body: dict[str, Any] = {
         "model": model,
-        "messages": [{"role": "user", "content": content}],
+        "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0,
     }

@@ -17,8 +17,10 @@ class FakeServer:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.connections: set[tuple[str, int]] = set()
         self.status = 200
+        self.pause_s = 0.0  #: before an answer
         self.pieces: list[bytes | float] | None = (
             None  #: of a stream: bytes to send, seconds to wait
         )
@@ -85,6 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.fake  # type: ignore[attr-defined]
 
     def do_GET(self) -> None:
+        self.fake.paths.append(self.path)
         self._send_json(200, {"data": [{"id": "fake"}]})
 
     def handle(self) -> None:
@@ -94,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.fake.bodies.append(body)
+        self.fake.paths.append(self.path)
         self.fake.connections.add(self.client_address)
+        time.sleep(self.fake.pause_s)  # the fake model's thinking, which the client has to notice
         if body.get("stream") and self.fake.status == 200:
             self._send_stream(stream() if self.fake.pieces is None else self.fake.pieces)
         else:
@@ -114,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for piece in pieces:
             if isinstance(piece, float):
-                time.sleep(piece)  # the fake model's thinking, which the client has to notice
+                time.sleep(piece)
                 continue
             self.fake.sent_at.append(time.perf_counter())
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))

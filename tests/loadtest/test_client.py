@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from loadtest.client import Answer, AnswerError, ChatClient
+from loadtest.client import Answer, AnswerError, ChatClient, tokens_by_chunk
 from loadtest.scenarios import text_part, to_body
 from tests.loadtest.fake_server import WORDS, FakeServer, chunk, completion, event, stream
 
@@ -38,12 +38,56 @@ def test_each_gap_is_the_one_between_two_tokens(fake):
 def test_end_to_end_includes_what_comes_after_the_last_text(fake):
     fake.pieces = [*stream()[:-1], 0.04, event(b"[DONE]")]
     answer = ask(fake)
-    assert answer.e2e_s >= answer.text_at[-1] + 0.04
+    assert answer.e2e_s >= answer.chunks[-1][0] + 0.04
 
 
-def test_gap_of_a_chunk_with_several_tokens_is_shared_by_them():
-    answer = Answer(1.0, "abc", "length", {"completion_tokens": 5}, [0.2, 0.4, 0.8])
-    assert answer.itl_s == pytest.approx([0.15] * 4)
+def test_gap_of_a_chunk_is_shared_by_the_tokens_in_it():
+    usage = {"completion_tokens": 5}
+    answer = Answer(1.0, "abcdefg", "length", usage, [(0.2, 2), (0.4, 1), (0.8, 5)])
+    assert answer.itl_s == pytest.approx([0.1, 0.1, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("num_chars", "num_tokens", "expected"),
+    [
+        ([4, 4, 4], 3, [1, 1, 1]),
+        ([4, 4, 4], 6, [2, 2, 2]),
+        ([1, 20], 9, [1, 8]),
+        ([4, 4], 1, [1, 1]),
+        ([], 4, []),
+    ],
+)
+def test_tokens_of_chunks_are_all_of_the_usage(num_chars, num_tokens, expected):
+    assert tokens_by_chunk(num_chars, num_tokens) == expected
+
+
+def test_token_that_ends_an_answer_has_no_text_and_no_gap():
+    answer = Answer(1.0, "ab", "stop", {"completion_tokens": 3}, [(0.2, 1), (0.4, 1)])
+    assert answer.itl_s == pytest.approx([0.2])
+
+
+def test_stages_are_what_the_server_says(fake):
+    timings = {"queue_s": 0.1, "decode_s": 0.2, "e2e_s": 0.3}
+    fake.pieces = [*stream()[:-1], chunk(choices=[], timings=timings), event(b"[DONE]")]
+    fake.completion = completion(timings=timings)
+    for body in (STREAMED, WHOLE):
+        assert ask(fake, body).stages_s == {"queue": 0.1, "decode": 0.2}
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_address_is_taken_with_and_without_the_version(fake, end):
+    with ChatClient(fake.url + end) as client:
+        assert client.models() == ["fake"]
+        assert client.ask(WHOLE).num_tokens == 3
+    assert fake.paths == ["/v1/models", "/v1/chat/completions"]
+
+
+def test_connection_that_rested_is_not_trusted(fake, monkeypatch):
+    monkeypatch.setattr("loadtest.client.MAX_IDLE_S", 0.0)
+    with ChatClient(fake.url) as client:
+        client.ask(WHOLE)
+        client.ask(WHOLE)
+    assert len(fake.connections) == 2
 
 
 def test_whole_answer_has_no_time_to_first_token(fake):
@@ -60,7 +104,7 @@ def test_event_cut_in_two_is_read_as_one(fake):
 
 def test_comments_are_no_tokens(fake):
     fake.pieces = [b": waiting\n\n", *stream()]
-    assert len(ask(fake).text_at) == 3
+    assert len(ask(fake).chunks) == 3
 
 
 def test_connection_is_kept_for_the_next_request(fake):

@@ -1,70 +1,134 @@
-"""`python -m loadtest.run` as a command: Locust users against a server, one table, an honest exit code."""
-
-import subprocess
-import sys
+"""`vlm loadtest` as a command: every kind of question, both loops, honest files and an honest exit code."""
 
 import pytest
+from click.testing import Result as Done
+from typer.testing import CliRunner
 
-from loadtest.fleet import ROOT
-from loadtest.run import Result, read_errors, read_samples, to_table
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "loadtest.run", "--seconds", "3", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-
-
-def test_every_scenario_is_asked_and_measured(fake):
-    done = run("--url", fake.url, "--users", "3", "--markdown")
-    assert done.returncode == 0, done.stderr
-    cells = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
-    rows = {(row[1], row[2]) for row in cells if len(row) > 3}
-    for kind in ("text", "picture", "repeated picture"):
-        assert (f"{kind}, whole", "E2E") in rows
-        assert (f"{kind}, whole", "TTFT") not in rows
-        assert {(f"{kind}, streamed", metric) for metric in ("TTFT", "ITL", "E2E")} <= rows
-    assert ("all", "") in rows
-    assert "0 errors" in done.stdout
+import vlm
+from loadtest.objective import Objective
+from loadtest.record import Plan, Workload
+from loadtest.result import Result, Sight, by_kind, counted, load_result
+from loadtest.run import Outputs, Wanted, run
+from loadtest.scenarios import PROFILES
+from tests.loadtest.factories import record, result
+from tests.loadtest.fake_server import FakeServer, stream
 
 
-def test_one_kind_of_fault_fails_the_run_and_is_named(fake):
+def load(fake: FakeServer, *arguments: str) -> Done:
+    short = ["--duration", "0.6", "--warmup", "0", "--max-tokens", "3", "--picture-bytes", "2000"]
+    return CliRunner().invoke(vlm.app, ["loadtest", "--host", fake.url, *short, *arguments])
+
+
+def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
+    fake.pieces = stream(pause_s=0.003)
+    path, page = tmp_path / "a.json", tmp_path / "a.html"
+    files = ["--json", str(path), "--html", str(page)]
+    done = load(fake, "--users", "5", "--markdown", "--api-key", "sk-secret", *files)
+    assert done.exit_code == 0, done.stderr
+    result = load_result(path)
+    kinds = set(by_kind(counted(result)))
+    assert kinds == {
+        f"{name}, {way}" for name in PROFILES["mixed"] for way in ("streamed", "whole")
+    }
+    assert all(f"| {kind} | E2E |" in done.stdout for kind in kinds)
+    assert max(open_at_once(result)) <= 5
+    assert result.workload == Workload(max_tokens=3, picture_bytes=2000)
+    assert "<h1>Load test of fake</h1>" in page.read_text()
+    assert "sk-secret" not in path.read_text() + page.read_text()
+
+
+def open_at_once(result: Result) -> list[int]:
+    """How many requests were on their way when each one was sent."""
+    records = result.records
+    return [sum(r.sent_at <= one.sent_at < r.ended_at for r in records) for one in records]
+
+
+def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
+    """A server that answers after half a second still gets all of what arrives meanwhile."""
+    fake.pause_s = 0.5
+    path = tmp_path / "a.json"
+    done = load(
+        fake, "--rate", "40", "--stream-ratio", "0", "--profile", "text", "--json", str(path)
+    )
+    assert done.exit_code == 0, done.stderr
+    result = load_result(path)
+    assert result.plan == Plan(loop="open", levels=(40.0,), duration_s=0.6, warmup_s=0.0)
+    assert max(open_at_once(result)) > 10
+    assert 20 < Sight(result).offered_rate < 70
+    assert all(record.e2e_s >= 0.5 for record in result.records)
+    assert all(record.waited_s >= 0 for record in result.records)
+
+
+def test_steps_change_the_number_of_users(fake, tmp_path):
+    fake.pause_s = 0.03
+    path = tmp_path / "a.json"
+    done = load(
+        fake, "--users", "1,6", "--profile", "text", "--duration", "1.2", "--json", str(path)
+    )
+    assert done.exit_code == 0, done.stderr
+    result = load_result(path)
+    first = [
+        n for n, r in zip(open_at_once(result), result.records, strict=True) if r.sent_at < 0.6
+    ]
+    assert max(first) == 1
+    assert max(open_at_once(result)) == 6
+    assert [row.split()[1] for row in done.stdout.splitlines() if row.startswith("│ ")][:3] == [
+        "1",
+        "6",
+        "whole",
+    ]
+
+
+def test_wrong_and_broken_answers_are_failures(fake):
+    """The fake server's words are not those of the mock engine, and its streams have no end."""
     fake.pieces = []
-    done = run("--url", fake.url, "--users", "1")
-    assert done.returncode == 1
-    assert "the stream ended without [DONE]" in done.stderr
+    done = load(
+        fake, "--users", "2", "--model", "mock", "--profile", "text", "--think-time", "0.02"
+    )
+    assert done.exit_code == 1
+    assert "x text, streamed: the stream ended without [DONE]" in done.stderr
+    assert "x text, whole: the answer is wrong" in done.stderr
+    assert "no request was answered" in done.stderr
 
 
-def test_server_that_is_not_there_fails_the_run():
-    done = run("--url", "http://127.0.0.1:9", "--users", "1", "--seconds", "1")
-    assert done.returncode == 1
-    assert "connection: ConnectionRefusedError" in done.stderr
+@pytest.mark.parametrize(
+    ("num_failed", "limit", "code"),
+    [(0, 0.0, 0), (1, 0.0, 1), (1, 0.1, 0), (2, 0.1, 1), (10, 1.0, 1)],
+)
+def test_failures_above_the_limit_fail_the_run(monkeypatch, num_failed, limit, code):
+    records = [record(error="x" * (number < num_failed)) for number in range(10)]
+    monkeypatch.setattr("loadtest.run.make_load", lambda wanted: result(records))
+    wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
+    assert run(wanted, Outputs(), limit) == code
 
 
-@pytest.mark.parametrize("url", ["http://example.com", "http://10.0.0.1:8000", "127.0.0.1:8000"])
-def test_other_machines_are_never_loaded(url):
-    done = run("--url", url)
-    assert done.returncode == 2
-    assert "only servers on this machine" in done.stderr
+def test_server_that_is_not_there_is_one_line():
+    done = CliRunner().invoke(vlm.app, ["loadtest", "--host", "http://127.0.0.1:9"])
+    assert (done.exit_code, done.stderr) == (1, "connection: ConnectionRefusedError\n")
 
 
-def test_samples_of_one_scenario_are_gathered(tmp_path):
-    path = tmp_path / "samples"
-    path.write_text('["a", "E2E", [1.0]]\n["a", "E2E", [2.0, 3.0]]\n["b", "ITL", [4.0]]\n')
-    assert read_samples(path) == {"a": {"E2E": [1.0, 2.0, 3.0]}, "b": {"ITL": [4.0]}}
-    assert read_samples(tmp_path / "none") == read_errors(tmp_path / "none") == {}
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--profile", "unheard"],
+        ["--users", "1..2..3"],
+        ["--rate", "0"],
+        ["--slo", "speed=3"],
+        ["--duration", "0"],
+        ["--max-failures", "2"],
+    ],
+)
+def test_wrong_option_is_refused(wrong):
+    assert CliRunner().invoke(vlm.app, ["loadtest", *wrong]).exit_code == 2
 
 
-def test_table_has_rates_and_percentiles():
-    values_s = {"text, whole": {"E2E": [0.001 * ms for ms in range(1, 101)], "TTFT": [], "ITL": []}}
-    table = to_table(Result(0, 10.0, values_s, {"x": 2}), num_users=4)
-    assert table.rows[0] == ["text, whole", "E2E", "10.0", "100", "50.0", "95.0", "99.0"]
-    assert table.rows[1][:4] == ["all", "", "10.0", "100"]
-    assert "2 errors" in table.title
-
-
-def test_fleet_of_its_own_is_started_loaded_and_stopped():
-    done = run("--users", "3")
-    assert done.returncode == 0, done.stderr
-    assert "0 errors" in done.stdout
+def test_request_without_an_answer_at_the_end_is_a_failure(fake, tmp_path):
+    """Each word comes within the time that a server may be silent, the last one too late."""
+    fake.pieces = stream(pause_s=0.2)
+    path = tmp_path / "a.json"
+    open_loop = ["--rate", "20", "--profile", "text", "--stream-ratio", "1", "--timeout", "0.3"]
+    done = load(fake, *open_loop, "--json", str(path))
+    assert done.exit_code == 1
+    errors = [record.error for record in load_result(path).records]
+    assert set(errors) == {"", "no answer before the end of the run"}
+    assert all(not record.error or record.sent_at > 0.2 for record in load_result(path).records)

@@ -1,23 +1,47 @@
-"""What is asked: the same for the same seed, new pictures that are new, and real JPEGs."""
+"""What is asked: the same for the same seed, new pictures that are new, conversations that go on."""
 
 import base64
 import io
 import random
+from typing import get_args
 
 import pytest
 from PIL import Image
 
-from loadtest.pictures import DATA_URL, NumberedUrls, noise_jpeg, numbered, to_data_url
-from loadtest.scenarios import Picture, RepeatedPicture, Text, to_body
+from engines.shapes import answers
+from engines.shapes.questions import Question as WorldQuestion
+from engines.shapes.questions import ask_about_pair
+from engines.shapes.samples import SCENES
+from engines.shapes.world import PLACES, Selector
+from loadtest.albums import PAIR_FACTS, SAMPLE_FACTS, NoiseAlbum, ShapesAlbum, create_album
+from loadtest.pictures import (
+    DATA_URL,
+    NumberedUrls,
+    noise_jpeg,
+    numbered,
+    numbered_png,
+    to_data_url,
+)
+from loadtest.record import Profile
+from loadtest.scenarios import MAX_TURNS, PROFILES, SCENARIOS, Conversation, Question, to_body
+
+NEW = ("text", "picture", "several pictures")
 
 
-def pixels(jpeg: bytes) -> bytes:
-    with Image.open(io.BytesIO(jpeg)) as image:
+def pixels(picture: bytes) -> bytes:
+    with Image.open(io.BytesIO(picture)) as image:
         return image.convert("RGB").tobytes()
 
 
-def picture_url(content: list[dict]) -> str:
-    return content[0]["image_url"]["url"]
+def urls(question: Question) -> list[str]:
+    parts = [part for message in question.messages for part in message["content"]]
+    return [part["image_url"]["url"] for part in parts if "image_url" in part]
+
+
+def ask_many(name: str, number: int = 30, album=None) -> list[Question]:
+    scenario = SCENARIOS[name](album or NoiseAlbum(0, 2_000))
+    draw = random.Random(5)
+    return [scenario.next_question(draw) for _ in range(number)]
 
 
 @pytest.mark.parametrize("num_bytes", [4_000, 60_000])
@@ -31,9 +55,12 @@ def test_noise_is_the_same_for_the_same_seed_only():
 
 def test_number_changes_the_bytes_and_no_pixel():
     jpeg = noise_jpeg(2_000)
-    first, second = numbered(jpeg, 1), numbered(jpeg, 2)
-    assert len({jpeg, first, second}) == 3
-    assert pixels(first) == pixels(second) == pixels(jpeg)
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
+    for picture, put in ((jpeg, numbered), (buffer.getvalue(), numbered_png)):
+        first, second = put(picture, 1), put(picture, 2)
+        assert len({picture, first, second}) == 3
+        assert pixels(first) == pixels(second) == pixels(picture)
 
 
 def test_numbered_url_is_that_of_the_numbered_picture():
@@ -41,25 +68,119 @@ def test_numbered_url_is_that_of_the_numbered_picture():
     assert NumberedUrls(jpeg).url(10**12 - 1) == to_data_url(numbered(jpeg, 10**12 - 1))
 
 
-@pytest.mark.parametrize(
-    "create", [Text, lambda: Picture(2_000, 0), lambda: RepeatedPicture(2_000, 0)]
-)
-def test_same_seed_asks_the_same(create):
-    first, second = random.Random(5), random.Random(5)
-    assert [create().content(first) for _ in range(5)] == [
-        create().content(second) for _ in range(5)
-    ]
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_same_seed_asks_the_same(name):
+    first, second = ask_many(name), ask_many(name)
+    assert [question.messages for question in first] == [question.messages for question in second]
 
 
-def test_new_pictures_are_all_different_and_repeated_ones_are_not():
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("model", ["mock", "shapes"])
+def test_what_is_new_is_new_in_every_run(name, model):
+    asked = [ask_many(name, album=create_album(model, run, 2_000)) for run in (1, 2)]
+    pictures = [url for run in asked for question in run for url in urls(question)]
+    texts = [repr(question.messages) for question in asked[0]]
+    assert len(set(pictures)) == len(pictures)
+    assert len(set(texts)) == len(texts)
+    assert bool(pictures) == (name != "text")
+
+
+def test_several_pictures_are_two_to_four():
+    assert {len(urls(question)) for question in ask_many("several pictures")} == {2, 3, 4}
+
+
+def test_repeated_picture_is_the_same_in_every_run():
+    runs = [ask_many("repeated picture", album=NoiseAlbum(run, 2_000)) for run in (1, 2)]
+    assert len({url for run in runs for question in run for url in urls(question)}) == 1
+
+
+def test_conversation_goes_on_with_all_that_was_said_and_ends():
+    conversation, draw = Conversation(NoiseAlbum(0, 2_000)), random.Random(0)
+    lengths, pictures = [], set()
+    for turn in range(2 * MAX_TURNS):
+        question = conversation.next_question(draw)
+        lengths.append(len(question.messages))
+        pictures |= set(urls(question))
+        assert [m["content"] for m in question.messages[1::2]] == [
+            f"answer {n}" for n in range(turn % MAX_TURNS)
+        ]
+        question.on_answer(f"answer {turn % MAX_TURNS}")
+    assert lengths == 2 * [2 * turn + 1 for turn in range(MAX_TURNS)]
+    assert len(pictures) == 2
+
+
+def test_conversation_that_waits_is_not_asked_again():
+    conversation, draw = Conversation(NoiseAlbum(0, 2_000)), random.Random(0)
+    first, second = (conversation.next_question(draw) for _ in range(2))
+    assert len(first.messages) == len(second.messages) == 1
+    assert urls(first) != urls(second)
+
+
+def test_profiles_are_those_of_the_command_line_and_name_scenarios():
+    assert set(PROFILES) == set(get_args(Profile))
+    assert {name for mix in PROFILES.values() for name in mix} == set(SCENARIOS)
+
+
+def answer_of_the_world(sample: str, text: str) -> str | None:
+    """What the picture world answers to a question of the table, asked in plain words."""
+    scene = SCENES[sample]
+    selectors = [Selector()] + [Selector(shape.kind) for s in SCENES.values() for shape in s.shapes]
+    selectors += [Selector("square", "green")]
+    for selector in selectors:
+        for question in plain_questions(scene, selector):
+            if question.text == text:
+                return question.answer
+    return None
+
+
+def plain_questions(scene, selector: Selector) -> list[WorldQuestion]:
+    noun = selector.noun
+    a_noun = f"{answers.article(noun)} {noun}"
+    asked = {
+        f"How many {selector.nouns} are there?": answers.count(scene, selector),
+        f"What color is the {noun}?": answers.color_of(scene, selector),
+        f"Where is the {noun}?": answers.place_of(scene, selector),
+        f"Is there {a_noun}?": answers.exists(scene, selector),
+        "What color is the background?": answers.background(scene),
+    }
+    for place in PLACES:
+        asked[f"What is {answers.at(place)}?"] = answers.content_at(scene, place)
+    return [WorldQuestion("", text, answer) for text, answer in asked.items()]
+
+
+@pytest.mark.parametrize("sample", SAMPLE_FACTS)
+def test_answers_about_samples_are_those_of_the_world(sample):
+    for text, expected in SAMPLE_FACTS[sample]:
+        assert answer_of_the_world(sample, text) == expected, text
+
+
+@pytest.mark.parametrize("names", PAIR_FACTS)
+def test_answers_about_pairs_are_those_of_the_world(names):
+    first, second = (SCENES[name] for name in names)
     draw = random.Random(0)
-    new, repeated = Picture(2_000, 0), RepeatedPicture(2_000, 0)
-    assert len({picture_url(new.content(draw)) for _ in range(50)}) == 50
-    assert len({picture_url(repeated.content(draw)) for _ in range(50)}) == 1
-    url = picture_url(new.content(draw))
-    assert pixels(base64.b64decode(url.removeprefix(DATA_URL)))
+    world = {}
+    for topic in ("which has", "which has background", "same"):
+        for _ in range(200):
+            question = ask_about_pair(topic, first, second, draw, plain=True)
+            world[question.text] = question.answer
+    for text, expected in PAIR_FACTS[names]:
+        assert world[text] == expected, text
 
 
-def test_stream_asks_for_its_usage():
-    assert to_body("m", [], 4, stream=True)["stream_options"] == {"include_usage": True}
-    assert "stream" not in to_body("m", [], 4, stream=False)
+def test_samples_are_asked_with_their_answers():
+    for name in ("picture", "repeated picture", "several pictures", "conversation"):
+        assert all(question.expected for question in ask_many(name, album=ShapesAlbum(0)))
+
+
+def test_picture_is_a_jpeg_in_a_data_url_of_the_size_that_was_asked_for():
+    [url] = urls(ask_many("picture", 1)[0])
+    data = base64.b64decode(url.removeprefix(DATA_URL), validate=True)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.format == "JPEG"
+
+
+def test_stream_asks_for_its_usage_and_a_whole_answer_for_neither():
+    streamed, whole = (to_body("m", [], 8, stream) for stream in (True, False))
+    assert streamed["stream_options"] == {"include_usage": True}
+    assert "stream" not in whole
+    assert whole["temperature"] == streamed["temperature"] == 0

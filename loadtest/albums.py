@@ -1,0 +1,148 @@
+"""Pictures and what to ask about them, with the right answers where somebody knows them.
+
+Called by the scenarios. Noise suits any model and any size; the samples of the built-in model are scenes
+whose answers are known. A new picture has bytes that no cache has seen, and costs no drawing.
+"""
+
+import random
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from loadtest.pictures import NumberedUrls, noise_jpeg, numbered_png, to_png_url
+
+SAMPLES = Path(__file__).parent.parent / "engines" / "shapes" / "samples"
+NUMBERS_OF_A_RUN = 10**6
+NUM_RUNS = 10**6  # with the numbers of a run as long as what a JPEG comment holds
+MAX_GROUP = 4
+
+#: A question and its one right answer; None: nobody knows.
+Fact = tuple[str, str | None]
+
+QUESTIONS = (
+    "Describe the image.",
+    "How many shapes are there?",
+    "What color is the star?",
+    "What is at the top left?",
+    "Is there a green square?",
+    "What color is the background?",
+)
+
+#: Of every sample what the world of `engines/shapes` says of it.
+SAMPLE_FACTS: dict[str, tuple[Fact, ...]] = {
+    "shapes": (
+        ("How many shapes are there?", "3"),
+        ("What color is the star?", "red"),
+        ("What is at the top left?", "a red star"),
+        ("Is there a green square?", "yes"),
+        ("What color is the background?", "white"),
+        ("Where is the circle?", "center"),
+    ),
+    "night": (
+        ("How many shapes are there?", "2"),
+        ("What color is the ring?", "yellow"),
+        ("Is there a green square?", "no"),
+        ("What color is the background?", "black"),
+        ("Where is the cross?", "bottom left"),
+    ),
+    "crowd": (
+        ("How many shapes are there?", "4"),
+        ("What color is the circle?", "yellow"),
+        ("What is at the top center?", "a purple triangle"),
+        ("Is there a ring?", "no"),
+        ("What color is the background?", "gray"),
+    ),
+}
+PAIR_FACTS: dict[tuple[str, str], tuple[Fact, ...]] = {
+    ("shapes", "night"): (
+        ("Which image has a ring?", "second"),
+        ("Which image has a star?", "first"),
+        ("Are the images the same?", "no"),
+    ),
+    ("crowd", "shapes"): (
+        ("Which image has a triangle?", "first"),
+        ("Which image has a square?", "second"),
+        ("Which image has a white background?", "second"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pictures as data URLs, and what can be asked about them."""
+
+    urls: tuple[str, ...]
+    facts: tuple[Fact, ...]
+
+
+class Album:
+    """A source of pictures. `run`: a number that makes this run's new pictures new to every cache."""
+
+    def __init__(self, run: int) -> None:
+        self._numbers = count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
+
+    def fixed(self) -> Group:
+        """The one picture that is always the same."""
+        raise NotImplementedError
+
+    def new(self, draw: random.Random) -> Group:
+        """A picture that nobody asked about before."""
+        raise NotImplementedError
+
+    def several(self, draw: random.Random) -> Group:
+        """Several new pictures."""
+        raise NotImplementedError
+
+
+class NoiseAlbum(Album):
+    """Noise of any size, about which nobody knows anything."""
+
+    FACTS = tuple((question, None) for question in QUESTIONS)
+
+    def __init__(self, run: int, num_bytes: int) -> None:
+        super().__init__(run)
+        self._urls = NumberedUrls(noise_jpeg(num_bytes))
+
+    def fixed(self) -> Group:
+        """Number 0."""
+        return Group((self._urls.url(0),), self.FACTS)
+
+    def new(self, draw: random.Random) -> Group:
+        """The next number."""
+        return Group((self._urls.url(next(self._numbers)),), self.FACTS)
+
+    def several(self, draw: random.Random) -> Group:
+        """2 to MAX_GROUP pictures."""
+        urls = [self._urls.url(next(self._numbers)) for _ in range(draw.randint(2, MAX_GROUP))]
+        return Group(tuple(urls), (("Compare the images.", None),))
+
+
+class ShapesAlbum(Album):
+    """The samples of the built-in model, whose scenes are known."""
+
+    def __init__(self, run: int) -> None:
+        super().__init__(run)
+        self._pngs = {name: (SAMPLES / f"{name}.png").read_bytes() for name in SAMPLE_FACTS}
+
+    def fixed(self) -> Group:
+        """The first sample as it is."""
+        name = next(iter(SAMPLE_FACTS))
+        return Group((to_png_url(self._pngs[name]),), SAMPLE_FACTS[name])
+
+    def new(self, draw: random.Random) -> Group:
+        """One of the samples under the next number."""
+        name = draw.choice(list(SAMPLE_FACTS))
+        return Group((self._numbered(name),), SAMPLE_FACTS[name])
+
+    def several(self, draw: random.Random) -> Group:
+        """One of the pairs."""
+        names = draw.choice(list(PAIR_FACTS))
+        return Group(tuple(map(self._numbered, names)), PAIR_FACTS[names])
+
+    def _numbered(self, name: str) -> str:
+        return to_png_url(numbered_png(self._pngs[name], next(self._numbers)))
+
+
+def create_album(model: str, run: int, num_bytes: int) -> Album:
+    """The album that suits a model."""
+    return ShapesAlbum(run) if model == "shapes" else NoiseAlbum(run, num_bytes)

@@ -1,0 +1,92 @@
+"""Asks one question at a time on whatever connection is free, checks the answer, and tells of it in a record.
+
+Called by the users of the closed loop and by the open loop, from many greenlets at once. It must not know who
+decides when a question is asked.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from loadtest.albums import NUM_RUNS, create_album
+from loadtest.checks import fault_of
+from loadtest.client import Answer, AnswerError, ChatClient
+from loadtest.record import Order, Record
+from loadtest.scenarios import PROFILES, SCENARIOS, Question, to_chat_body
+
+
+class Asker:
+    """All questions of one run. Its clock reads 0 when the warm-up is over."""
+
+    def __init__(self, order: Order, report: Callable[[Record], None]) -> None:
+        self.order = order
+        self._report = report
+        self._run = random.SystemRandom().randrange(NUM_RUNS)
+        album = create_album(order.target.model, self._run, order.workload.picture_bytes)
+        self._scenarios = {name: create(album) for name, create in SCENARIOS.items()}
+        self._idle: list[ChatClient] = []
+        self._zero_at = time.perf_counter() + order.plan.warmup_s
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """How often each scenario is asked, relative to the others."""
+        return PROFILES[self.order.workload.profile]
+
+    def now(self) -> float:
+        """Seconds since the end of the warm-up."""
+        return time.perf_counter() - self._zero_at
+
+    def ask(self, scenario: str, draw: random.Random, intended_at: float | None = None) -> None:
+        """Ask and report. `intended_at`: when it should have been asked; None: now."""
+        question = self._scenarios[scenario].next_question(draw)
+        is_streamed = draw.random() < self.order.workload.stream_ratio
+        now = self.now()
+        record = Record(scenario, now, now, now, is_streamed)
+        client = self._idle.pop() if self._idle else self._connect()
+        try:
+            self._note_answer(record, question, client.ask(self._body(question, is_streamed)))
+            self._idle.append(client)
+        except AnswerError as error:
+            record.error, record.ended_at = str(error), self.now()
+            self._idle.append(client)
+        except BaseException:  # who asks is stopped: the run is over
+            record.error, record.ended_at = "no answer before the end of the run", self.now()
+            client.close()
+            raise
+        finally:
+            record.intended_at = record.sent_at if intended_at is None else intended_at
+            self._report(record)
+
+    def _connect(self) -> ChatClient:
+        target = self.order.target
+        return ChatClient(target.url, target.api_key, target.timeout_s)
+
+    def _body(self, question: Question, is_streamed: bool) -> dict[str, Any]:
+        max_tokens = self.order.workload.max_tokens
+        return to_chat_body(self.order.target.model, question.messages, max_tokens, is_streamed)
+
+    def _note_answer(self, record: Record, question: Question, answer: Answer) -> None:
+        record.sent_at = answer.sent_at - self._zero_at
+        record.ended_at = record.sent_at + answer.e2e_s
+        if answer.ttft_s is not None:
+            record.first_text_at = record.sent_at + answer.ttft_s
+        record.itl_s = answer.itl_s
+        record.stages_s = answer.stages_s
+        record.num_output_tokens = answer.num_tokens
+        record.num_prompt_tokens = answer.usage["prompt_tokens"]
+        details = answer.usage.get("prompt_tokens_details") or {}
+        record.num_cached_tokens = details.get("cached_tokens") or 0
+        target, max_tokens = self.order.target, self.order.workload.max_tokens
+        record.error = fault_of(answer, question, target.model, max_tokens, bool(target.api_key))
+        if not record.error:
+            question.on_answer(answer.text)
+
+
+def first_model(url: str, api_key: str) -> str:
+    """The model that a server names first. Raises: AnswerError."""
+    with ChatClient(url, api_key) as client:
+        models = client.models()
+    if not models:
+        raise AnswerError("the server has no model")
+    return models[0]

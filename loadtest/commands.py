@@ -1,0 +1,97 @@
+"""Commands of the load test, as the command line offers them: `vlm loadtest`, and `compare` below it.
+
+Registered by `vlm.py`. Locust is loaded when a test runs, and not before.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loadtest.load_plan import make_plan
+from loadtest.objective import parse_objective
+from loadtest.record import Profile, Workload
+
+app = typer.Typer()
+
+
+@app.callback(invoke_without_command=True)
+def loadtest(
+    context: typer.Context,
+    profile: Annotated[Profile, typer.Option(help="What is asked.")] = "mixed",
+    users: Annotated[
+        str, typer.Option(help="Users that wait for their answers: 8, steps 2,4,8 or a ramp 1..16.")
+    ] = "8",
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of users, requests/s that arrive at random: 5, 5,10,20 or 1..30."
+        ),
+    ] = None,
+    duration: Annotated[float, typer.Option(min=0.5, help="Seconds, all steps together.")] = 30.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before them.")] = 1.0,
+    host: Annotated[
+        str, typer.Option(help="The server's address.", show_default="a fleet of its own")
+    ] = "",
+    engine: Annotated[str, typer.Option(help="Engine of that fleet.")] = "mock",
+    model: Annotated[
+        str, typer.Option(help="Model to ask.", show_default="the server's first")
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
+    ] = "",
+    slo: Annotated[
+        str, typer.Option(help="What is good: ttft=500,tpot=50,e2e=5000, milliseconds.")
+    ] = "ttft=500,tpot=50",
+    max_failures: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of failures that is still a success.")
+    ] = 0.0,
+    stream_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of streamed answers.")
+    ] = 0.5,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an answer.")] = 16,
+    picture_bytes: Annotated[
+        int, typer.Option(min=1000, max=16_000_000, help="Size of a picture of noise.")
+    ] = 60_000,
+    think_time: Annotated[
+        float, typer.Option(min=0.0, help="Mean pause of a user, seconds.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of questions and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Longest silence of a server.")] = 60.0,
+    json: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="File for a report to look at.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
+) -> None:
+    """Load a server that speaks OpenAI's API, and check and time every answer."""
+    if context.invoked_subcommand:
+        return
+    try:
+        plan, objective = make_plan(users, rate, duration, warmup), parse_objective(slo)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    workload = Workload(
+        profile=profile,
+        stream_ratio=stream_ratio,
+        max_tokens=max_tokens,
+        picture_bytes=picture_bytes,
+        think_s=think_time,
+        seed=seed,
+    )
+    module = import_module("loadtest.run")
+    wanted = module.Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
+    outputs = module.Outputs(json, html, markdown)
+    call(module.run, module.LoadTestError, wanted, outputs, max_failures)
+
+
+def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) -> None:
+    """End the process with what a function returns; what it cannot do is one red line."""
+    try:
+        sys.exit(function(*arguments))
+    except fault as error:
+        typer.secho(str(error), err=True, fg="red")
+        sys.exit(1)

@@ -1,0 +1,74 @@
+"""The process that makes the load: an order on standard input, one record a line on standard output.
+
+    python -m loadtest.drive
+
+Started by `loadtest.run`, so that greenlets and the patched sockets of Locust stay apart from everything else.
+"""
+
+import random
+import sys
+
+import gevent
+import msgspec
+from gevent.pool import Pool
+from locust import User
+from locust.env import Environment
+
+from loadtest.asking import Asker
+from loadtest.load_plan import arrivals, level_at
+from loadtest.locustfile import USERS, ChatUser
+from loadtest.record import Order, Record
+
+TICK_S = 0.1
+MAX_OPEN = 2000  # requests of an open loop on their way; more wait, and their waiting counts
+
+
+def main() -> None:
+    """Do what the order says."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    asker = Asker(order, write)
+    if order.plan.loop == "open":
+        run_open_loop(asker)
+    else:
+        run_closed_loop(asker)
+
+
+def write(record: Record) -> None:
+    """One line; at once, for those who watch."""
+    sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def run_closed_loop(asker: Asker) -> None:
+    """Locust users, as many as the plan wants at each moment; each waits for its answer."""
+    plan = asker.order.plan
+    ChatUser.asker = asker
+    for scenario, weight in asker.weights.items():
+        USERS[scenario].weight = weight
+    users: list[type[User]] = [USERS[scenario] for scenario in asker.weights]
+    environment = Environment(user_classes=users, stop_timeout=asker.order.target.timeout_s)
+    runner = environment.create_local_runner()
+    num_users = -1
+    while (now := asker.now()) < plan.duration_s:
+        if (wanted := round(level_at(plan, now))) != num_users:
+            num_users = wanted
+            runner.start(num_users, spawn_rate=max(plan.levels))
+        gevent.sleep(min(TICK_S, plan.duration_s - now))
+    runner.stop()
+
+
+def run_open_loop(asker: Asker) -> None:
+    """Requests that arrive when they arrive, whether the others are answered or not."""
+    seed = asker.order.workload.seed
+    draw, pool = random.Random(f"{seed} arrivals"), Pool(MAX_OPEN)
+    names, weights = list(asker.weights), list(asker.weights.values())
+    for number, intended_at in enumerate(arrivals(asker.order.plan, random.Random(seed))):
+        gevent.sleep(max(0.0, intended_at - asker.now()))
+        [name] = draw.choices(names, weights)
+        pool.spawn(asker.ask, name, random.Random(f"{seed} {number}"), intended_at)
+    pool.join(timeout=asker.order.target.timeout_s)
+    pool.kill()
+
+
+if __name__ == "__main__":
+    main()

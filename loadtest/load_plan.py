@@ -1,0 +1,87 @@
+"""The load over time: constant, in steps or as a ramp; and when the requests of an open loop arrive.
+
+Pure: it reads no clock. Instants are seconds since the warm-up ended; the first level holds before.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loadtest.record import Plan
+
+RAMP_PHASES = 8
+
+
+class PlanError(ValueError):
+    """A load that cannot be; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the run and the mean load that was offered in it."""
+
+    start_s: float
+    end_s: float
+    level: float
+
+    @property
+    def length_s(self) -> float:
+        """Its length."""
+        return self.end_s - self.start_s
+
+
+def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
+    """`8` is constant, `2,4,8` are steps, `1..16` is a ramp. Raises: PlanError."""
+    is_ramp = ".." in text
+    try:
+        levels = tuple(float(part) for part in text.split(".." if is_ramp else ","))
+    except ValueError:
+        raise PlanError(
+            f"{text!r} is neither a number, nor steps 2,4,8, nor a ramp 1..16"
+        ) from None
+    if is_ramp and len(levels) != 2:
+        raise PlanError(f"{text!r}: a ramp has two ends")
+    if any(not 0 <= level < 1e6 for level in levels) or not any(levels):
+        raise PlanError(f"{text!r}: a load is above 0 and below a million")
+    return levels, is_ramp
+
+
+def make_plan(users: str, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
+    """A closed loop of users, or an open one where a rate is given. Raises: PlanError."""
+    levels, is_ramp = parse_levels(rate or users)
+    loop = "open" if rate else "closed"
+    return Plan(loop=loop, levels=levels, is_ramp=is_ramp, duration_s=duration_s, warmup_s=warmup_s)
+
+
+def level_at(plan: Plan, at_s: float) -> float:
+    """Users or requests/s at an instant."""
+    share = min(1.0, max(0.0, at_s / plan.duration_s))
+    if plan.is_ramp:
+        first, last = plan.levels
+        return first + (last - first) * share
+    return plan.levels[min(int(share * len(plan.levels)), len(plan.levels) - 1)]
+
+
+def phases(plan: Plan) -> list[Phase]:
+    """The steps, or equal parts of a ramp."""
+    number = RAMP_PHASES if plan.is_ramp else len(plan.levels)
+    length_s = plan.duration_s / number
+    return [
+        Phase(index * length_s, (index + 1) * length_s, level_at(plan, (index + 0.5) * length_s))
+        for index in range(number)
+    ]
+
+
+def arrivals(plan: Plan, draw: random.Random) -> Iterator[float]:
+    """The instants of a Poisson process whose rate follows the plan.
+
+    Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each kept by its share of it.
+    """
+    highest = max(plan.levels)
+    at_s = -plan.warmup_s
+    while True:
+        at_s += draw.expovariate(highest)
+        if at_s >= plan.duration_s:
+            return
+        if draw.random() * highest < level_at(plan, at_s):
+            yield at_s

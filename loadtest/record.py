@@ -1,0 +1,95 @@
+"""One request of a load test, as its client felt it, and what was wanted of all of them.
+
+Written by the users, read by results and reports. The latencies are those of `shared/metrics.py`, with two
+additions that only a client can make: they begin at the moment when the request was meant to be sent, so that
+waiting for a free client is not hidden; and E2E ends with the last byte received.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Profile = Literal["mixed", "text", "picture", "repeated", "several", "conversation"]
+
+
+class Record(msgspec.Struct, omit_defaults=True):
+    """One request. Units: seconds; `*_at` since the clock of the run was started, below 0 in the warm-up."""
+
+    scenario: str
+    intended_at: float
+    sent_at: float
+    ended_at: float
+    is_streamed: bool = False
+    error: str = ""  #: empty: the answer was complete and right
+    first_text_at: float | None = None
+    itl_s: list[float] = []
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    stages_s: dict[str, float] = {}
+
+    @property
+    def waited_s(self) -> float:
+        """Between the intended and the real sending."""
+        return self.sent_at - self.intended_at
+
+    @property
+    def e2e_s(self) -> float:
+        """Intended until the last byte."""
+        return self.ended_at - self.intended_at
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Intended until the first text; None: not streamed."""
+        return None if self.first_text_at is None else self.first_text_at - self.intended_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None: not streamed, or a single token."""
+        if self.first_text_at is None or self.num_output_tokens < 2:
+            return None
+        return (self.ended_at - self.first_text_at) / (self.num_output_tokens - 1)
+
+    def latencies_s(self) -> dict[str, list[float]]:
+        """The values of each latency that was measured."""
+        values = {"TTFT": self.ttft_s, "TPOT": self.tpot_s, "E2E": self.e2e_s}
+        found = {name: [value] for name, value in values.items() if value is not None}
+        return found | ({"ITL": self.itl_s} if self.itl_s else {})
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked."""
+
+    profile: Profile = "mixed"
+    stream_ratio: float = 0.5
+    max_tokens: int = 16
+    picture_bytes: int = 60_000
+    think_s: float = 0.0  #: mean pause of a user of the closed loop between answer and question
+    seed: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is asked, and how long. `levels`: users of the closed loop, requests/s of the open one."""
+
+    loop: Literal["closed", "open"] = "closed"
+    levels: tuple[float, ...] = (8.0,)
+    is_ramp: bool = False
+    duration_s: float = 30.0
+    warmup_s: float = 1.0
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to ask."""
+
+    url: str
+    model: str
+    timeout_s: float = 60.0
+    api_key: str = ""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the process needs to know that makes the load."""
+
+    target: Target
+    workload: Workload
+    plan: Plan

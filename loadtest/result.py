@@ -1,0 +1,180 @@
+"""What a load test found: its file, and every number that tables, plots and comparisons show.
+
+Pure arithmetic over records. The file is JSON; `schema` names its version, and `summary` is for whoever does
+not want to compute it from the records.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import msgspec
+
+from loadtest.load_plan import Phase, phases
+from loadtest.objective import Objective
+from loadtest.record import Plan, Record, Workload
+from loadtest.report import percentile
+
+SCHEMA = "vlm-loadtest/1"
+LATENCIES = ("TTFT", "TPOT", "ITL", "E2E")
+STREAMED, WHOLE = "streamed", "whole"
+
+
+class ResultError(Exception):
+    """A file that holds no result; the message says why."""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One run. `machine` is the client's, in words."""
+
+    schema: Literal["vlm-loadtest/1"] = SCHEMA
+    created_at: str
+    url: str
+    model: str
+    machine: str
+    workload: Workload
+    plan: Plan
+    objective: Objective
+    records: list[Record]
+    summary: dict[str, Any] = {}
+
+    def save(self, path: Path) -> None:
+        """Write the file, its summary included."""
+        self.summary = to_summary(self)
+        path.write_bytes(msgspec.json.encode(self) + b"\n")
+
+
+def load_result(path: Path) -> Result:
+    """Read a file. Raises: ResultError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ResultError(f"{path}: {error}") from None
+
+
+class Sight:
+    """A part of a run: what was asked in a stretch of time, and what was answered in it."""
+
+    def __init__(self, result: Result, phase: Phase | None = None) -> None:
+        self.phase = phase or Phase(0.0, result.plan.duration_s, 0.0)
+        self.asked = [r for r in result.records if self._holds(r.intended_at)]
+        self.answered = [r for r in result.records if not r.error and self._holds(r.ended_at)]
+        self.good = [r for r in self.answered if result.objective.is_kept(r)]
+        self._kept = [result.objective.is_kept(r) for r in self.asked]
+
+    def _holds(self, at_s: float) -> bool:
+        return self.phase.start_s <= at_s < self.phase.end_s
+
+    @property
+    def offered_rate(self) -> float:
+        """Requests/s that were meant to be sent."""
+        return len(self.asked) / self.phase.length_s
+
+    @property
+    def answered_rate(self) -> float:
+        """Right answers/s."""
+        return len(self.answered) / self.phase.length_s
+
+    @property
+    def token_rate(self) -> float:
+        """Output tokens/s of right answers."""
+        return sum(r.num_output_tokens for r in self.answered) / self.phase.length_s
+
+    @property
+    def good_rate(self) -> float:
+        """Goodput: right answers/s that kept to the objective."""
+        return len(self.good) / self.phase.length_s
+
+    @property
+    def good_ratio(self) -> float | None:
+        """Of the requests that were asked those that were answered right and in time; None without any."""
+        return fmean(self._kept) if self._kept else None
+
+    def values_s(self, latency: str) -> list[float]:
+        """All values of a latency of the requests that were asked and answered."""
+        return values_of([r for r in self.asked if not r.error], latency)
+
+
+def kind_of(record: Record) -> str:
+    """Scenario and way of answering: what is compared with its like only."""
+    return f"{record.scenario}, {STREAMED if record.is_streamed else WHOLE}"
+
+
+def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by kind, in the order of their names."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[kind_of(record)].append(record)
+    return dict(sorted(groups.items()))
+
+
+def values_of(records: Iterable[Record], latency: str) -> list[float]:
+    """All values of one latency."""
+    return [value for record in records for value in record.latencies_s().get(latency, [])]
+
+
+def counted(result: Result) -> list[Record]:
+    """Right answers to what was asked after the warm-up."""
+    return [r for r in result.records if not r.error and r.intended_at >= 0]
+
+
+def failures(result: Result) -> Counter[str]:
+    """How often what went wrong, the warm-up included."""
+    return Counter(f"{kind_of(r)}: {r.error}" for r in result.records if r.error)
+
+
+def failure_ratio(result: Result) -> float:
+    """Of all requests those that failed; 1 without any."""
+    return failures(result).total() / len(result.records) if result.records else 1.0
+
+
+def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
+    """The mean time of each stage, of the records that have stages."""
+    told = [record.stages_s for record in records if record.stages_s]
+    return (
+        {name: fmean(stages.get(name, 0.0) for stages in told) for name in told[0]} if told else {}
+    )
+
+
+def to_summary(result: Result) -> dict[str, Any]:
+    """Rates, percentiles and failures. Units: seconds, and counts a second."""
+    whole = Sight(result)
+    kinds = {
+        kind: {
+            "num_answers": len(records),
+            "stages_s": mean_stages_s(records),
+            **{
+                latency: _statistics(values)
+                for latency in LATENCIES
+                if (values := values_of(records, latency))
+            },
+        }
+        for kind, records in by_kind(counted(result)).items()
+    }
+    return {
+        **_rates(whole),
+        "failures": dict(failures(result)),
+        "failure_ratio": failure_ratio(result),
+        "kinds": kinds,
+        "phases": [
+            {"start_s": p.start_s, "end_s": p.end_s, "level": p.level, **_rates(Sight(result, p))}
+            for p in phases(result.plan)
+        ],
+    }
+
+
+def _rates(sight: Sight) -> dict[str, float | None]:
+    return {
+        "offered_per_s": sight.offered_rate,
+        "answered_per_s": sight.answered_rate,
+        "good_per_s": sight.good_rate,
+        "good_ratio": sight.good_ratio,
+        "output_tokens_per_s": sight.token_rate,
+    }
+
+
+def _statistics(values: list[float]) -> dict[str, float]:
+    shares = {f"p{share * 100:g}_s": percentile(values, share) for share in (0.5, 0.9, 0.99)}
+    return {"count": len(values), "mean_s": fmean(values), **shares, "max_s": max(values)}

@@ -1,0 +1,60 @@
+"""A result as tables: each kind's latencies, and the rates of every phase."""
+
+import math
+
+from loadtest.load_plan import phases
+from loadtest.record import Plan
+from loadtest.report import Table, in_ms, in_number, percentile
+from loadtest.result import LATENCIES, Result, Sight, by_kind, counted, values_of
+
+SHARES = (0.5, 0.9, 0.99)
+
+
+def in_percent(ratio: float | None) -> str:
+    """A share; a dash for what was not measured."""
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+def describe_load(plan: Plan) -> str:
+    """The load in words."""
+    unit = "users" if plan.loop == "closed" else "requests/s"
+    levels = (" to " if plan.is_ramp else ", ").join(f"{level:g}" for level in plan.levels)
+    steps = " in turn" if len(plan.levels) > 1 and not plan.is_ramp else ""
+    return f"{levels} {unit}{steps}, {plan.duration_s:g} s"
+
+
+def to_latency_table(result: Result) -> Table:
+    """For each kind the percentiles of each latency."""
+    shares = [f"p{share * 100:g}" for share in SHARES]
+    table = Table("Latencies, ms", ["kind", "latency", "values", *shares])
+    for kind, records in by_kind(counted(result)).items():
+        for latency in LATENCIES:
+            if values_s := values_of(records, latency):
+                cells = [in_ms(percentile(values_s, share)) for share in SHARES]
+                table.add(kind, latency, f"{len(values_s):,}", *cells)
+    return table
+
+
+def to_rate_table(result: Result) -> Table:
+    """A row for each phase, and one for the whole."""
+    title = f"Rates, a second ({describe_load(result.plan)})"
+    columns = ["load", "asked", "answered", "tokens", "TTFT p90", "E2E p90"]
+    has_objective = bool(str(result.objective))
+    columns += ["good", "share"] if has_objective else []
+    table = Table(title, columns)
+    parts = [(f"{phase.level:g}", Sight(result, phase)) for phase in phases(result.plan)]
+    for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
+        rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
+        delays = [percentile(sight.values_s(latency), 0.9) for latency in ("TTFT", "E2E")]
+        cells = [*map(in_number, rates), *map(in_ms, delays)]
+        if has_objective:
+            cells += [in_number(sight.good_rate), in_percent(sight.good_ratio)]
+        table.add(name, *cells)
+    return table
+
+
+def progress_words(num_answers: int, num_failures: int, latencies_s: list[float]) -> str:
+    """What is known while a test runs."""
+    median_s = percentile(latencies_s, 0.5)
+    words = f"{num_answers:,} answered, {num_failures:,} failed"
+    return words if math.isnan(median_s) else f"{words}, E2E p50 {in_ms(median_s)} ms"

@@ -1,0 +1,59 @@
+"""Only a whole, right answer counts; the mock's rule is known without asking it."""
+
+import pytest
+
+from loadtest.albums import NoiseAlbum
+from loadtest.checks import fault_of
+from loadtest.client import Answer
+from loadtest.mock_answers import mock_answer
+from loadtest.scenarios import Question, text_part, user_message
+
+MESSAGES = [user_message([text_part("hello")])]
+USAGE = {"completion_tokens": 4, "prompt_tokens": 20}
+RIGHT = mock_answer(MESSAGES, USAGE, 4)
+
+
+def fault(model: str = "mock", expected: str | None = None, salted: bool = False, **changes) -> str:
+    answer = Answer(1.0, RIGHT, "length", USAGE)
+    for name, value in changes.items():
+        setattr(answer, name, value)
+    return fault_of(answer, Question(MESSAGES, expected), model, 4, salted)
+
+
+def test_right_answer_has_no_fault():
+    assert fault() == ""
+    assert fault(finish_reason="stop", text=" ".join(RIGHT.split()[:3])) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [RIGHT[:-1], RIGHT + " ba", RIGHT.replace(" ", "  ", 1), " ".join(RIGHT.split()[:3]), ""],
+)
+def test_lost_doubled_and_foreign_text_is_wrong(text):
+    assert fault(text=text) == "the answer is wrong"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"usage": {"completion_tokens": 3}}, "cut"),
+        ({"usage": {"completion_tokens": 5}}, "longer"),
+        ({"finish_reason": "content_filter"}, "content_filter"),
+    ],
+)
+def test_answer_of_another_length_or_end_is_a_fault(changes, words):
+    assert words in fault(model="any", **changes)
+
+
+def test_known_answers_are_compared_and_unknown_ones_are_not():
+    assert fault("shapes", expected="red", text=" red ") == ""
+    assert fault("shapes", expected="red", text="blue") == "the answer is wrong"
+    assert fault("other", text="whatever") == ""
+
+
+def test_pictures_under_a_key_have_hashes_that_nobody_knows():
+    album = NoiseAlbum(0, 2_000)
+    messages = [user_message([{"type": "image_url", "image_url": {"url": album.fixed().urls[0]}}])]
+    answer = Answer(1.0, "ba ba", "stop", {"completion_tokens": 3, "prompt_tokens": 9})
+    assert fault_of(answer, Question(messages), "mock", 4) == "the answer is wrong"
+    assert fault_of(answer, Question(messages), "mock", 4, is_salted=True) == ""

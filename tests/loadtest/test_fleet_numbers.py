@@ -1,0 +1,149 @@
+"""Client and server tell the same of the same requests; Locust's own ways of running work on a real fleet."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from loadtest.asking import first_model
+from loadtest.fleet import free_port
+from loadtest.record import Order, Plan, Record, Target, Workload
+from loadtest.result import values_of
+from loadtest.run import drive
+from loadtest.status import Period, Snapshot, read_snapshot
+from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
+
+VISION_S, DECODE_S, NUM_TOKENS = 0.3, 0.03, 12
+ROUNDS = 8  # one is enough where nothing else runs
+SERVER_NAMES = {
+    "TTFT": "vlm_time_to_first_token_seconds",
+    "TPOT": "vlm_time_per_output_token_seconds",
+    "ITL": "vlm_inter_token_latency_seconds",
+    "E2E": "vlm_request_duration_seconds",
+}
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A fleet whose engine is so slow that the way of a request is little beside it."""
+    fleet = start_fleet(
+        tmp_path_factory.mktemp("slow"),
+        VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
+        VLM_ENGINE__MOCK__DECODE_S=str(DECODE_S),
+    )
+    yield fleet
+    fleet.end()
+
+
+def load(fleet: Served) -> tuple[list[Record], Period]:
+    """Streamed questions about new pictures, two at a time; what the client and what the server noted."""
+    target = Target(url=fleet.url, model=first_model(fleet.url, ""))
+    workload = Workload(
+        profile="picture", stream_ratio=1.0, max_tokens=NUM_TOKENS, picture_bytes=2_000
+    )
+    plan = Plan(levels=(2.0,), duration_s=1.5, warmup_s=0.0)
+    with httpx.Client(base_url=fleet.url, trust_env=False) as client:
+        before: Snapshot = read_snapshot(client)
+        records = drive(Order(target=target, workload=workload, plan=plan))
+        return records, Period(before, read_snapshot(client))
+
+
+def difference(records: list[Record], server: Period, latency: str) -> float:
+    """Of the two means, relative to the server's."""
+    values, name = values_of(records, latency), SERVER_NAMES[latency]
+    assert len(values) == server.grown(f"{name}_count")
+    mean_s = server.mean(name)
+    return abs(sum(values) / len(values) - mean_s) / mean_s
+
+
+def stage_s(server: Period, stage: str) -> float:
+    return server.grown("vlm_request_stage_seconds_sum", stage=stage)
+
+
+def test_client_agrees_with_the_histograms_of_the_server(slow):
+    """A busy machine may delay the client's reading; what is defined otherwise differs every time."""
+    for _ in range(ROUNDS):
+        records, server = load(slow)
+        assert not [record.error for record in records if record.error]
+        num_tokens = sum(record.num_output_tokens for record in records)
+        assert (
+            num_tokens == server.grown("vlm_generation_tokens_total") == NUM_TOKENS * len(records)
+        )
+        assert len(records) >= 4
+        differences = {latency: difference(records, server, latency) for latency in SERVER_NAMES}
+        if max(differences.values()) <= 0.02:
+            break
+    assert max(differences.values()) <= 0.02, differences
+    for stage in ("queue", "vision", "prefill", "decode"):
+        told_s = sum(record.stages_s[stage] for record in records)
+        assert told_s == pytest.approx(stage_s(server, stage), abs=1e-5 * len(records))
+
+
+def test_locust_itself_runs_the_users_without_its_page(slow, tmp_path):
+    """Five users are one of each class: every kind is asked, none is answered wrongly."""
+    stats = tmp_path / "stats"
+    done = subprocess.run(
+        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url,
+         "--headless", "-u", "5", "-r", "5", "-t", "3s", "--stop-timeout", "10",
+         "--max-tokens", "4", "--stream-ratio", "1", "--csv", str(stats)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with open(f"{stats}_stats.csv", newline="") as file:
+        rows = {
+            (row["Type"], row["Name"]): int(row["Failure Count"]) for row in csv.DictReader(file)
+        }
+    assert {(latency, "conversation, streamed") for latency in SERVER_NAMES} <= set(rows)
+    assert not sum(rows.values())
+
+
+def test_page_of_locust_starts_and_runs_the_users(slow):
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url,
+         "--web-host", "127.0.0.1", "--web-port", str(port)],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "web interface" in line:
+                    break
+            with httpx.Client(base_url=url, trust_env=False, timeout=30) as page:
+                assert "<title>Locust" in page.get("/").text
+                started = page.post("/swarm", data={"user_count": 5, "spawn_rate": 5})
+                assert started.json()["success"]
+                while not answered(page):
+                    assert process.poll() is None
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+
+
+def answered(page: httpx.Client) -> int:
+    """Answers so far, by Locust's own count; the request itself is the pause between two looks."""
+    stats = page.get("/stats/requests").json()["stats"]
+    assert not [row for row in stats if row["num_failures"]]
+    return sum(row["num_requests"] for row in stats if row["method"] == "E2E")
+
+
+def test_server_that_is_not_there_ends_locust_at_once():
+    done = subprocess.run(
+        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py",
+         "--host", "http://127.0.0.1:9", "--headless", "-u", "1", "-t", "50s", "--only-summary"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(r"1 +GET models: .*ConnectionRefusedError", done.stdout + done.stderr)
+
+
+def test_command_brings_a_fleet_of_its_own():
+    done = run_vlm("loadtest", "--duration", "0.5", "--users", "5")
+    assert done.returncode == 0, done.stderr
+    assert "conversation, " in done.stdout

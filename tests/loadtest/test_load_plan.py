@@ -1,0 +1,75 @@
+"""The load over time is what was ordered, and an open loop's arrivals are a Poisson process of that rate."""
+
+import math
+import random
+from itertools import pairwise
+from statistics import fmean, pstdev
+
+import pytest
+
+from loadtest.load_plan import PlanError, arrivals, level_at, make_plan, parse_levels, phases
+from loadtest.record import Plan
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8", ((8,), False)),
+        ("0.5", ((0.5,), False)),
+        ("2,4,8", ((2, 4, 8), False)),
+        ("1..16", ((1, 16), True)),
+    ],
+)
+def test_levels_are_a_number_steps_or_a_ramp(text, expected):
+    assert parse_levels(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "1,,2", "1..", "1..2..3", "0", "-1", "nan", "inf", "1e9"]
+)
+def test_load_that_cannot_be_is_refused(text):
+    with pytest.raises(PlanError, match=r"load|ramp|neither"):
+        parse_levels(text)
+
+
+def test_rate_makes_an_open_loop():
+    assert make_plan("8", None, 5.0, 1.0) == Plan(duration_s=5.0)
+    opened = make_plan("8", "3", 5.0, 1.0)
+    assert (opened.loop, opened.levels) == ("open", (3,))
+
+
+def test_steps_share_the_time_and_a_ramp_goes_up_evenly():
+    steps = Plan(levels=(2.0, 4.0, 8.0), duration_s=9.0)
+    assert [level_at(steps, at) for at in (-1, 0, 2.9, 3, 6, 9)] == [2, 2, 2, 4, 8, 8]
+    ramp = Plan(levels=(0.0, 8.0), is_ramp=True, duration_s=8.0)
+    assert [level_at(ramp, at) for at in (-1, 0, 2, 8, 9)] == [0, 0, 2, 8, 8]
+
+
+def test_phases_are_the_steps_or_parts_of_the_ramp():
+    steps = phases(Plan(levels=(2.0, 4.0), duration_s=10.0))
+    assert [(p.start_s, p.end_s, p.level) for p in steps] == [(0, 5, 2), (5, 10, 4)]
+    ramp = phases(Plan(levels=(0.0, 8.0), is_ramp=True, duration_s=8.0))
+    assert [p.level for p in ramp] == [0.5 + n for n in range(8)]
+
+
+def test_arrivals_are_a_poisson_process():
+    """Gaps of a Poisson process are exponential: their deviation is their mean."""
+    at_s = list(arrivals(Plan(loop="open", levels=(50.0,), duration_s=100.0), random.Random(1)))
+    gaps = [after - before for before, after in pairwise(at_s)]
+    assert fmean(gaps) == pytest.approx(1 / 50, rel=0.05)
+    assert pstdev(gaps) == pytest.approx(fmean(gaps), rel=0.05)
+    assert -1 <= at_s[0] < 0
+    assert 99 < at_s[-1] < 100
+
+
+def test_arrivals_follow_the_rate():
+    plan = Plan(loop="open", levels=(0.0, 100.0), is_ramp=True, duration_s=40.0, warmup_s=0.0)
+    at_s = list(arrivals(plan, random.Random(2)))
+    assert len(at_s) == pytest.approx(2000, abs=4 * math.sqrt(2000))
+    assert sum(at < 20 for at in at_s) / len(at_s) == pytest.approx(1 / 4, abs=0.04)
+
+
+def test_arrivals_repeat_with_their_seed():
+    plan = Plan(loop="open", duration_s=10.0)
+    first, again, other = (list(arrivals(plan, random.Random(seed))) for seed in (1, 1, 2))
+    assert first == again != other
