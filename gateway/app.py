@@ -24,6 +24,7 @@ from gateway.probes import create_probes
 from gateway.resume import ResumeStream
 from gateway.services import Services
 from gateway.streams import STREAM_PATH, Streams
+from gateway.wrong_keys import WrongKeys
 from shared.version import package_version
 
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
@@ -51,7 +52,11 @@ def create_app(services: Services) -> FastAPI:
     streams = Streams(services.queue, settings.gateway.request_timeout_s)
     chat = create_chat(services, streams)
     app.add_middleware(ChatMiddleware, chat=chat)
-    app.add_middleware(AuthMiddleware, keys=KeyRing(settings.gateway.api_keys))
+    app.add_middleware(
+        AuthMiddleware,
+        keys=KeyRing(settings.gateway.api_keys),
+        wrong_keys=WrongKeys(settings.limits.max_wrong_keys_per_minute),
+    )
     app.add_middleware(PageMiddleware, files=load_page())
     app.add_middleware(ContextMiddleware)
     app.add_exception_handler(ApiError, _show_api_error)

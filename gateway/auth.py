@@ -16,9 +16,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.context import context_of
 from gateway.errors import AuthenticationError, send_error
+from gateway.wrong_keys import TooManyWrongKeys, WrongKeys
 from shared.settings import GatewaySettings, SettingsError
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
+
+
+class WrongKey(AuthenticationError):
+    """What was sent is no key, or not a known one."""
 
 
 class KeyRing:
@@ -36,7 +41,7 @@ class KeyRing:
         return not self._salts
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The cache salt of the caller. Raises: AuthenticationError if no known key is sent."""
+        """The cache salt of the caller. Raises: AuthenticationError if no key is sent, WrongKey if no known one."""
         if self.is_open:
             return ""
         values = [value for name, value in headers if name == b"authorization"]
@@ -47,7 +52,7 @@ class KeyRing:
             )
         salt = self._find(values[0]) if len(values) == 1 else None
         if salt is None:
-            raise AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
+            raise WrongKey("Incorrect API key provided.", code="invalid_api_key")
         return salt
 
     def _find(self, authorization: bytes) -> str | None:
@@ -92,18 +97,27 @@ def is_loopback(host: str) -> bool:
 class AuthMiddleware:
     """Pure ASGI: lets nothing pass without a key, but the probes."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, wrong_keys: WrongKeys) -> None:
         self.app = app
         self.keys = keys
+        self.wrong_keys = wrong_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, or pass the request on with its tenant's cache salt."""
+        """Answer 401 or 429, or pass the request on with its tenant's cache salt."""
         if scope["type"] == "lifespan" or scope.get("path") in PUBLIC_PATHS:
             await self.app(scope, receive, send)
             return
         try:
-            context_of(scope).cache_salt = self.keys.authenticate(scope["headers"])
-        except AuthenticationError as error:
+            context_of(scope).cache_salt = self._authenticate(scope)
+        except (AuthenticationError, TooManyWrongKeys) as error:
             await send_error(send, error)
             return
         await self.app(scope, receive, send)
+
+    def _authenticate(self, scope: Scope) -> str:
+        try:
+            return self.keys.authenticate(scope["headers"])
+        except WrongKey:
+            host, _ = scope.get("client") or ("", 0)
+            self.wrong_keys.count(host)
+            raise

@@ -33,7 +33,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not JSON in UTF-8.",
     "422": "An idempotency key was used for another request.",
-    "429": "Too much at a time for this key; `retry-after` says when.",
+    "429": "Too much at a time for this key, or too many wrong keys; `retry-after` says when.",
     "500": "The server failed.",
     "503": "Not now; `retry-after` says when.",
     "504": "The deadline has passed.",
@@ -65,7 +65,7 @@ def _write_errors(path: str, responses: dict[str, Any]) -> None:
     responses.pop("422", None)
     if path in PUBLIC_PATHS:
         return
-    for status in ("401", "404") if "{" in path else ("401",):
+    for status in ("401", "404", "429") if "{" in path else ("401", "429"):
         responses[status] = _error(_ERRORS[status])
 
 

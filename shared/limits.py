@@ -69,6 +69,11 @@ class LimitSettings(Group):
         ge=1,
         description="Tokens that the requests of one gateway may come to; shared by the keys.",
     )
+    max_wrong_keys_per_minute: int = Field(
+        default=60,
+        ge=0,
+        description="Wrong API keys of one client address a minute, at each gateway; 0: any.",
+    )
     max_key_open_requests: int = Field(
         default=0, ge=0, description="Requests that one API key keeps open at a gateway; 0: any."
     )

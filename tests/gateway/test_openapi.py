@@ -63,7 +63,7 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
 )
 async def test_every_limit_of_a_request_is_in_the_document(document, changes):
     limits = LimitSettings(**changes["limits"])
-    of_the_gateway = ("max_open_", "max_key_", "max_queue_", "max_header")
+    of_the_gateway = ("max_open_", "max_key_", "max_queue_", "max_header", "max_wrong_")
     text = str(document["components"]["schemas"]["ChatCompletionRequest"])
     text += str(document["paths"][CHAT]["post"])
     for name, value in limits:
