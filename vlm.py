@@ -205,6 +205,7 @@ def make_checkpoint(
 
 app.command()(engine_commands.quantize)
 bench.command("engine")(engine_commands.bench_engine)
+bench.command("peers")(engine_commands.bench_peers)
 
 
 @app.command("settings")

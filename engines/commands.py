@@ -1,4 +1,5 @@
-"""Commands of the engine's tools, as the command line offers them: `vlm quantize` and `vlm bench engine`.
+"""Commands of the engine's tools, as the command line offers them: `vlm quantize`, `vlm bench engine` and
+`vlm bench peers`.
 
 Registered by `vlm.py`. Torch is loaded when one of them runs, and not before.
 """
@@ -43,5 +44,38 @@ def bench_engine(
         batch_sizes=tuple(int(number) for number in batch_sizes.split(",")),
         num_tokens=num_tokens,
         rounds=rounds,
+    )
+    module.run(options, as_json)
+
+
+def bench_peers(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of a checkpoint.", show_default="random, llava-1b"),
+    ] = None,
+    systems: Annotated[str, typer.Option(help="Comma-separated: maker:precision.")] = (
+        "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
+    ),
+    workloads: Annotated[str, typer.Option(help="Comma-separated.")] = (
+        "decode-1,decode-4,decode-16,prefill,picture,first-token,repeat"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each system.")] = 2,
+    results: Annotated[
+        Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Directory for pictures (SVG).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
+    module = import_module("engines.bench.peers.run")
+    options = module.PeerOptions(
+        model=model,
+        systems=tuple(systems.split(",")),
+        workloads=tuple(workloads.split(",")),
+        rounds=rounds,
+        num_threads=threads,
+        results=results,
+        plots=plots,
     )
     module.run(options, as_json)

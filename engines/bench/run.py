@@ -6,7 +6,7 @@ all of them alike. The model is loaded and warmed up, and each cell run once, be
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import track
@@ -33,6 +33,7 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
+    cpu_kernels: Literal["fast", "exact", "off"] = "fast"
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     num_tokens: int = 64
@@ -58,6 +59,7 @@ class Bench:
             device=options.device,
             dtype=options.dtype,
             quantization=options.quantization,
+            cpu_kernels=options.cpu_kernels,
             config=config,
         )
         engine = create_engine(spec).engine

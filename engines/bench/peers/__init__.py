@@ -1,0 +1,1 @@
+"""Our engine beside transformers and llama.cpp: one checkpoint, one machine, in turn."""

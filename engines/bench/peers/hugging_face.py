@@ -1,0 +1,114 @@
+"""`transformers` as a peer: `LlavaForConditionalGeneration`, with its own caches, or compiled.
+
+Run in a process of its own. Its forward pass is called directly and the likeliest token taken, which spares it the
+bookkeeping of `generate`. Of its growing and its static cache the one that is faster at a batch size is taken. The
+mode `compiled` has the static cache and `torch.compile`, whose first steps take minutes.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlavaForConditionalGeneration, StaticCache
+from transformers.utils.logging import disable_progress_bar
+
+from engines.bench.peers.peer import NUM_TEXT_TOKENS
+from engines.torch_backend.models.hf_config import read_config
+
+_MAX_STEPS = 128
+
+
+class HuggingFace:
+    """The model in one precision, with one kind of cache."""
+
+    def __init__(self, checkpoint: Path, precision: str, mode: str, num_threads: int) -> None:
+        """Load. Raises: what transformers raises."""
+        torch.set_num_threads(num_threads)
+        self._dtype = getattr(torch, precision)
+        self._config = read_config(checkpoint)
+        disable_progress_bar()
+        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=self._dtype)
+        self._model = model.eval()
+        self._is_static: dict[int, bool] = {}  # by batch size, where it is known
+        self._is_compiled = mode == "compiled"
+        self._step: Any = torch.compile(model.forward) if self._is_compiled else model.forward
+        self._num_context = self._config.tokens_per_image + NUM_TEXT_TOKENS
+        self._generator = torch.Generator().manual_seed(0)
+
+    @torch.inference_mode()
+    def decode(self, batch_size: int, num_steps: int) -> float:
+        """Behind contexts of random keys and values."""
+        if batch_size not in self._is_static:
+            times = {kind: self._decode(batch_size, 3, kind) for kind in (False, True)}
+            self._is_static[batch_size] = self._is_compiled or times[True] < times[False]
+        return self._decode(batch_size, num_steps, self._is_static[batch_size])
+
+    def _decode(self, batch_size: int, num_steps: int, is_static: bool) -> float:
+        cache = self._filled_cache(batch_size, is_static)
+        token_ids = torch.full((batch_size, 1), 5)
+        token_ids = self._next_tokens(token_ids, cache)  # unmeasured: the first one may compile
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            token_ids = self._next_tokens(token_ids, cache)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def prefill(self) -> float:
+        """One forward pass with logits of the last token only."""
+        token_ids = self._text(self._num_context)
+        started = time.perf_counter()
+        self._first(input_ids=token_ids)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def picture(self) -> float:
+        """`get_image_features`."""
+        pixels = self._pixels()
+        started = time.perf_counter()
+        self._model.get_image_features(pixel_values=pixels)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def first_token(self) -> float:
+        """One forward pass with the picture."""
+        slots = torch.full((1, self._config.tokens_per_image), self._config.image_token_id)
+        token_ids = torch.cat([slots, self._text(NUM_TEXT_TOKENS)], dim=1)
+        pixels = self._pixels()
+        started = time.perf_counter()
+        self._first(input_ids=token_ids, pixel_values=pixels)
+        return time.perf_counter() - started
+
+    def repeat(self) -> float:
+        """Nothing is remembered between calls of `generate`: the same as a new picture."""
+        return self.first_token()
+
+    def _first(self, **inputs: Tensor) -> int:
+        output = self._model(**inputs, logits_to_keep=1)
+        return int(output.logits[0, -1].argmax())
+
+    def _next_tokens(self, token_ids: Tensor, cache: DynamicCache | StaticCache) -> Tensor:
+        logits = self._step(input_ids=token_ids, past_key_values=cache).logits
+        next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+        next_ids.tolist()  # a server would have to look
+        return next_ids
+
+    def _filled_cache(self, batch_size: int, is_static: bool) -> DynamicCache | StaticCache:
+        text, cache = self._config.text, DynamicCache(config=self._model.config)
+        if is_static:
+            length = self._num_context + _MAX_STEPS
+            cache = StaticCache(config=self._model.config, max_cache_len=length)
+        shape = (batch_size, text.num_kv_heads, self._num_context - 1, text.head_dim)
+        noise = torch.randn(shape, generator=self._generator).to(self._dtype)
+        for layer in range(text.num_layers):
+            cache.update(noise.clone(), noise.clone(), layer)
+        return cache
+
+    def _text(self, count: int) -> Tensor:
+        high = self._config.text.vocab_size - 64
+        return torch.randint(3, high, (1, count), generator=self._generator)
+
+    def _pixels(self) -> Tensor:
+        size = self._config.vision.image_size
+        return torch.randn(1, 3, size, size, generator=self._generator).to(self._dtype)

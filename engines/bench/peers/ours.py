@@ -1,0 +1,152 @@
+"""Our own engine as a peer: the whole of it, from `add` to the token's text, without HTTP and queue.
+
+Run in a process of its own. Batches decode behind contexts whose keys and values are random numbers, each sequence its
+own: reading them takes as long as reading true ones, and computing sixteen prompts would take minutes.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.base import EngineConfig, EngineRequest, ImageInput
+from engines.bench.peers.peer import NUM_TEXT_TOKENS
+from engines.engine import BatchingEngine
+from engines.factory import EngineSpec, create_engine
+from engines.runner import ModelRunner, StepResult, TokenChoice
+from engines.sequence import Batch
+from engines.torch_backend.runner import TorchRunner
+from shared.protocol import SamplingParams
+
+_BLOCK_SIZE = 16
+_MAX_STEPS = 128
+
+
+class Ours:
+    """The engine in one precision."""
+
+    def __init__(
+        self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int
+    ) -> None:
+        """Load and warm up. Raises: what loading raises."""
+        is_dtype = precision in ("float32", "bfloat16")
+        num_tokens = 1024 + _MAX_STEPS
+        config = EngineConfig(
+            max_num_seqs=max_batch_size,
+            max_num_batched_tokens=max_batch_size * num_tokens,
+            num_kv_blocks=max_batch_size * num_tokens // _BLOCK_SIZE,
+            block_size=_BLOCK_SIZE,
+        )
+        spec = EngineSpec(
+            model=str(checkpoint),
+            device="cpu",
+            dtype=precision if is_dtype else "auto",
+            quantization="none" if is_dtype else precision,
+            num_threads=num_threads,
+            config=config,
+        )
+        engine = create_engine(spec).engine
+        assert isinstance(engine, BatchingEngine)
+        assert isinstance(engine.runner, TorchRunner)
+        self._engine, self._runner = engine, engine.runner
+        self._config = engine.runner.model.config
+        self._num_context = self._config.tokens_per_image + NUM_TEXT_TOKENS
+        self._generator = torch.Generator().manual_seed(0)
+        self._num_requests = 0
+        self._last: EngineRequest | None = None
+        self._skipping = _SkippingRunner(engine.runner)
+        _fill_with_noise(engine.runner)
+
+    def decode(self, batch_size: int, num_steps: int) -> float:
+        """Time of whole engine steps."""
+        for _ in range(batch_size):
+            self._engine.add(self._request(self._num_context - 1, num_steps + 2))
+        self._engine.runner = self._skipping  # pyright: ignore[reportAttributeAccessIssue]
+        self._engine.step()
+        self._engine.runner = self._runner
+        self._engine.step()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            self._engine.step()
+        elapsed = time.perf_counter() - started
+        assert not self._engine.has_work()
+        return elapsed
+
+    def prefill(self) -> float:
+        """One request of one token."""
+        return self._run(self._request(self._num_context, 1))
+
+    def picture(self) -> float:
+        """As the runner encodes it, cache aside."""
+        pixels = self._pixels()[None]
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self._runner.model.encode_images(pixels)
+        return time.perf_counter() - started
+
+    def first_token(self) -> float:
+        """One request of one token."""
+        self._last = self._request(NUM_TEXT_TOKENS, 1, with_picture=True)
+        return self._run(self._last)
+
+    def repeat(self) -> float:
+        """The same request under another id."""
+        if self._last is None:
+            self.first_token()
+        assert self._last is not None
+        last = self._last
+        return self._run(
+            EngineRequest(self._next_id(), last.prompt_token_ids, last.sampling, last.images)
+        )
+
+    def _run(self, request: EngineRequest) -> float:
+        started = time.perf_counter()
+        self._engine.add(request)
+        while self._engine.has_work():
+            for output in self._engine.step():
+                assert output.error is None, output.error
+        return time.perf_counter() - started
+
+    def _request(self, num_text: int, max_tokens: int, with_picture: bool = False) -> EngineRequest:
+        request_id = self._next_id()
+        config = self._config
+        ids = torch.randint(3, config.text.vocab_size - 64, (num_text,), generator=self._generator)
+        slots, images = [], ()
+        if with_picture:
+            slots = [config.image_token_id] * config.tokens_per_image
+            images = (ImageInput(0, len(slots), request_id, self._pixels()),)
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        return EngineRequest(request_id, slots + ids.tolist(), sampling, images)
+
+    def _pixels(self) -> torch.Tensor:
+        size = self._config.vision.image_size
+        return torch.randn(3, size, size, generator=self._generator)
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"peer-{self._num_requests}"
+
+
+class _SkippingRunner:
+    """Stands before a runner and draws token 5 without computing anything."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch) -> StepResult:
+        """A step of no time."""
+        return StepResult([TokenChoice(5) if item.samples else None for item in batch.items])
+
+
+def _fill_with_noise(runner: TorchRunner) -> None:
+    """Untouched memory is one page of zeros, read from the cache; and it could be anything."""
+    pool, text = runner._kv_pool, runner.model.config.text
+    slots = torch.arange(pool.num_blocks * pool.block_size)
+    shape = (len(slots), text.num_kv_heads, text.head_dim)
+    noise = torch.randn(shape).to(runner._dtype)
+    for layer in range(text.num_layers):
+        pool.write(layer, slots, noise, noise)

@@ -1,0 +1,105 @@
+"""What a system under comparison can be asked, and the questions.
+
+Used by all of this package. Every answer is the seconds that something took; loading, warming up and preparing do not
+count. Knows no system.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+#: text tokens beside the picture, in `first_token` and in the length of every context
+NUM_TEXT_TOKENS = 32
+
+Task = Literal["decode", "prefill", "picture", "first_token", "repeat"]
+
+
+class Peer(Protocol):
+    """One model in one precision, loaded and ready."""
+
+    def decode(self, batch_size: int, num_steps: int) -> float:
+        """Steps of one token for each sequence, behind contexts of a picture prompt's length."""
+        ...
+
+    def prefill(self) -> float:
+        """A new prompt of a picture prompt's length, of text, until its next token is known."""
+        ...
+
+    def picture(self) -> float:
+        """Tower and projector of one new picture, pixels to features."""
+        ...
+
+    def first_token(self) -> float:
+        """A new picture and text, until the first token is known."""
+        ...
+
+    def repeat(self) -> float:
+        """The last picture and text of `first_token` again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A question. Decoding has a batch size and a number of steps."""
+
+    name: str
+    task: Task
+    unit: Literal["tok/s", "ms"] = "ms"
+    batch_size: int = 1
+    num_steps: int = 0
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Of the task's function."""
+        is_decode = self.task == "decode"
+        return {"batch_size": self.batch_size, "num_steps": self.num_steps} if is_decode else {}
+
+    def value(self, seconds: float, num_context: int) -> float:
+        """An answer in the unit. `num_context`: tokens of a picture prompt."""
+        if self.unit == "ms":
+            return seconds * 1e3
+        num_tokens = self.batch_size * self.num_steps if self.task == "decode" else num_context
+        return num_tokens / seconds
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("decode-1", "decode", "tok/s", 1, 16),
+        Workload("decode-4", "decode", "tok/s", 4, 8),
+        Workload("decode-16", "decode", "tok/s", 16, 4),
+        Workload("prefill", "prefill", "tok/s"),
+        Workload("picture", "picture"),
+        Workload("first-token", "first_token"),
+        Workload("repeat", "repeat"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SystemName:
+    """Who computes, in which precision, and how: `transformers:bfloat16:compiled`."""
+
+    maker: str
+    precision: str
+    mode: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "SystemName":
+        """Raises: ValueError."""
+        maker, _, rest = text.partition(":")
+        precision, _, mode = rest.partition(":")
+        if precision not in PRECISIONS.get(maker, ()) or mode not in MODES.get(maker, ("",)):
+            known = [f"{name}:{each}" for name, several in PRECISIONS.items() for each in several]
+            raise ValueError(f"no system is called {text!r}; there are {', '.join(known)}")
+        return cls(maker, precision, mode)
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (self.maker, self.precision, self.mode) if part)
+
+
+PRECISIONS = {
+    "ours": ("float32", "bfloat16", "int8", "int4"),
+    "transformers": ("float32", "bfloat16"),
+    "llama.cpp": ("F32", "F16", "BF16", "Q8_0", "Q4_0"),
+}
+MODES = {"transformers": ("", "compiled")}

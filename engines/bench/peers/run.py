@@ -1,0 +1,127 @@
+"""The comparison: systems take turns at each workload, round by round.
+
+Called by `vlm bench peers`. What else the machine does falls so on all of them alike.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from engines.bench.machine import cpu_name
+from engines.bench.peers.fleet import Fleet, PeerFailure
+from engines.bench.peers.install import LLAMA_CPP_VERSION
+from engines.bench.peers.peer import NUM_TEXT_TOKENS, WORKLOADS, SystemName, Workload
+from engines.bench.peers.plot import write_plots
+from engines.bench.peers.report import TABLE_WIDTH, show
+from engines.bench.peers.results import Result, Results
+from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """What to compare. Fields mean what the command's options say."""
+
+    model: Path | None
+    systems: tuple[str, ...]
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    rounds: int = 3
+    num_threads: int = 2
+    folder: Path = Path(".cache/peers")
+    results: Path | None = None
+    plots: Path | None = None
+
+
+class Comparison:
+    """Systems and workloads of one run."""
+
+    def __init__(self, options: PeerOptions) -> None:
+        """Raises: ValueError for an unknown system or workload; UnsupportedCheckpoint."""
+        unknown = set(options.workloads) - WORKLOADS.keys()
+        if unknown:
+            raise ValueError(f"workloads are {', '.join(WORKLOADS)}")
+        self.options = options
+        self.systems = [SystemName.parse(name) for name in options.systems]
+        self.workloads = [WORKLOADS[name] for name in options.workloads]
+        self.checkpoint = options.model or _default_checkpoint(options.folder)
+        self.num_context = read_config(self.checkpoint).tokens_per_image + NUM_TEXT_TOKENS
+
+    def about(self) -> dict[str, str | int]:
+        """What the numbers belong to."""
+        return {
+            "model": self.checkpoint.name,
+            "context": self.num_context,
+            "cpu": cpu_name(),
+            "threads": self.options.num_threads,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+            "llama-cpp-python": LLAMA_CPP_VERSION,
+        }
+
+    def measure(self) -> list[Result]:
+        """All cells. Raises: PeerFailure, and what installing raises."""
+        options = {
+            "checkpoint": str(self.checkpoint),
+            "num_threads": self.options.num_threads,
+            "max_batch_size": max(workload.batch_size for workload in self.workloads),
+            "files": str(self.options.folder / "gguf" / self.checkpoint.name),
+        }
+        cells = [(system, workload) for workload in self.workloads for system in self.systems]
+        seconds: dict[tuple[SystemName, Workload], list[float]] = {cell: [] for cell in cells}
+        turns = [
+            (system, workload)
+            for workload in self.workloads
+            for _ in range(self.options.rounds)
+            for system in self.systems
+        ]
+        with Fleet(self.systems, self.options.folder, options) as fleet:
+            for system, workload in cells:
+                if workload.task == "decode":  # the first touches weights and chooses caches
+                    fleet.ask(system, workload)
+            for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
+                seconds[cell].append(fleet.ask(*cell))
+        return [self._result(*cell, seconds[cell]) for cell in cells]
+
+    def _result(self, system: SystemName, workload: Workload, seconds: list[float]) -> Result:
+        return Result(
+            system=str(system),
+            workload=workload.name,
+            unit=workload.unit,
+            values=[workload.value(each, self.num_context) for each in seconds],
+            measured_at=datetime.now(UTC).isoformat(timespec="minutes"),
+            load_average=os.getloadavg()[0],
+        )
+
+
+def run(options: PeerOptions, as_json: bool) -> None:
+    """The command. Raises: SystemExit with the reason."""
+    try:
+        comparison = Comparison(options)
+        results = Results.read(options.results, comparison.about())
+        results.add(comparison.measure())
+    except (PeerFailure, UnsupportedCheckpoint, ValueError, OSError) as error:
+        raise SystemExit(f"bench peers: {error}") from None
+    if options.results:
+        options.results.write_text(results.to_json())
+    if options.plots:
+        write_plots(results, options.plots)
+    if as_json:
+        print(results.to_json(), end="")
+    else:
+        console = Console()
+        console.width = max(console.width, TABLE_WIDTH)
+        show(console, results)
+
+
+def _default_checkpoint(folder: Path) -> Path:
+    """Random weights of a 1.1 B decoder behind CLIP ViT-L/14 at 336 px."""
+    directory = folder / "llava-1b"
+    if not directory.exists():
+        make_checkpoint("llava-1b", directory)
+    return directory

@@ -1,0 +1,46 @@
+"""The process of one system: questions as JSON lines on stdin, seconds as JSON lines on stdout.
+
+Started by `fleet`. Libraries may print what they like: their stdout is our stderr.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import engines.torch_backend  # noqa: F401 - must come before transformers
+from engines.bench.peers.peer import Peer, SystemName
+
+
+def create_peer(system: SystemName, options: dict[str, Any]) -> Peer:
+    """Load a system. Raises: what it raises."""
+    checkpoint, num_threads = Path(options["checkpoint"]), options["num_threads"]
+    if system.maker == "transformers":
+        from engines.bench.peers.hugging_face import HuggingFace  # noqa: PLC0415
+
+        return HuggingFace(checkpoint, system.precision, system.mode, num_threads)
+    max_batch_size = options["max_batch_size"]
+    if system.maker == "llama.cpp":
+        from engines.bench.peers.llama_cpp_peer import LlamaCpp  # noqa: PLC0415 - not installed with us
+
+        files = Path(options["files"])
+        return LlamaCpp(checkpoint, system.precision, num_threads, max_batch_size, files)
+    from engines.bench.peers.ours import Ours  # noqa: PLC0415
+
+    return Ours(checkpoint, system.precision, num_threads, max_batch_size)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    peer = create_peer(SystemName.parse(sys.argv[1]), json.loads(sys.argv[2]))
+    print(json.dumps("ready"), file=answers)
+    for line in sys.stdin:
+        task, arguments = json.loads(line)
+        print(json.dumps(getattr(peer, task)(**arguments)), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The comparison with peers: what is timed is computed, and slices of it add up."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from engines.bench.peers.hugging_face import HuggingFace
+from engines.bench.peers.ours import Ours
+from engines.bench.peers.peer import WORKLOADS, SystemName
+from engines.bench.peers.plot import draw
+from engines.bench.peers.report import compare
+from engines.bench.peers.results import Result, Results
+from engines.bench.peers.run import PeerOptions, run
+from engines.torch_backend.make_checkpoint import make_checkpoint
+
+ABOUT: dict[str, str | int] = {"model": "tiny", "threads": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("peers") / "tiny"
+    make_checkpoint("tiny", directory)
+    return directory
+
+
+def make_result(system: str, workload: str, *values: float) -> Result:
+    return Result(system, workload, WORKLOADS[workload].unit, list(values), "2026-11-21T00:00", 0.1)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
+    ours = Ours(tiny, "float32", 1, max_batch_size=16)
+    theirs = HuggingFace(tiny, "float32", "", 1)
+    for peer in (ours, theirs):
+        seconds = getattr(peer, workload.task)(**workload.arguments)
+        assert workload.value(seconds, 48) > 0
+
+
+def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
+    ours = Ours(tiny, "float32", 1, max_batch_size=4)
+    seen = []
+    compute = ours._runner.run
+
+    def look(batch):
+        seen.append(
+            [(item.sequence.num_computed_tokens, item.num_new_tokens) for item in batch.items]
+        )
+        blocks = [block for item in batch.items for block in item.sequence.block_ids]
+        assert len(set(blocks)) == len(blocks)
+        return compute(batch)
+
+    monkeypatch.setattr(ours._runner, "run", look)
+    ours.decode(batch_size=4, num_steps=2)
+    assert seen == [[(length, 1)] * 4 for length in (47, 48, 49)]
+
+
+def test_a_repeated_picture_is_found_and_a_new_one_is_not(tiny):
+    ours = Ours(tiny, "float32", 1, max_batch_size=1)
+    ours.first_token()
+    ours.first_token()
+    stats = ours._engine.stats()
+    assert (stats.num_prefix_hit_tokens, stats.num_encoder_hits) == (0, 0)
+    ours.repeat()
+    assert ours._engine.stats().num_prefix_hit_tokens == 32
+
+
+def test_values_are_tokens_of_all_sequences_or_milliseconds():
+    assert WORKLOADS["decode-4"].value(2.0, 608) == 4 * 8 / 2
+    assert WORKLOADS["prefill"].value(2.0, 608) == 304
+    assert WORKLOADS["picture"].value(2.0, 608) == 2000
+
+
+def test_a_command_measures_one_slice_and_keeps_the_others(tiny, tmp_path, capsys):
+    file = tmp_path / "results.json"
+    options = PeerOptions(
+        tiny, ("ours:float32",), ("decode-1",), rounds=1, folder=tmp_path, results=file,
+        plots=tmp_path / "plots",
+    )  # fmt: skip
+    run(options, as_json=True)
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads(file.read_text())
+    [row] = content["results"]
+    assert (row["system"], row["workload"], len(row["values"])) == ("ours:float32", "decode-1", 1)
+    assert (tmp_path / "plots" / "peers-decode-1.svg").exists()
+
+    results = Results.read(file, content["about"])
+    results.add([make_result("ours:int8", "decode-1", 5.0)])
+    assert {system for system, _ in results.by_cell} == {"ours:float32", "ours:int8"}
+    with pytest.raises(ValueError, match="is about"):
+        Results.read(file, content["about"] | {"threads": 7})
+
+
+def test_ratios_are_speeds_over_the_best_of_the_others():
+    results = Results(ABOUT)
+    results.add(
+        [
+            make_result("ours:bfloat16", "decode-1", 20.0),
+            make_result("ours:bfloat16", "picture", 100.0),
+            make_result("transformers:float32", "decode-1", 4.0),
+            make_result("transformers:bfloat16", "decode-1", 5.0, 10.0, 15.0),
+            make_result("transformers:float32", "picture", 300.0),
+            make_result("transformers:bfloat16", "picture", 250.0),
+            make_result("llama.cpp:BF16", "picture", 50.0),
+            make_result("llama.cpp:Q8_0", "decode-1", 1.0),
+        ]
+    )
+    assert compare(results, ["decode-1", "picture"]) == [
+        ("ours bfloat16 : transformers' best", [2.0, 2.5]),
+        ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
+    ]
+
+
+def test_a_plot_has_a_bar_for_each_system():
+    rows = [
+        make_result("ours:int4", "decode-1", 9.0),
+        make_result("llama.cpp:Q4_0", "decode-1", 3.0),
+    ]
+    picture = ElementTree.fromstring(draw("decode-1", rows))
+    bars = list(picture.iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert widths[0] == pytest.approx(3 * widths[1], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["vllm:bfloat16", "ours:Q8_0", "ours:int8:static"])
+def test_unknown_systems_are_named(name):
+    with pytest.raises(ValueError, match=name):
+        SystemName.parse(name)
+
+
+def test_a_wrong_workload_ends_with_the_reason(tiny):
+    with pytest.raises(SystemExit, match="bench peers: workloads are decode-1"):
+        run(PeerOptions(tiny, ("ours:float32",), ("sleep",)), as_json=True)
