@@ -80,7 +80,15 @@ FIXED_ROWS = [
 ]  # fmt: skip
 
 #: Limits with a test of their own, here or beside what they are about.
-ELSEWHERE = ("max_body_bytes", "max_image_", "max_header", "max_queue_", "max_open_", "max_key_")
+ELSEWHERE = (
+    "max_body_bytes",
+    "max_image_",
+    "max_header",
+    "max_queue_",
+    "max_open_",
+    "max_key_",
+    "max_wrong_",
+)
 
 
 def nested(depth: int) -> list[Any]:
