@@ -6,6 +6,8 @@ Pure but for nothing: it reads no clock and writes no socket.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
+
 from gateway.schemas import (
     ChatLogprob,
     ChoiceLogprobs,
@@ -33,6 +35,7 @@ class AnswerHead:
     created: int  #: epoch seconds
     model: str
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
 
 
 @dataclass(slots=True)

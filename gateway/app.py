@@ -96,7 +96,6 @@ def create_chat(services: Services, streams: Streams) -> ChatCompletions:
         services.admission,
         services.intake,
         streams,
-        services.key_limits,
         services.metrics,
         services.tracer,
         system_fingerprint=_fingerprint(),

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET, UnsetType
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
@@ -21,7 +22,6 @@ from gateway.errors import ApiError, Overloaded, unavailable, unexpected
 from gateway.exchange import ClientGone, Exchange
 from gateway.generation import Generation, Gone
 from gateway.intake import Intake
-from gateway.key_limits import KeyLimits
 from gateway.recorder import AnswerRecorder
 from gateway.reply import Reply, ReplyOptions, new_head, send_stream, send_whole
 from gateway.request_log import log_request
@@ -30,6 +30,7 @@ from gateway.schemas import ChatCompletionRequest
 from gateway.sse import error_frame
 from gateway.streams import StreamRecord, Streams, detach, fingerprint, last_event_id
 from gateway.timings import StageClock
+from gateway.translate import find_priority, find_service_tier
 from shared.metrics import GatewayMetrics
 from shared.protocol import ModelCard
 from shared.request_queue import QueueUnavailable
@@ -50,6 +51,7 @@ class ChatRun:
     clock: StageClock
     model: str = _OTHER
     user: str | None = None
+    service_tier: str | UnsetType = UNSET
     recorder: AnswerRecorder | None = None
     trace: RequestTrace | None = None
     created: int = field(
@@ -66,7 +68,6 @@ class ChatCompletions:
         admission: Admission,
         intake: Intake,
         streams: Streams,
-        key_limits: KeyLimits,
         metrics: GatewayMetrics,
         tracer: "Tracer | None",
         system_fingerprint: str,
@@ -75,7 +76,6 @@ class ChatCompletions:
         self.admission = admission
         self.intake = intake
         self.streams = streams
-        self.key_limits = key_limits
         self.metrics = metrics
         self.tracer = tracer
         self.system_fingerprint = system_fingerprint
@@ -90,7 +90,7 @@ class ChatCompletions:
         error: ApiError | None = None
         outcome = "cancelled"
         try:
-            with self.admission, self.key_limits.request(context.cache_salt):
+            with self.admission:
                 await self._serve(run, exchange, context)
             outcome = "ok"
         except Exception as raised:
@@ -121,12 +121,16 @@ class ChatCompletions:
     async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
         options, generation = await self._take_in(run, exchange, context)
         watcher = asyncio.create_task(close_when_gone(exchange, generation))
-        recorder = AnswerRecorder(run.model, len(generation.choices), run.clock, self.metrics)
+        recorder = AnswerRecorder(
+            run.model, len(generation.choices), run.clock, self.metrics, context.priority
+        )
         run.recorder = recorder
         reply = Reply(
             exchange=exchange,
             options=options,
-            head=new_head(context.id, run.model, run.created, self.system_fingerprint),
+            head=new_head(
+                context.id, run.model, run.created, self.system_fingerprint, run.service_tier
+            ),
             generation=generation,
             recorder=recorder,
         )
@@ -147,6 +151,8 @@ class ChatCompletions:
         with self.admission.hold_body() as held:
             request = await self.intake.read(exchange, context, held)
             run.user = request.user
+            context.priority = find_priority(request, context.headers)
+            run.service_tier = find_service_tier(request, context.priority)
             if run.trace is not None:
                 run.trace.describe(request)
             card = await self.intake.find_model(request.model)
@@ -199,6 +205,7 @@ def to_record(
     created: int,
 ) -> StreamRecord:
     """What another gateway must know of a detached request."""
+    tier = find_service_tier(request, context.priority)
     return StreamRecord(
         model=model,
         tenant=context.cache_salt,
@@ -207,6 +214,7 @@ def to_record(
         include_usage=options.include_usage,
         with_logprobs=options.with_logprobs,
         shows_timings=options.shows_timings,
+        service_tier="" if tier is UNSET else tier,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.logs import request_id
+from shared.protocol import Priority
 from shared.trace_context import parse_trace_parent
 
 SCOPE_KEY = "vlm.context"
@@ -28,6 +29,7 @@ class RequestContext:
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     cache_salt: str = ""
     is_detached: bool = False  #: the request goes on when its client leaves
+    priority: Priority = Priority.INTERACTIVE
     trace_parent: str | None = None  #: W3C: the caller's span, then the one that we made below it
 
 

@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 
 from gateway.generation import Generation
-from gateway.key_limits import KeyLimits
 from shared.mailbox import Mailbox
 from shared.metrics import GatewayMetrics
 from shared.protocol import ErrorCode, GenerateEvent, GenerateRequest
-from shared.request_queue import QueueUnavailable, RequestQueue
+from shared.request_queue import Bounds, QueueRefused, QueueUnavailable, RequestQueue
 
 _WATCH_PAUSE_S = 0.25
 _RESTART_PAUSE_S = 0.5
@@ -36,15 +35,11 @@ class Dispatcher:
         metrics: GatewayMetrics,
         *,
         silence_timeout_s: float,
-        max_queue_depth: int,
-        key_limits: KeyLimits,
     ) -> None:
         self.queue = queue
         self.mailbox = mailbox
         self.metrics = metrics
         self.silence_timeout_s = silence_timeout_s
-        self.max_queue_depth = max_queue_depth
-        self.key_limits = key_limits
         self._open: dict[str, tuple[Generation, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -67,41 +62,34 @@ class Dispatcher:
         """Choices without a terminal event."""
         return len(self._open)
 
-    async def submit(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Generation:
-        """Queue the choices of one request.
+    async def submit(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds
+    ) -> Generation:
+        """Queue the choices of one request, each of which may come to so many tokens.
 
-        Raises: QueueFull, QueueUnavailable, Overloaded; then nothing stays queued.
+        Raises: QueueRefused, QueueUnavailable; then nothing stays queued.
         """
-        let_go = self.key_limits.hold_tokens(requests)
         generation = Generation(
             requests[0].model,
             [request.request_id for request in requests],
             time.monotonic() + timeout_s,
             self._forget,
         )
-        generation.when_closed(lambda _: let_go())
         generation.is_detached = requests[0].is_detached
         for index, request in enumerate(requests):
             self._open[request.request_id] = (generation, index)
         try:
-            await self._enqueue(requests, timeout_s)
+            await self.queue.enqueue(
+                requests, timeout_s=timeout_s, num_tokens=num_tokens, bounds=bounds
+            )
+        except QueueRefused:
+            generation.settle()
+            generation.close()
+            raise
         except BaseException:
             generation.close()
             raise
         return generation
-
-    async def _enqueue(self, requests: Sequence[GenerateRequest], timeout_s: float) -> None:
-        depth = self.max_queue_depth
-        if len(requests) == 1:
-            await self.queue.enqueue(requests[0], timeout_s=timeout_s, max_depth=depth)
-            return
-        results = await asyncio.gather(
-            *(self.queue.enqueue(r, timeout_s=timeout_s, max_depth=depth) for r in requests),
-            return_exceptions=True,
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
 
     def fail_all(self, message: str) -> None:
         """End everything that is open with an error."""

@@ -115,6 +115,11 @@ class Generation:
         """The requests of choices that the fleet has not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]
 
+    def settle(self) -> None:
+        """Nobody works on it, so that there is nothing to cancel."""
+        for choice in self.choices:
+            choice.is_settled = True
+
     def deliver(self, choice: int, event: GenerateEvent) -> bool:
         """Take an event from a worker. Returns whether it was news."""
         progress = self.choices[choice]

@@ -8,13 +8,14 @@ import itertools
 import random
 import time
 
-from gateway.admission import Admission, HeldBody
+from gateway.admission import HeldBody
 from gateway.context import RequestContext
 from gateway.dispatcher import Dispatcher
 from gateway.errors import InvalidRequest
 from gateway.exchange import Exchange
 from gateway.generation import Generation
 from gateway.images import ImageLoader, ImageSource, LoadedImage
+from gateway.key_limits import KeyLimits, possible_tokens
 from gateway.models import ModelDirectory
 from gateway.request_body import decode_request, read_body
 from gateway.schemas import ChatCompletionRequest
@@ -32,7 +33,7 @@ from shared.image_store import ImageStore
 from shared.limits import LimitSettings
 from shared.metrics import GatewayMetrics
 from shared.protocol import GenerateRequest, ModelCard
-from shared.request_queue import QueueFull
+from shared.request_queue import QueueRefused
 from shared.settings import GatewaySettings
 
 #: Pictures that nobody releases outlive their request's deadline by that much.
@@ -48,7 +49,7 @@ class Intake:
         settings: GatewaySettings,
         limits: LimitSettings,
         *,
-        admission: Admission,
+        key_limits: KeyLimits,
         models: ModelDirectory,
         loader: ImageLoader,
         image_store: ImageStore,
@@ -58,7 +59,7 @@ class Intake:
         self.gateway_id = gateway_id
         self.settings = settings
         self.limits = limits
-        self.admission = admission
+        self.key_limits = key_limits
         self.models = models
         self.loader = loader
         self.image_store = image_store
@@ -94,6 +95,7 @@ class Intake:
         clock: StageClock,
     ) -> Generation:
         """Queue one request per choice. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
+        self.key_limits.check(card.name, context.cache_salt)
         count = num_choices(request, self.limits)
         sampling = translate_sampling(request, self.limits, seed=random.getrandbits(64))
         conversation = translate_messages(request.messages, self.limits)
@@ -107,20 +109,22 @@ class Intake:
             sampling=sampling,
             images=tuple(image.ref for image in images),
             cache_salt=context.cache_salt,
+            priority=context.priority,
             trace_parent=context.trace_parent,
             is_detached=context.is_detached,
             stream=bool(request.stream),
         )
         requests = split_choices(generate, count)
+        num_tokens = possible_tokens(generate, card)
         if not images:
-            return await self._enqueue(requests, clock)
+            return await self._enqueue(requests, num_tokens, clock)
         pictures = {image.ref.sha256: image.data for image in images}
         digests = list(pictures)  # the bytes need not live as long as the request
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
             await self.image_store.put_all(pictures.items(), ttl_s, holder)
-            generation = await self._enqueue(requests, clock)
+            generation = await self._enqueue(requests, num_tokens, clock)
         except BaseException:
             self.image_store.release_soon(digests, holder)
             raise
@@ -128,12 +132,17 @@ class Intake:
             generation.when_closed(lambda _: self.image_store.release_soon(digests, holder))
         return generation
 
-    async def _enqueue(self, requests: list[GenerateRequest], clock: StageClock) -> Generation:
+    async def _enqueue(
+        self, requests: list[GenerateRequest], num_tokens: int, clock: StageClock
+    ) -> Generation:
         clock.submitted_at = time.perf_counter()
+        first = requests[0]
+        bounds = self.key_limits.bounds(first.priority)
+        timeout_s = self.settings.request_timeout_s
         try:
-            return await self.dispatcher.submit(requests, self.settings.request_timeout_s)
-        except QueueFull:
-            raise self.admission.overloaded("queue_full") from None
+            return await self.dispatcher.submit(requests, timeout_s, num_tokens, bounds)
+        except QueueRefused as refused:
+            raise self.key_limits.to_error(refused, first.model, first.cache_salt) from None
 
     async def _load_images(
         self, sources: list[ImageSource], clock: StageClock

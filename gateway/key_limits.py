@@ -1,25 +1,25 @@
-"""What one API key may use of a gateway: requests, tokens, places; and what all keys together may.
+"""What a request may come to, what may be open of one model in the whole fleet, and what the refused are told.
 
 Tokens are those that a request may come to: its text at four characters a token, its pictures, and the longest answer
-that it allows. A key beyond its own limits gets 429, a fleet beyond its own 503. As long as tokens are plenty a key may
-hold any number of them; when half are held, no key gets more than its share. It must not know HTTP or Redis.
+that it allows. Redis counts, in the call that queues the request, so that any number of gateways admit as much as one.
+A key beyond its own limits gets 429, a fleet beyond its own 503. It must not know HTTP or Redis.
 """
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from gateway.errors import Overloaded
 from shared.limits import LimitSettings
-from shared.protocol import GenerateRequest, TextPart
+from shared.protocol import GenerateRequest, ModelCard, Priority, TextPart
+from shared.request_queue import Bounds, QueueRefused
 
 CHARS_PER_TOKEN = 4
-TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5; others are near enough
+TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose pictures vary
 #: Of an answer whose length the client leaves open.
 OPEN_ANSWER_TOKENS = 512
-MINUTE_S = 60.0
+#: Tenants of models that are remembered as refused.
+MAX_REFUSED = 10_000
 
 
 class KeyLimitExceeded(Overloaded):
@@ -33,104 +33,76 @@ class KeyLimitExceeded(Overloaded):
         super().__init__(reason, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
-class Bucket:
-    """So much a minute, and at most a minute's worth at once. Where one is left, more may be taken, into debt."""
-
-    def __init__(self, per_minute: int, now: float) -> None:
-        self._rate = per_minute / MINUTE_S
-        self._most = self._level = float(per_minute)
-        self._at = now
-
-    def wait_s(self, now: float) -> float:
-        """How long until something may be taken; 0 is now."""
-        self._level = min(self._most, self._level + (now - self._at) * self._rate)
-        self._at = now
-        return 0.0 if self._level > 1 - 1e-9 else (1 - self._level) / self._rate
-
-    def take(self, amount: int) -> None:
-        """Take it; what is owed is waited for later."""
-        self._level -= amount
-
-
 class KeyLimits:
-    """The use of each tenant; there are as many as keys. `retry_after_s` says when places are free again."""
+    """The bounds of each queue. `overloaded` makes the error for a reason that is the fleet's."""
 
     def __init__(
         self,
         limits: LimitSettings,
-        retry_after_s: Callable[[], int],
+        overloaded: Callable[[str], Overloaded],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
-        self._retry_after_s = retry_after_s
+        self._overloaded = overloaded
         self._clock = clock
-        self._num_open: Counter[str] = Counter()
-        self._open_tokens: Counter[str] = Counter()
-        self._request_buckets: dict[str, Bucket] = {}
-        self._token_buckets: dict[str, Bucket] = {}
+        self._refused: dict[tuple[str, str], tuple[str, float]] = {}  # the reason, and until when
+        self._bounds = {priority: to_bounds(limits, priority) for priority in Priority}
 
-    @contextmanager
-    def request(self, tenant: str) -> Iterator[None]:
-        """A place for one request of a tenant. Raises: KeyLimitExceeded."""
-        most = self._limits.max_key_open_requests
-        if most and self._num_open[tenant] >= most:
-            raise KeyLimitExceeded("key_open", f"{most} open requests", self._retry_after_s())
-        per_minute = self._limits.max_key_requests_per_minute
-        self._take(self._request_buckets, tenant, per_minute, 1, "requests")
-        self._num_open[tenant] += 1
-        try:
-            yield
-        finally:
-            self._release(self._num_open, tenant, 1)
+    def bounds(self, priority: Priority) -> Bounds:
+        """How much of a queue there may be."""
+        return self._bounds[priority]
 
-    def hold_tokens(self, requests: Sequence[GenerateRequest]) -> Callable[[], None]:
-        """The tokens of one request's choices; returns how to let them go. Raises: Overloaded, KeyLimitExceeded."""
-        tenant = requests[0].cache_salt
-        num_tokens = sum(map(possible_tokens, requests))
-        self._check_share(tenant, num_tokens)
-        per_minute = self._limits.max_key_tokens_per_minute
-        self._take(self._token_buckets, tenant, per_minute, num_tokens, "tokens")
-        self._open_tokens[tenant] += num_tokens
-        return lambda: self._release(self._open_tokens, tenant, num_tokens)
+    def check(self, model: str, tenant: str) -> None:
+        """Refuse without asking Redis whom it has told to wait, as its minute cannot end earlier.
 
-    def _check_share(self, tenant: str, num_tokens: int) -> None:
-        """A request alone is never too much, or it could never be served."""
-        most, held = self._limits.max_open_tokens, self._open_tokens.total()
-        if held and held + num_tokens > most:
-            raise Overloaded(
-                "open_tokens",
-                "The server is overloaded; retry later.",
-                code="server_overloaded",
-                retry_after_s=self._retry_after_s(),
-            )
-        own = self._open_tokens[tenant]
-        num_sharing = len(self._open_tokens) + (own == 0)
-        if own and held + num_tokens > most / 2 and own + num_tokens > most / num_sharing:
-            what = "its share of the tokens in use"
-            raise KeyLimitExceeded("key_share", what, self._retry_after_s())
-
-    def _take(
-        self, buckets: dict[str, Bucket], tenant: str, per_minute: int, amount: int, what: str
-    ) -> None:
-        if not per_minute:
+        Raises: KeyLimitExceeded.
+        """
+        found = self._refused.get((model, tenant))
+        if found is None:
             return
-        now = self._clock()
-        bucket = buckets.setdefault(tenant, Bucket(per_minute, now))
-        if wait_s := bucket.wait_s(now):
-            told = f"{per_minute} {what} per minute"
-            raise KeyLimitExceeded(f"key_{what}", told, math.ceil(wait_s))
-        bucket.take(amount)
+        reason, until = found
+        wait_s = until - self._clock()
+        if wait_s > 0:
+            raise self._key_limit_exceeded(reason, wait_s)
+        del self._refused[(model, tenant)]
 
-    @staticmethod
-    def _release(counter: Counter[str], tenant: str, amount: int) -> None:
-        counter[tenant] -= amount
-        if counter[tenant] <= 0:
-            del counter[tenant]
+    def to_error(self, refused: QueueRefused, model: str, tenant: str) -> Overloaded:
+        """What the client is told."""
+        if not refused.reason.startswith("key_"):
+            return self._overloaded(refused.reason)
+        if refused.wait_s and len(self._refused) < MAX_REFUSED:
+            self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
+        return self._key_limit_exceeded(refused.reason, refused.wait_s)
+
+    def _key_limit_exceeded(self, reason: str, wait_s: float) -> KeyLimitExceeded:
+        limits = self._limits
+        what = {
+            "key_open": f"{limits.max_key_open_requests} open requests",
+            "key_share": "its share of the tokens in use",
+            "key_requests": f"{limits.max_key_requests_per_minute} requests per minute",
+            "key_tokens": f"{limits.max_key_tokens_per_minute} tokens per minute",
+        }[reason]
+        retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
+        return KeyLimitExceeded(reason, what, retry_after_s)
 
 
-def possible_tokens(request: GenerateRequest) -> int:
-    """What a request may come to."""
+def to_bounds(limits: LimitSettings, priority: Priority) -> Bounds:
+    """The bounds of interactive or batch requests; the latter leave half of the tokens to the former."""
+    is_batch = priority is Priority.BATCH
+    return Bounds(
+        max_waiting=limits.max_batch_queue_depth if is_batch else limits.max_queue_depth,
+        max_tokens=limits.max_open_tokens // 2 if is_batch else limits.max_open_tokens,
+        max_tenant_requests=limits.max_key_open_requests,
+        max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
+        max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
+    )
+
+
+def possible_tokens(request: GenerateRequest, card: ModelCard) -> int:
+    """What a request may come to, and never more than the model holds."""
     parts = [part for message in request.messages for part in message.parts]
     num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    per_image = card.tokens_per_image or TOKENS_PER_IMAGE
     answer = request.sampling.max_tokens or OPEN_ANSWER_TOKENS
-    return num_chars // CHARS_PER_TOKEN + TOKENS_PER_IMAGE * len(request.images) + answer
+    num_tokens = num_chars // CHARS_PER_TOKEN + per_image * len(request.images) + answer
+    return max(1, min(num_tokens, card.max_model_len))

@@ -43,7 +43,7 @@ def create_probes(
         with suppress(QueueUnavailable):
             for name in models.cards:
                 metrics.set_queue_age(name, await queue.age_s(name))
-                metrics.set_queue_depth(name, await queue.depth(name))
+                metrics.set_queue_depth(name, await queue.depth(name), await queue.backlog(name))
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router

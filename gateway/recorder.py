@@ -11,19 +11,25 @@ from gateway.errors import from_failed
 from gateway.generation import ChoiceEvent
 from gateway.timings import StageClock, slowest, stages_of, ttft_of
 from shared.metrics import GatewayMetrics, RequestRecord
-from shared.protocol import Delta, Failed, Finished
+from shared.protocol import Delta, Failed, Finished, Priority
 
 
 class AnswerRecorder:
     """Notes events on their way to the client. Units: seconds."""
 
     def __init__(
-        self, model: str, num_choices: int, clock: StageClock, metrics: GatewayMetrics
+        self,
+        model: str,
+        num_choices: int,
+        clock: StageClock,
+        metrics: GatewayMetrics,
+        priority: Priority = Priority.INTERACTIVE,
     ) -> None:
         self.model = model
         self.num_choices = num_choices
         self.clock = clock
         self.metrics = metrics
+        self.priority = priority
         self.totals = AnswerTotals()
         self._last_token_at: dict[int, float] = {}
 
@@ -70,6 +76,7 @@ class AnswerRecorder:
         self.metrics.record_finished(
             RequestRecord(
                 model=self.model,
+                priority=self.priority.value,
                 stages=stages,
                 e2e_s=e2e_s,
                 ttft_s=self._ttft_s(stages, streamed),

@@ -115,6 +115,12 @@ def _timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: boo
     ]
 
 
-def new_head(request_id: str, model: str, created: int, system_fingerprint: str) -> AnswerHead:
+def new_head(
+    request_id: str,
+    model: str,
+    created: int,
+    system_fingerprint: str,
+    service_tier: str | UnsetType = UNSET,
+) -> AnswerHead:
     """The fields that every piece of an answer repeats."""
-    return AnswerHead(f"chatcmpl-{request_id}", created, model, system_fingerprint)
+    return AnswerHead(f"chatcmpl-{request_id}", created, model, system_fingerprint, service_tier)

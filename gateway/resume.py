@@ -2,9 +2,11 @@
 
 import asyncio
 
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from gateway.admission import Admission
+from gateway.answer import AnswerHead
 from gateway.chat import close_when_gone, fail, to_api_error
 from gateway.context import RequestContext, context_of
 from gateway.errors import ApiError
@@ -57,7 +59,7 @@ class ResumeStream:
         reply = Reply(
             exchange=exchange,
             options=_options(record, last_id),
-            head=new_head(request_id, record.model, record.created, self.system_fingerprint),
+            head=_head(request_id, record, self.system_fingerprint),
             generation=generation,
             recorder=AnswerRecorder(record.model, 1, clock, self.metrics),
         )
@@ -66,6 +68,11 @@ class ResumeStream:
         finally:
             generation.close()
             watcher.cancel()
+
+
+def _head(request_id: str, record: StreamRecord, system_fingerprint: str) -> AnswerHead:
+    tier = record.service_tier or UNSET
+    return new_head(request_id, record.model, record.created, system_fingerprint, tier)
 
 
 def _options(record: StreamRecord, last_id: int) -> ReplyOptions:

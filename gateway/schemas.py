@@ -7,7 +7,7 @@ or HTTP.
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -31,6 +31,7 @@ from shared.limits import (
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
@@ -55,7 +56,6 @@ class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
     ) = None
     store: Ignored = UNSET
-    service_tier: Ignored = UNSET
     parallel_tool_calls: Ignored = UNSET
     safety_identifier: Ignored = UNSET
     prompt_cache_key: Ignored = UNSET
@@ -126,6 +126,7 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: ServiceTier | None = None  #: `flex` is batch work; the others are interactive
     user: UserName | None = None  #: the log holds a short hash of it
     timings: bool | None = None  #: ours: the answer ends with its stage timings
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
@@ -199,6 +200,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[Choice]
     usage: CompletionUsage
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
     timings: dict[str, float] | UnsetType = UNSET
 
 
@@ -227,6 +229,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChunkChoice]
+    service_tier: str | UnsetType = UNSET
     usage: CompletionUsage | UnsetType | None = UNSET
     timings: dict[str, float] | UnsetType = UNSET
 

@@ -34,7 +34,7 @@ class Services:
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
-        self.key_limits = KeyLimits(settings.limits, self.admission.retry_after_s)
+        self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
         self.queue = RequestQueue(self._redis, prefix)
         self.image_store = ImageStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
@@ -45,8 +45,6 @@ class Services:
             self.mailbox,
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
-            max_queue_depth=settings.limits.max_queue_depth,
-            key_limits=self.key_limits,
         )
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)
@@ -58,7 +56,7 @@ class Services:
             self.gateway_id,
             self.settings.gateway,
             self.settings.limits,
-            admission=self.admission,
+            key_limits=self.key_limits,
             models=self.models,
             loader=self.loader,
             image_store=self.image_store,

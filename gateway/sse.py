@@ -152,6 +152,7 @@ class ChunkWriter:
             model=head.model,
             system_fingerprint=head.system_fingerprint,
             choices=choices,
+            service_tier=head.service_tier,
             usage=usage,
             timings=timings,
         )

@@ -52,6 +52,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     include_usage: bool
     with_logprobs: bool
     shows_timings: bool
+    service_tier: str = ""  #: where the request named one
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)

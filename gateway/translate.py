@@ -5,9 +5,10 @@ Every quantity that a client controls is held against `LimitSettings` here, and 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from gateway.errors import InvalidRequest
@@ -26,9 +27,13 @@ from shared.protocol import (
     GenerateRequest,
     ImagePart,
     ModelCard,
+    Priority,
     SamplingParams,
     TextPart,
 )
+
+#: For clients that cannot say `service_tier`; it goes before.
+PRIORITY_HEADER = b"x-vlm-priority"
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
@@ -164,6 +169,24 @@ def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int 
     if (request.top_logprobs or 0) > limits.max_top_logprobs:
         raise _invalid("top_logprobs", f"at most {limits.max_top_logprobs}")
     return request.top_logprobs or 0
+
+
+def find_priority(request: ChatCompletionRequest, headers: Mapping[bytes, bytes]) -> Priority:
+    """What the header says, else the service tier. Raises: InvalidRequest."""
+    name = headers.get(PRIORITY_HEADER)
+    if name is None:
+        return Priority.BATCH if request.service_tier == "flex" else Priority.INTERACTIVE
+    for priority in Priority:
+        if name == priority.value.encode():
+            return priority
+    raise _invalid(PRIORITY_HEADER.decode(), "interactive or batch")
+
+
+def find_service_tier(request: ChatCompletionRequest, priority: Priority) -> str | UnsetType:
+    """The tier that a request is served as, if it named one."""
+    if request.service_tier is None:
+        return UNSET
+    return "flex" if priority is Priority.BATCH else "default"
 
 
 def num_choices(request: ChatCompletionRequest, limits: LimitSettings) -> int:

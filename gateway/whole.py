@@ -35,6 +35,7 @@ def to_completion(
         system_fingerprint=head.system_fingerprint,
         choices=[_to_choice(i, choice, with_logprobs) for i, choice in enumerate(choices)],
         usage=totals.usage(),
+        service_tier=head.service_tier,
     )
 
 

@@ -61,13 +61,16 @@ class LimitSettings(Group):
     max_queue_depth: int = Field(
         default=1024, ge=1, description="Requests that wait in a model's queue."
     )
+    max_batch_queue_depth: int = Field(
+        default=1024, ge=1, description="Batch requests that wait besides."
+    )
     max_open_requests: int = Field(
         default=4096, ge=1, description="Requests that one gateway keeps open."
     )
     max_open_tokens: int = Field(
         default=16_000_000,
         ge=1,
-        description="Tokens that the requests of one gateway may come to; shared by the keys.",
+        description="Tokens that a model's open requests may come to, batch ones to half; shared by the keys.",
     )
     max_wrong_keys_per_minute: int = Field(
         default=60,
@@ -75,11 +78,11 @@ class LimitSettings(Group):
         description="Wrong API keys of one client address a minute, at each gateway; 0: any.",
     )
     max_key_open_requests: int = Field(
-        default=0, ge=0, description="Requests that one API key keeps open at a gateway; 0: any."
+        default=0, ge=0, description="Answers of a model that one API key keeps open; 0: any."
     )
     max_key_requests_per_minute: int = Field(
-        default=0, ge=0, description="Requests of one API key a minute, at each gateway; 0: any."
+        default=0, ge=0, description="Requests of one API key to a model a minute; 0: any."
     )
     max_key_tokens_per_minute: int = Field(
-        default=0, ge=0, description="Tokens of one API key a minute, at each gateway; 0: any."
+        default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )

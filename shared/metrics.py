@@ -65,6 +65,8 @@ GATEWAY_METRICS = (
            ("model", "outcome")),
     Metric("vlm_request_stage_seconds", "histogram",
            "Time that finished requests spent in each stage.", ("stage", "model"), LATENCY_BUCKETS),
+    Metric("vlm_queue_wait_seconds", "histogram",
+           "The stage `queue` by priority: interactive or batch.", ("priority", "model"), LATENCY_BUCKETS),
     Metric("vlm_request_duration_seconds", "histogram",
            "E2E: received until the last byte of the answer.", ("model",), LATENCY_BUCKETS),
     Metric("vlm_time_to_first_token_seconds", "histogram",
@@ -83,6 +85,7 @@ GATEWAY_METRICS = (
     Metric("vlm_queue_depth", "gauge", "Requests in a model's queue, running ones included.", ("model",)),
     Metric("vlm_queue_age_seconds", "gauge",
            "How long the oldest request waits that no worker has taken; 0 if none waits.", ("model",)),
+    Metric("vlm_batch_backlog", "gauge", "Batch requests in it that no worker has been given.", ("model",)),
     Metric("vlm_open_requests", "gauge", "Requests that this gateway keeps open."),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
@@ -145,6 +148,7 @@ class RequestRecord:
     num_cached_tokens: int
     num_output_tokens: int  #: of all choices
     num_choices: int = 1
+    priority: str = "interactive"
 
 
 class GatewayMetrics:
@@ -182,9 +186,10 @@ class GatewayMetrics:
         """Count events that no open request wanted."""
         self._set.counters["vlm_dropped_events_total"].inc(count)
 
-    def set_queue_depth(self, model: str, depth: int) -> None:
-        """Set the length of a model's queue."""
+    def set_queue_depth(self, model: str, depth: int, backlog: int) -> None:
+        """Set the length of a model's queue, and how much of it is batch work that waits."""
         self._set.gauges["vlm_queue_depth"].labels(model).set(depth)
+        self._set.gauges["vlm_batch_backlog"].labels(model).set(backlog)
 
     def set_queue_age(self, model: str, age_s: float) -> None:
         """Set how long the oldest request of a model's queue waits."""
@@ -207,6 +212,8 @@ class _ModelMetrics:
     def __init__(self, metrics: MetricSet, model: str) -> None:
         stages = metrics.histograms["vlm_request_stage_seconds"]
         self.stages = {stage: stages.labels(stage, model) for stage in STAGES}
+        waits = metrics.histograms["vlm_queue_wait_seconds"]
+        self.waits = {name: waits.labels(name, model) for name in ("interactive", "batch")}
         self.duration = metrics.histograms["vlm_request_duration_seconds"].labels(model)
         self.first_token = metrics.histograms["vlm_time_to_first_token_seconds"].labels(model)
         self.per_token = metrics.histograms["vlm_time_per_output_token_seconds"].labels(model)
@@ -219,6 +226,7 @@ class _ModelMetrics:
     def record(self, record: RequestRecord) -> None:
         for stage, seconds in record.stages.items():
             self.stages[stage].observe(seconds)
+        self.waits[record.priority].observe(record.stages["queue"])
         self.duration.observe(record.e2e_s)
         if record.ttft_s is not None:
             self.first_token.observe(record.ttft_s)

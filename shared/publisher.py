@@ -74,6 +74,7 @@ class Publisher:
     async def _finish(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         mailbox = self._keys.mailbox(self._model, reply_to)
         keys = [self._keys.queue(self._model), mailbox, self._keys.dead(self._model)]
+        keys += (self._keys.places(self._model), self._keys.held(self._model))
         arguments: list[Part] = [
             *(GROUP, to_ms(AFTER_END_S), MAX_MAILBOX_ENTRIES),
             *(self._worker_id, to_ms(DEAD_TTL_S), MAX_DEAD_ENTRIES),

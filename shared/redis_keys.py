@@ -42,9 +42,29 @@ class RedisKeys:
         """Stream of request ids; an entry is deleted when its request ends."""
         return f"{self.prefix}:{{{model}}}:queue"
 
+    def backlog(self, model: str) -> str:
+        """Stream of the ids of batch requests that have not been given to the queue yet."""
+        return f"{self.prefix}:{{{model}}}:backlog"
+
+    def places(self, model: str) -> str:
+        """Sorted set of what open requests hold, by the time (ms) until when at most; see `lua/places.lua`."""
+        return f"{self.prefix}:{{{model}}}:places"
+
+    def held(self, model: str) -> str:
+        """Hash of the sums of these places: tokens, and by tenant requests and tokens."""
+        return f"{self.prefix}:{{{model}}}:held"
+
+    def rates(self, model: str, tenant: str) -> str:
+        """Hash: until when (ms) a tenant's requests and tokens of each minute are spoken for."""
+        return f"{self.prefix}:{{{model}}}:rates:{tenant}"
+
     def request(self, model: str, request_id: str) -> str:
         """Hash: state, attempt (the fencing token), failures, tokens, entry, deadline_ms, payload ..."""
-        return f"{self.prefix}:{{{model}}}:request:{request_id}"
+        return self.requests(model) + request_id
+
+    def requests(self, model: str) -> str:
+        """What all keys of a model's requests begin with."""
+        return f"{self.prefix}:{{{model}}}:request:"
 
     def log(self, model: str, request_id: str) -> str:
         """List of the events that were accepted, in order; each item is one or more JSON objects."""

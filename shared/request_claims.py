@@ -11,22 +11,21 @@ from collections.abc import Iterable, Sequence
 from secrets import token_hex
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from shared.claim_reply import giving_up, read_claim
 from shared.publication import Claim, Publication
 from shared.publisher import Publisher, refusals
+from shared.queue_entries import Entry, QueueEntries
 from shared.redis_client import retry_idempotent
 from shared.redis_keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
 from shared.redis_link import RedisLink, RedisSender
-from shared.scripts import BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW
+from shared.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW
 
 logger = logging.getLogger(__name__)
 
 #: Entries of our own that are idle so long and unknown here: the reply that named them was lost.
 GHOST_AFTER_S = 3.0
-#: Consumers that hold nothing and were not seen so long are forgotten.
-FORGET_AFTER_S = 3600.0
 
 
 class RequestClaims:
@@ -47,6 +46,7 @@ class RequestClaims:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
         self._reader = RedisLink(blocking_redis)
+        self.entries = QueueEntries(self._sender, self._reader, self._keys, model, worker_id)
         self._model = model
         self._queue = self._keys.queue(model)
         self._worker_id = worker_id
@@ -66,97 +66,61 @@ class RequestClaims:
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
         """Claim up to `count` waiting requests; wait for the first. Raises: RedisError."""
-        command = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count)
-        try:
-            reply = await self._reader.execute(
-                *command, "BLOCK", to_ms(block_s), "STREAMS", self._queue, ">"
-            )
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        entries = reply[0][1] if reply else []
-        return await self._claim_entries(entries, "new", count)
+        return await self._claim_entries(await self.entries.wait(count, block_s), "new", count)
+
+    async def take(self, count: int) -> list[Claim]:
+        """Claim up to `count` requests, batch ones where nobody else waits; does not wait. Raises: RedisError."""
+        return await self._claim_entries(await self.entries.take(count), "new", count)
 
     async def reclaim(self, count: int) -> list[Claim]:
         """Claim up to `count` requests whose lease has run out. Raises: RedisError."""
-        idle = await self._idle_entries(count)
+        idle = await self.entries.idle(count, self._lease_s, self._held)
         if not idle:
             return []
-        # Of several workers that saw the same entry one gets it: taking it resets its idle time.
-        claim = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(self._lease_s))
-        entries = [entry for entry in await self._sender.execute(*claim, *idle) if entry]
+        entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
             self._held.discard(entry_id)  # it was ours, then another's who lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
-    async def _idle_entries(self, count: int) -> list[bytes]:
-        """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
-        # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
-        most = count + len(self._held)
-        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(self._lease_s), "-", "+", most)
-        try:
-            idle = await self._sender.execute(*command)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        me = self._worker_id.encode()
-        others = [i[0] for i in idle if i[1] != me or i[0] not in self._held]
-        return others[:count]
-
     async def reconcile(self) -> list[Claim]:
         """Claim what Redis counts as ours but whose naming never reached us. Raises: RedisError."""
-        entries: list[tuple[bytes, list[bytes]]] = []
-        for entry_id in await self._unknown_entries(self._ghost_after_s):
-            found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
-            entries += found
-            if not found:
-                await self._sender.execute("XACK", self._queue, GROUP, entry_id)
+        entries: list[Entry] = []
+        for entry_id in await self.entries.unknown(self._ghost_after_s, self._held):
+            found = await self.entries.find(entry_id)
+            if found is None:
+                await self.entries.remove([entry_id])
+            else:
+                entries.append(found)
         return await self._claim_entries(entries, "reconciled", 0)
 
-    async def _unknown_entries(self, idle_s: float) -> list[bytes]:
-        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
-        try:
-            pending = await self._sender.execute(*command, self._worker_id)
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        return [entry[0] for entry in pending if entry[0] not in self._held]
-
-    async def _handle_missing_queue(self, error: ResponseError) -> None:
-        if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
-            raise error
-        await self.create_group()
-
-    async def create_group(self) -> None:
-        """Make the queue and its group, unless they exist. Raises: RedisError."""
-        try:
-            await self._sender.execute("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM")
-            await self._sender.execute("PEXPIRE", self._queue, to_ms(QUEUE_TTL_S))
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
-
-    async def _claim_entries(
-        self, entries: Sequence[tuple[bytes, list[bytes]]], kind: str, free: int
-    ) -> list[Claim]:
+    async def _claim_entries(self, entries: Sequence[Entry], kind: str, free: int) -> list[Claim]:
         named: list[tuple[bytes, str]] = []
-        others: list[bytes] = []  # nudges, which have done their work, and what nobody knows
+        nudges: list[bytes] = []  # which have done their work, and what nobody knows
+        is_released = False
         for entry_id, fields in entries:
             if fields[0] != b"id":
-                others.append(entry_id)
-                _warn_of_unknown_kind(fields)
+                nudges.append(entry_id)
+                is_released |= self._heed(fields[0])
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
         live = await self._claim_all(named)
         self.num_claims[kind] += len(live)
-        if others:
+        if nudges:
             try:
-                await self._remove(others)
-                if len(live) < free:
+                await self.entries.remove(nudges)
+                if is_released and len(live) < free:
                     live += await self.reclaim(free - len(live))
             except RedisError as error:  # what is claimed already must not get lost
                 logger.warning("could not look at released requests: %s", error)
         return live
+
+    def _heed(self, kind: bytes) -> bool:
+        """Take note of what a nudge says. Returns whether requests were released."""
+        if kind == b"batch":
+            self.entries.num_batch_left = max(1, self.entries.num_batch_left)
+        elif kind != b"nudge":
+            logger.error("removing an entry of unknown kind from the queue: %r", kind[:64])
+        return kind == b"nudge"
 
     async def _claim_all(self, named: Sequence[tuple[bytes, str]]) -> list[Claim]:
         if len(named) == 1:  # `gather` would cost two turns of the loop
@@ -164,10 +128,6 @@ class RequestClaims:
         else:
             claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
         return [claim for claim in claims if claim is not None]
-
-    async def _remove(self, entry_ids: Sequence[bytes]) -> None:
-        await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
-        await self._sender.execute("XDEL", self._queue, *entry_ids)
 
     async def _claim(self, entry_id: bytes, request_id: str) -> Claim | None:
         self._held.add(entry_id)
@@ -226,7 +186,8 @@ class RequestClaims:
 
     async def cancel(self, claims: Sequence[Claim]) -> None:
         """End requests that nobody waits for any more. Raises: RedisError."""
-        keys = [self._queue]
+        keys = [self._queue, self._keys.backlog(self._model)]
+        keys += (self._keys.places(self._model), self._keys.held(self._model))
         for claim in claims:
             request_id = claim.request.request_id
             keys.append(self._keys.request(self._model, request_id))
@@ -256,12 +217,12 @@ class RequestClaims:
         worker are executed in their order, so that Redis knows by now. Raises: RedisError.
         """
         self._held.intersection_update([claim.entry_id for claim in in_flight])
-        for entry_id in await self._unknown_entries(0.0):
-            entries = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
-            if entries and entries[0][1][0] == b"id":
-                await self._give_back(entry_id, _request_id(entries[0][1]))
+        for entry_id in await self.entries.unknown(0.0, self._held):
+            entry = await self.entries.find(entry_id)
+            if entry is not None and entry[1][0] == b"id":
+                await self._give_back(entry_id, _request_id(entry[1]))
             else:
-                await self._remove([entry_id])
+                await self.entries.remove([entry_id])
 
     async def _give_back(self, entry_id: bytes, request_id: str) -> None:
         """Without blame, unless its attempt is another worker's, whose lease had run out."""
@@ -273,14 +234,18 @@ class RequestClaims:
         item = (attempt if is_running else "", entry_id)
         await self._sender.run(RELEASE, (self._queue, request), (GROUP, RELEASED, blame, *item))
 
+    async def create_group(self) -> None:
+        """Make the queue, unless it exists. Raises: RedisError."""
+        await self.entries.create_group()
+
+    async def reap(self, leaving: str = "") -> None:
+        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
+        await self.entries.reap(leaving)
+
     async def leave(self) -> None:
         """Give back what is still ours, and forget this consumer. Raises: RedisError."""
         await self.give_back_strays(())
         await self.reap(self._worker_id)
-
-    async def reap(self, leaving: str = "") -> None:
-        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
-        await self._sender.run(REAP, (self._queue,), (GROUP, leaving, to_ms(FORGET_AFTER_S)))
 
     async def close(self) -> None:
         """Hang up."""
@@ -290,8 +255,3 @@ class RequestClaims:
 
 def _request_id(fields: Sequence[bytes]) -> str:
     return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray
-
-
-def _warn_of_unknown_kind(fields: Sequence[bytes]) -> None:
-    if fields[0] != b"nudge":
-        logger.error("removing an entry of unknown kind from the queue: %r", fields[0][:64])

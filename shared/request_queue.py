@@ -3,6 +3,7 @@
 Calls of one loop turn travel in one write. It must not know HTTP or what becomes of the events.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 
@@ -12,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from shared.protocol import GenerateEvent, GenerateRequest, decode_events, encode
 from shared.redis_client import retry_idempotent
 from shared.redis_keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
-from shared.redis_link import RedisSender
+from shared.redis_link import Part, RedisSender
 from shared.scripts import CANCEL, ENQUEUE
 
 
@@ -20,8 +21,17 @@ class QueueError(Exception):
     """Base of the reasons for which a request is not in the queue."""
 
 
-class QueueFull(QueueError):
-    """As many requests wait as may."""
+class QueueRefused(QueueError):
+    """The fleet has no place for it. `reason` is one of `REASONS`; `wait_s` is 0 where nobody knows."""
+
+    def __init__(self, reason: str, wait_s: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.wait_s = wait_s
+
+
+#: Why a request may be refused: the fleet is full, or one tenant has what it may have.
+REASONS = ("queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens")
 
 
 class DuplicateRequest(QueueError):
@@ -30,6 +40,17 @@ class DuplicateRequest(QueueError):
 
 class QueueUnavailable(QueueError):
     """Redis cannot be reached or takes no more data; nothing is known to be queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much of one model's queue there may be for all gateways together; of a tenant 0 means any."""
+
+    max_waiting: int  #: requests of the same priority that nobody works on yet
+    max_tokens: int  #: that all open requests may come to; tenants share them
+    max_tenant_requests: int = 0
+    max_tenant_requests_per_minute: int = 0
+    max_tenant_tokens_per_minute: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +70,55 @@ class RequestQueue:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
 
-    async def enqueue(self, request: GenerateRequest, *, timeout_s: float, max_depth: int) -> None:
-        """Queue a request; its deadline is `timeout_s` from now by Redis's clock.
+    async def enqueue(
+        self,
+        choices: Sequence[GenerateRequest],
+        *,
+        timeout_s: float,
+        num_tokens: int,
+        bounds: Bounds,
+    ) -> None:
+        """Queue the choices of one request, all or none; their deadline is `timeout_s` from now by Redis's clock.
 
-        Raises: QueueFull, DuplicateRequest, QueueUnavailable.
+        `num_tokens`: what each may come to. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
         """
-        keys = (
-            self._keys.queue(request.model),
-            self._keys.request(request.model, request.request_id),
-        )
-        arguments = (
-            request.request_id,
-            token_hex(8),
-            max_depth,
-            to_ms(timeout_s),
-            to_ms(AFTER_DEADLINE_S),
-            to_ms(QUEUE_TTL_S),
-            GROUP,
-            request.reply_to,
-            encode(request),
-        )
+        keys, arguments = self._to_call(choices, timeout_s, num_tokens, bounds)
         try:
             verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
-        if verdict == b"full":
-            raise QueueFull(f"{max_depth} requests are waiting")
-        if verdict == b"duplicate":
-            raise DuplicateRequest(f"request {request.request_id} exists already")
+        if verdict[0] == b"duplicate":
+            raise DuplicateRequest(f"request {choices[0].request_id} exists already")
+        if verdict[0] != b"ok":
+            raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
+
+    def _to_call(
+        self, choices: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds
+    ) -> tuple[list[str], list[Part]]:
+        first = choices[0]
+        keys = self._shared_keys(first.model)
+        keys.append(self._keys.rates(first.model, first.cache_salt))
+        arguments: list[Part] = [
+            *(token_hex(8), GROUP, to_ms(timeout_s), to_ms(AFTER_DEADLINE_S), to_ms(QUEUE_TTL_S)),
+            *(first.reply_to, first.priority.value, first.cache_salt, num_tokens),
+            *(bounds.max_waiting, bounds.max_tokens, bounds.max_tenant_requests),
+            *(bounds.max_tenant_requests_per_minute, bounds.max_tenant_tokens_per_minute),
+        ]
+        for choice in choices:
+            keys.append(self._keys.request(choice.model, choice.request_id))
+            arguments += (choice.request_id, encode(choice))
+        return keys, arguments
+
+    def _shared_keys(self, model: str) -> list[str]:
+        keys = self._keys
+        return [keys.queue(model), keys.backlog(model), keys.places(model), keys.held(model)]
 
     async def cancel(self, model: str, request_ids: list[str]) -> None:
         """Cancel requests, whatever their state; unknown and ended ones are ignored.
 
         Raises: QueueUnavailable.
         """
-        keys = [self._keys.queue(model)]
+        keys = self._shared_keys(model)
         for request_id in request_ids:
             keys += (self._keys.request(model, request_id), self._keys.log(model, request_id))
         arguments = (GROUP, to_ms(AFTER_END_S))
@@ -119,7 +154,10 @@ class RequestQueue:
         return len(log), decode_events(b"[" + b",".join(log) + b"]")
 
     async def age_s(self, model: str) -> float:
-        """How long the oldest entry waits that no worker has read; 0 without one. Raises: QueueUnavailable."""
+        """How long the oldest request waits that no worker has read; 0 without one. Raises: QueueUnavailable.
+
+        Batch work in the backlog is not in the queue yet.
+        """
         queue = self._keys.queue(model)
         try:
             pending = await retry_idempotent(lambda: self._sender.execute("XPENDING", queue, GROUP))
@@ -128,11 +166,12 @@ class RequestQueue:
             begin = "-"
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
-        oldest = await self._ask("XRANGE", queue, begin, "+", "COUNT", 1)
+        entries = await self._ask("XRANGE", queue, begin, "+", "COUNT", 10)
+        oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]  # no nudge
         if not oldest:
             return 0.0
         seconds, microseconds = await self._ask("TIME")
-        added_at = int(oldest[0][0].partition(b"-")[0]) / 1000
+        added_at = int(oldest[0].partition(b"-")[0]) / 1000
         return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
 
     async def remember(self, request_id: str, note: bytes, ttl_s: float) -> bool:
@@ -156,7 +195,12 @@ class RequestQueue:
 
     async def depth(self, model: str) -> int:
         """Requests in a model's queue, waiting and running. Raises: QueueUnavailable."""
-        return await self._ask("XLEN", self._keys.queue(model))
+        num_given = await self._ask("XLEN", self._keys.queue(model))
+        return num_given + await self.backlog(model)
+
+    async def backlog(self, model: str) -> int:
+        """Batch requests that no worker has been given. Raises: QueueUnavailable."""
+        return await self._ask("XLEN", self._keys.backlog(model))
 
     async def close(self) -> None:
         """Hang up."""

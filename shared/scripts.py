@@ -1,7 +1,7 @@
 """The Lua scripts: every change of a request's state is one of them.
 
 Each is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. What
-they take and answer is said at the top of each file in `shared/lua/`.
+they take and answer is said at the top of each file in `shared/lua/`; what several need is a prelude of theirs.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,20 @@ class Script:
     sha: str
 
 
-def _load(name: str) -> Script:
-    source = (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
+def _load(*names: str) -> Script:
+    folder = Path(__file__).parent / "lua"
+    source = "".join((folder / f"{name}.lua").read_text() for name in names)
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-ENQUEUE = _load("enqueue")
+ENQUEUE = _load("places", "bounds", "enqueue")
+TAKE = _load("backlog", "take")
+AGE = _load("backlog", "age")
 CLAIM = _load("claim")
 BEGIN = _load("begin")
 PUBLISH = _load("publish")
-FINISH = _load("finish")
-CANCEL = _load("cancel")
+FINISH = _load("places", "finish")
+CANCEL = _load("places", "cancel")
 RENEW = _load("renew")
 RELEASE = _load("release")
 REAP = _load("reap")

@@ -127,6 +127,11 @@ class WorkerSettings(Group):
     max_attempts: int = Field(
         default=3, ge=1, le=10, description="Workers that may try one request."
     )
+    batch_age_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Batch requests that waited so long may queue among the interactive ones.",
+    )
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish running requests that long after SIGTERM."
     )

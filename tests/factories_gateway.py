@@ -184,7 +184,10 @@ class ScriptedWorker:
 
     async def _run(self) -> None:
         while True:
-            for claim in await self.claims.read(64, 0.5):
+            claims = await self.claims.read(64, 0.5)
+            if self.claims.entries.num_batch_left:
+                claims += await self.claims.take(64)
+            for claim in claims:
                 answer = Answer(self, claim)
                 self.answers.append(answer)
                 self._tasks.append(asyncio.ensure_future(self.script(answer)))

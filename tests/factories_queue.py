@@ -24,7 +24,7 @@ from shared.protocol import (
 from shared.publication import Claim, Publication
 from shared.redis_keys import GROUP, RedisKeys
 from shared.request_claims import RequestClaims
-from shared.request_queue import RequestQueue
+from shared.request_queue import Bounds, RequestQueue
 
 MODEL = "tiny"
 GATEWAY = "gateway-1"
@@ -63,6 +63,20 @@ def publication(claim: Claim, number: int, index: int, *events: GenerateEvent) -
     return Publication(claim, number, index, events)
 
 
+async def enqueue(
+    queue: RequestQueue,
+    *choices: GenerateRequest,
+    timeout_s: float = 60.0,
+    num_tokens: int = 1,
+    max_waiting: int = 100,
+    max_tokens: int = 1_000_000,
+    **bounds: int,
+) -> None:
+    """Queue a request, with room for it."""
+    room = Bounds(max_waiting, max_tokens, **bounds)
+    await queue.enqueue(choices, timeout_s=timeout_s, num_tokens=num_tokens, bounds=room)
+
+
 class Ends:
     """The gateway's and the workers' ends of the queues under one prefix."""
 
@@ -81,7 +95,7 @@ class Ends:
         self, request: GenerateRequest | None = None, **options: Any
     ) -> GenerateRequest:
         request = request or make_request()
-        await self.queue.enqueue(request, **{"timeout_s": 60.0, "max_depth": 100, **options})
+        await enqueue(self.queue, request, **options)
         return request
 
     def worker(self, worker_id: str, **changes: Any) -> RequestClaims:

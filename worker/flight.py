@@ -16,6 +16,7 @@ from shared.protocol import (
     Finished,
     GenerateEvent,
     ImagePart,
+    Priority,
     StageTimings,
     Started,
 )
@@ -56,6 +57,11 @@ class Flight:
         num_new_tokens = self.num_tokens - len(self.claim.output_token_ids)
         is_proven = not self.claim.is_last_chance and num_new_tokens >= PROVEN_AFTER_TOKENS
         return self.claim.is_suspect and not is_proven
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it makes way for interactive requests."""
+        return self.claim.request.priority is Priority.BATCH
 
     @property
     def engine_id(self) -> str:

@@ -65,12 +65,26 @@ class Flights:
         return flight if flight is not None and flight.claim is claim else None
 
     def room(self) -> int:
-        """How many more requests the engine can start soon."""
-        if self._parked or self._engine.stats.num_waiting > 0:
+        """How many more requests the engine can start soon; batch work makes way."""
+        stats = self._engine.stats
+        if self._is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
-        if any(flight.is_alone for flight in self._flights.values()):
+        num_batch = sum(flight.is_batch for flight in self._flights.values())
+        return max(0, self._max_num_seqs - len(self._flights) + num_batch)
+
+    def batch_room(self) -> int:
+        """How many more it can start without any that makes way."""
+        if self._is_held_up() or self._engine.stats.num_waiting > 0:
             return 0
         return max(0, self._max_num_seqs - len(self._flights))
+
+    def _is_held_up(self) -> bool:
+        return bool(self._parked) or any(flight.is_alone for flight in self._flights.values())
+
+    async def wait_for_change(self) -> None:
+        """Until room may have come, or the last one may have landed."""
+        self.changed.clear()
+        await self.changed.wait()
 
     def take_off(self, claims: Iterable[Claim]) -> None:
         """Begin to work on claims."""

@@ -86,6 +86,7 @@ class Preprocessor:
             images=prompt.images,
             output_token_ids=claim.output_token_ids,
             cache_salt=request.cache_salt,
+            priority=request.priority,
         )
 
     async def _image(self, index: int, image: ImageRef, cache_salt: str) -> tuple[str, Any]:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
 MAX_CLAIMS_PER_READ = 8
+#: Interactive requests that pass batch work before the oldest of it, if it is old enough, queues among them.
+PASSED_PER_AGED = 10
 DEADLINE_CHECK_S = 0.25
 REAP_EVERY_S = 600.0
 MIN_RECORD_TTL_S = 5.0
@@ -67,6 +69,7 @@ class Worker:
         self._absence = Absence()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
+        self._num_passed = 0
         self._last_reap_at = time.monotonic()
         self._last_contact_at = 0.0
 
@@ -79,6 +82,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 taking = [
                     tasks.create_task(self.claim_requests(), name="claim requests"),
+                    tasks.create_task(self.claim_batch_work(), name="claim batch work"),
                     tasks.create_task(self.reclaim_requests(), name="reclaim requests"),
                 ]
                 keeping = [
@@ -124,8 +128,7 @@ class Worker:
 
     async def _wait_until_empty(self) -> None:
         while self._flights:
-            self._flights.changed.clear()
-            await self._flights.changed.wait()
+            await self._flights.wait_for_change()
 
     async def _leave(self, *, blame: bool) -> None:
         """Give back what is left, so that others continue it at once, and say goodbye."""
@@ -152,17 +155,37 @@ class Worker:
         await repeat(self._claim_once, "claim requests")
 
     async def _claim_once(self) -> None:
-        while (room := self._room()) == 0:
-            self._flights.changed.clear()
-            await self._flights.changed.wait()
-        self._flights.take_off(await self.claims.read(min(room, MAX_CLAIMS_PER_READ), BLOCK_S))
+        while (room := self._limit(self._flights.room())) == 0:
+            await self._flights.wait_for_change()
+        claims = await self.claims.read(room, BLOCK_S)
+        self._flights.take_off(claims)
+        if self.claims.entries.num_batch_left:
+            await self._let_batch_work_in(len(claims))
 
-    def _room(self) -> int:
-        """How many more requests to claim; none while a step drags on: others may be quicker."""
+    async def _let_batch_work_in(self, num_passed: int) -> None:
+        """Wake the other loop; and of requests that pass batch work, let one in so many take an old one along."""
+        self._flights.changed.set()
+        self._num_passed += num_passed
+        if self._num_passed >= PASSED_PER_AGED:
+            self._num_passed = 0
+            await self.claims.entries.age(self._settings.batch_age_s)
+
+    async def claim_batch_work(self) -> None:
+        """Claim batch work while nobody else waits for the room that there is."""
+        await repeat(self._claim_batch_once, "claim batch work")
+
+    async def _claim_batch_once(self) -> None:
+        entries, flights = self.claims.entries, self._flights
+        while not entries.num_batch_left or (room := self._limit(flights.batch_room())) == 0:
+            await flights.wait_for_change()
+        flights.take_off(await self.claims.take(room))
+
+    def _limit(self, room: int) -> int:
+        """A few at a time, and none while a step drags on: others may be quicker."""
         started_at = self._engine.step_started_at
         if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
             return 0
-        return self._flights.room()
+        return min(room, MAX_CLAIMS_PER_READ)
 
     def hear(self, news: list[News]) -> None:
         """Take what the engine's thread has to say."""
@@ -173,8 +196,11 @@ class Worker:
         await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
 
     async def _reclaim_once(self) -> None:
-        if room := self._room():
-            self._flights.take_off(await self.claims.reclaim(min(room, MAX_CLAIMS_PER_READ)))
+        await self.claims.entries.look_at_backlog()
+        if self.claims.entries.num_batch_left:
+            self._flights.changed.set()
+        if room := self._limit(self._flights.room()):
+            self._flights.take_off(await self.claims.reclaim(room))
         self._flights.take_off(await self.claims.reconcile())
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()

@@ -1,5 +1,5 @@
--- End requests: their last events go to log and mailbox, their entries leave the queue.
--- KEYS: queue, mailbox, dead, then request and log of each item
+-- End requests: their last events go to log and mailbox, their entries leave the queue. After `places`.
+-- KEYS: queue, mailbox, dead, places, held, then request and log of each item
 -- ARGV: group, keep_ms, max_entries, worker, dead_ttl_ms, max_dead, then of each item:
 --   id, entry, attempt, state (finished | failed), index, count, reason, events
 --   index, count: as in publish; index '' where the request ends without regard to its tokens
@@ -21,12 +21,12 @@ local function bury(id, attempt, reason)
 end
 
 local accepted, verdicts = {}, {}
-for item = 1, (#KEYS - 3) / 2 do
-  local request, log = KEYS[2 * item + 2], KEYS[2 * item + 3]
+for item = 1, (#KEYS - 5) / 2 do
+  local request, log = KEYS[2 * item + 4], KEYS[2 * item + 5]
   local a = 8 * item - 1
   local id, entry, attempt, state = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3]
   local index, count, reason, events = ARGV[a + 4], ARGV[a + 5], ARGV[a + 6], ARGV[a + 7]
-  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens')
+  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'place')
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
@@ -42,6 +42,7 @@ for item = 1, (#KEYS - 3) / 2 do
       verdict = 'gap'
     else
       remove(entry)
+      leave(KEYS[4], KEYS[5], r[4])
       redis.call('HSET', request, 'state', state, 'tokens', string.format('%d', r[3] + count))
       redis.call('HDEL', request, 'payload')
       redis.call('RPUSH', log, events)

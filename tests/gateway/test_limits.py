@@ -85,6 +85,7 @@ ELSEWHERE = (
     "max_image_",
     "max_header",
     "max_queue_",
+    "max_batch_",
     "max_open_",
     "max_key_",
     "max_wrong_",

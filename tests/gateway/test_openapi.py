@@ -63,7 +63,14 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
 )
 async def test_every_limit_of_a_request_is_in_the_document(document, changes):
     limits = LimitSettings(**changes["limits"])
-    of_the_gateway = ("max_open_", "max_key_", "max_queue_", "max_header", "max_wrong_")
+    of_the_gateway = (
+        "max_open_",
+        "max_key_",
+        "max_queue_",
+        "max_batch_",
+        "max_header",
+        "max_wrong_",
+    )
     text = str(document["components"]["schemas"]["ChatCompletionRequest"])
     text += str(document["paths"][CHAT]["post"])
     for name, value in limits:
@@ -86,6 +93,6 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
     assert used == {
         "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user",
+        "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user", "service_tier",
         "timings", "ignore_eos",
     }  # fmt: skip

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +31,23 @@ from redis import Redis as SyncRedis
 
 import shared.embedded_redis
 from shared.embedded_redis import EmbeddedRedis, find_redis_server
-from shared.protocol import Delta, ErrorCode, Failed, Finished, decode_events, encode
+from shared.protocol import Delta, ErrorCode, Failed, Finished, Priority, decode_events
 from shared.publication import Claim, Publication
 from shared.redis_client import create_redis
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_link import RedisSender
 from shared.request_claims import RequestClaims
-from shared.request_queue import DuplicateRequest, RequestQueue
+from shared.request_queue import Bounds, DuplicateRequest, QueueRefused, RequestQueue
 from shared.scripts import CLAIM, ENQUEUE
 from shared.settings import RedisSettings
-from tests.factories_queue import GATEWAY, MODEL, make_delta, make_finished, make_request
+from tests.factories_queue import (
+    GATEWAY,
+    MODEL,
+    enqueue,
+    make_delta,
+    make_finished,
+    make_request,
+)
 
 IS_LONG = bool(os.environ.get("FAULTS_LONG"))
 MAX_ATTEMPTS = 3
@@ -51,12 +59,19 @@ INSTALLED = shutil.which("redis-server")
 class Modelled:
     """A request as it should stand in Redis."""
 
+    is_batch: bool = False
+    num_possible: int = 1  #: tokens that it may come to
+    tenant: str = ""
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("queued", "running")
 
     def claim(self) -> None:
         if self.state == "running" and self.has_begun:
@@ -134,16 +149,33 @@ class QueueMachine(RuleBasedStateMachine):
 
     # The gateway
 
-    @rule(repeats=st.integers(1, 2))
-    def enqueue(self, repeats: int) -> None:
+    @rule(
+        repeats=st.integers(1, 2),
+        priority=st.sampled_from(Priority),
+        count=st.integers(1, 2),
+        num_tokens=st.integers(1, 9),
+        tenant=st.sampled_from(["", "t"]),
+    )
+    def enqueue(
+        self, repeats: int, priority: Priority, count: int, num_tokens: int, tenant: str
+    ) -> None:
         """A second call with the same nonce is the first one again, whose reply was lost."""
-        request = make_request()
-        name = request.request_id
-        keys = (self.keys.queue(MODEL), self.keys.request(MODEL, name))
-        arguments = (name, "nonce", 100, 600_000, 60_000, 600_000, GROUP, GATEWAY, encode(request))
+        choices = [make_request(priority=priority, cache_salt=tenant) for _ in range(count)]
+        keys, arguments = self.queue._to_call(choices, 600, num_tokens, Bounds(1000, 10_000))
         for _ in range(repeats):
-            assert self.run(self.sender.run(ENQUEUE, keys, arguments)) == b"ok"
-        self.requests[name] = Modelled()
+            assert self.run(self.sender.run(ENQUEUE, keys, arguments)) == [b"ok"]
+        for choice in choices:
+            is_batch = priority is Priority.BATCH
+            self.requests[choice.request_id] = Modelled(is_batch, num_tokens, tenant)
+
+    @precondition(lambda self: any(r.is_live for r in self.requests.values()))
+    @rule(priority=st.sampled_from(Priority), num_tokens=st.integers(1, 9))
+    def enqueue_too_much(self, priority: Priority, num_tokens: int) -> None:
+        """What is refused leaves nothing behind."""
+        request = make_request(priority=priority)
+        most = sum(r.num_possible for r in self.requests.values() if r.is_live)
+        with pytest.raises(QueueRefused, match="open_tokens"):
+            self.run(enqueue(self.queue, request, num_tokens=num_tokens, max_tokens=most))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -151,7 +183,7 @@ class QueueMachine(RuleBasedStateMachine):
         name = self._any_request(data)
         request = make_request(request_id=name)
         with pytest.raises(DuplicateRequest):
-            self.run(self.queue.enqueue(request, timeout_s=600, max_depth=100))
+            self.run(enqueue(self.queue, request))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -174,6 +206,20 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def read(self, name: str, count: int) -> None:
         self._take(name, self.run(self.workers[name].read(count, 0.001)))
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def take(self, name: str, count: int) -> None:
+        """Batch work only where no interactive request waits."""
+        unread, backlog = self._unread(), self._backlog()
+        claims = self.run(self.workers[name].take(count))
+        taken = {claim.request.request_id for claim in claims}
+        assert taken.isdisjoint(backlog) or taken >= unread
+        self._take(name, claims)
+
+    @rule()
+    def let_the_oldest_batch_work_in(self) -> None:
+        if self._has_group():
+            self.run(self.workers["a"].entries.age(1e-3))
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def reclaim(self, name: str, count: int) -> None:
@@ -321,15 +367,34 @@ class QueueMachine(RuleBasedStateMachine):
     # What must hold after every step
 
     @invariant()
+    def places_are_those_of_live_requests(self) -> None:
+        """Each is counted once, and its sums are what the bounds are compared with."""
+        live = [(n, r) for n, r in self.requests.items() if r.is_live]
+        places = self.eye.zrange(self.keys.places(MODEL), 0, -1)
+        assert sorted(places) == sorted(
+            f"{r.num_possible} {r.tenant} {n}".encode() for n, r in live
+        )
+        sums: Counter[str] = Counter()
+        for _, request in live:
+            sums["tokens"] += request.num_possible
+            sums[f"tokens:{request.tenant}"] += request.num_possible
+            sums[f"requests:{request.tenant}"] += 1
+        held = self.eye.hgetall(self.keys.held(MODEL))
+        assert {name.decode(): int(value) for name, value in held.items()} == sums
+
+    @invariant()
     def redis_agrees(self) -> None:
         """State by state, and token by token: each is in the log, and was heard, once and in order."""
         records, logs, entries, mailbox, ttls = self._look()
         for name, request in self.requests.items():
-            state, attempt, failures, num_tokens, entry = [f.decode() for f in records[name]]
+            state, attempt, failures, num_tokens, entry, backlog = [
+                f.decode() for f in records[name]
+            ]
             found = (state, int(attempt), int(failures), int(num_tokens))
             expected = (request.state, request.attempt, request.failures, request.num_tokens)
             assert found == expected, name
-            is_queued = entry.encode() in entries
+            is_queued = (backlog or entry).encode() in entries
+            assert not backlog or (request.is_batch and request.attempt == 0), name
             assert is_queued == (state in ("queued", "running")), f"{name} is lost, or stays"
             self._check_events(request, mailbox.get(name, []), logs[name])
         assert all(ttl_ms >= 0 for ttl_ms in ttls), "a key never expires"
@@ -350,20 +415,21 @@ class QueueMachine(RuleBasedStateMachine):
         with self.eye.pipeline(transaction=False) as pipe:
             for name in names:
                 key = self.keys.request(MODEL, name)
-                pipe.hmget(key, "state", "attempt", "failures", "tokens", "entry")
+                pipe.hmget(key, "state", "attempt", "failures", "tokens", "entry", "backlog")
                 pipe.lrange(self.keys.log(MODEL, name), 0, -1)
             pipe.xrange(self.keys.queue(MODEL))
+            pipe.xrange(self.keys.backlog(MODEL))
             pipe.xrange(self.keys.mailbox(MODEL, GATEWAY))
             for key in keys:
                 pipe.pttl(key)
             replies = pipe.execute()
         records, logs = replies[0 : 2 * len(names) : 2], replies[1 : 2 * len(names) : 2]
-        queue, posted, *ttls = replies[2 * len(names) :]
+        queue, backlog, posted, *ttls = replies[2 * len(names) :]
         mailbox: dict[str, list] = {}
         for _, fields in posted:
             for event in decode_events(fields.get(b"events", b"[]")):
                 mailbox.setdefault(event.request_id, []).append(event)
-        entries = {entry_id for entry_id, _ in queue}
+        entries = {entry_id for entry_id, _ in (*queue, *backlog)}
         return (
             dict(zip(names, records, strict=True)),
             dict(zip(names, logs, strict=True)),
@@ -392,6 +458,7 @@ class QueueMachine(RuleBasedStateMachine):
             before = len(self.hands)
             self._take("survivor", self.run(survivor.reclaim(100)))
             self._take("survivor", self.run(survivor.read(100, 0.001)))
+            self._take("survivor", self.run(survivor.take(100)))
             mine, self.hands = self.hands[before:], self.hands[:before]
             for hand in mine:
                 end = make_finished(hand.claim, hand.num_tokens)
@@ -411,6 +478,19 @@ class QueueMachine(RuleBasedStateMachine):
         await self.blocking.aclose()
 
     # Parts
+
+    def _unread(self) -> set[str]:
+        """Requests in the queue that nobody has read and that may still run."""
+        if not self._has_group():
+            return set()
+        [group] = self.eye.xinfo_groups(self.keys.queue(MODEL))
+        unread = self.eye.xrange(self.keys.queue(MODEL), min=b"(" + group["last-delivered-id"])
+        names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
+        return {name for name in names if not self.requests[name].is_late}
+
+    def _backlog(self) -> set[str]:
+        entries = self.eye.xrange(self.keys.backlog(MODEL))
+        return {fields[b"id"].decode() for _, fields in entries}
 
     def _any_request(self, data) -> str:
         return data.draw(st.sampled_from(sorted(self.requests)))

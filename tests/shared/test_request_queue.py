@@ -11,12 +11,13 @@ from shared.claim_reply import giving_up
 from shared.protocol import Delta, ErrorCode, Failed, Finished, Started, Usage
 from shared.redis_client import create_redis
 from shared.redis_keys import GROUP
-from shared.request_queue import DuplicateRequest, QueueFull, QueueUnavailable, RequestQueue
+from shared.request_queue import DuplicateRequest, QueueRefused, QueueUnavailable, RequestQueue
 from shared.scripts import CLAIM
 from shared.settings import RedisSettings
 from tests.factories_queue import (
     MODEL,
     Ends,
+    enqueue,
     make_delta,
     make_finished,
     make_request,
@@ -67,19 +68,20 @@ async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(e
     monkeypatch.setattr(ends.queue._sender, "run", lose_first_reply)
     await ends.enqueue()
 
-    assert replies[-2:] == [b"ok", b"ok"]
+    assert replies[-2:] == [[b"ok"], [b"ok"]]
     assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
 
 
 async def test_a_full_queue_refuses_and_running_requests_do_not_fill_it(ends):
     worker = ends.worker("a")
-    await ends.enqueue(max_depth=1)
-    with pytest.raises(QueueFull):
-        await ends.enqueue(max_depth=1)
+    await ends.enqueue(max_waiting=1)
+    with pytest.raises(QueueRefused) as refused:
+        await ends.enqueue(max_waiting=1)
+    assert refused.value.reason == "queue_full"
 
     await ends.claim(worker)
 
-    await ends.enqueue(max_depth=1)
+    await ends.enqueue(max_waiting=1)
     assert await ends.queue.depth(MODEL) == 2
 
 
@@ -98,7 +100,7 @@ async def test_an_unreachable_redis_is_told_in_time(redis_prefix, tmp_path):
     client = create_redis(RedisSettings(url=f"unix://{tmp_path}/nobody.sock"))
     queue = RequestQueue(client, redis_prefix)
     with pytest.raises(QueueUnavailable):
-        await queue.enqueue(make_request(), timeout_s=1.0, max_depth=1)
+        await enqueue(queue, make_request(), timeout_s=1.0)
     await queue.close()
     await client.aclose()
 

@@ -1,0 +1,32 @@
+-- Prelude: the places that open requests hold, and the sums that bounds are compared with.
+-- places: sorted set of "tokens tenant id", by the time (ms) at which Redis forgets the request
+-- held: hash of tokens, and of each tenant that holds a place tokens:{tenant} and requests:{tenant}
+-- A request is counted exactly while its place is in the set. So a repeated call changes nothing, and whoever dies
+-- without a word is counted no longer than Redis remembers the request.
+local function add(held, field, amount)
+  if redis.call('HINCRBY', held, field, amount) <= 0 then redis.call('HDEL', held, field) end
+end
+
+local function count(held, tenant, tokens, requests)
+  add(held, 'tokens', tokens)
+  add(held, 'tokens:' .. tenant, tokens)
+  add(held, 'requests:' .. tenant, requests)
+end
+
+local function enter(places, held, tokens, tenant, id, until_ms)
+  local place = tokens .. ' ' .. tenant .. ' ' .. id
+  redis.call('ZADD', places, until_ms, place)
+  count(held, tenant, tokens, 1)
+  return place
+end
+
+local function leave(places, held, place)
+  if not place or redis.call('ZREM', places, place) == 0 then return end
+  local tokens, tenant = string.match(place, '^(%d+) (%S*) ')
+  count(held, tenant, -tokens, -1)
+end
+
+local function forget_expired(places, held, now_ms)
+  local expired = redis.call('ZRANGEBYSCORE', places, '-inf', now_ms, 'LIMIT', 0, 100)
+  for _, place in ipairs(expired) do leave(places, held, place) end
+end

@@ -1,0 +1,167 @@
+"""Bounds that hold for all gateways together, against a real server: who is refused, why, and until when."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.protocol import ErrorCode, Failed
+from shared.request_queue import QueueRefused, RequestQueue
+from tests.factories_queue import (
+    MODEL,
+    Ends,
+    enqueue,
+    make_finished,
+    make_request,
+    open_ends,
+    publication,
+)
+
+
+@pytest.fixture
+async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
+    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
+        yield ends
+
+
+@pytest.fixture
+async def gateways(redis: Redis, redis_prefix: str) -> AsyncIterator[list[RequestQueue]]:
+    """Three gateways, which know nothing of each other."""
+    queues = [RequestQueue(redis, redis_prefix) for _ in range(3)]
+    yield queues
+    for queue in queues:
+        await queue.close()
+
+
+async def refusal(queue: RequestQueue, **options) -> QueueRefused:
+    tenant = options.pop("tenant", "")
+    with pytest.raises(QueueRefused) as refused:
+        await enqueue(queue, make_request(cache_salt=tenant), **options)
+    return refused.value
+
+
+async def admit_all(gateways: list[RequestQueue], count: int, **options) -> list[str]:
+    """The reasons of those refused, of so many that come at once at each gateway."""
+    answers = await asyncio.gather(
+        *(enqueue(q, make_request(), **options) for q in gateways for _ in range(count)),
+        return_exceptions=True,
+    )
+    return [answer.reason for answer in answers if isinstance(answer, QueueRefused)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_waiting": 4}, "queue_full"),
+        ({"max_tokens": 40, "num_tokens": 10}, "open_tokens"),
+        ({"max_tenant_requests": 4}, "key_open"),
+        ({"max_tenant_requests_per_minute": 4}, "key_requests"),
+        ({"max_tenant_tokens_per_minute": 40, "num_tokens": 10}, "key_tokens"),
+    ],
+)
+async def test_three_gateways_admit_as_much_as_one(gateways, options, reason):
+    assert await admit_all(gateways, 3, **options) == [reason] * 5
+
+
+async def test_choices_are_queued_all_or_none(ends):
+    choices = [make_request() for _ in range(3)]
+    await enqueue(ends.queue, *choices, max_waiting=3)
+    with pytest.raises(QueueRefused):
+        await enqueue(ends.queue, *(make_request() for _ in range(2)), max_waiting=4)
+    assert await ends.queue.depth(MODEL) == 3
+    worker = ends.worker("a")
+    await worker.create_group()
+    assert [claim.request for claim in await worker.read(8, 1.0)] == choices
+
+
+async def test_a_request_alone_is_never_too_much(ends):
+    await enqueue(ends.queue, make_request(), make_request(), max_waiting=1, max_tokens=1)
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "deserted"])
+async def test_every_end_gives_the_place_back(ends, how):
+    request = await ends.enqueue(num_tokens=7)
+    worker = ends.worker("a")
+    claim = await ends.claim(worker)
+    assert await ends.redis.hgetall(ends.keys.held(MODEL)) == {
+        b"tokens": b"7", b"tokens:": b"7", b"requests:": b"1",
+    }  # fmt: skip
+    assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
+
+    for _ in range(2):  # the second call finds nothing to give back
+        if how == "finished":
+            await worker.publish([publication(claim, 1, 0, make_finished(claim))])
+        elif how == "failed":
+            failed = Failed(request.request_id, 1, ErrorCode.ENGINE_FAILURE, "")
+            await worker.publish([publication(claim, 1, 0, failed)])
+        elif how == "cancelled":
+            await ends.queue.cancel(MODEL, [request.request_id])
+        else:
+            await worker.cancel([claim])
+
+    assert await ends.redis.exists(ends.keys.held(MODEL), ends.keys.places(MODEL)) == 0
+    await ends.enqueue(num_tokens=7, max_tokens=7)
+
+
+async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(ends):
+    """Its gateway was killed and no worker came: the request expires, and its place with it."""
+    request = await ends.enqueue(num_tokens=7)
+    assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
+
+    places = ends.keys.places(MODEL)
+    [place] = await ends.redis.zrange(places, 0, -1)
+    remembered_ms = await ends.redis.pttl(ends.keys.request(MODEL, request.request_id))
+    forgotten_at_ms = await ends.redis.zscore(places, place)
+    seconds, microseconds = await ends.redis.time()
+    now_ms = seconds * 1000 + microseconds / 1000
+    assert forgotten_at_ms - now_ms == pytest.approx(remembered_ms, abs=1000)
+    await ends.redis.zadd(places, {place: now_ms - 1})
+
+    await ends.enqueue(num_tokens=7, max_tokens=7)
+    assert (await ends.redis.hgetall(ends.keys.held(MODEL)))[b"tokens"] == b"7"
+
+
+async def test_a_minute_is_earned_back_with_time(ends):
+    options = {"tenant": "a", "max_tenant_requests_per_minute": 1200}  # one in 50 ms
+    rates = ends.keys.rates(MODEL, "a")
+    seconds, microseconds = await ends.redis.time()
+    now_ms = seconds * 1000 + microseconds / 1000
+    await ends.redis.hset(rates, "requests", now_ms + 60_200)
+
+    refused = await refusal(ends.queue, **options)
+    assert 0 < refused.wait_s <= 0.26
+    await asyncio.sleep(refused.wait_s + 0.001)
+    await enqueue(ends.queue, make_request(cache_salt="a"), max_tenant_requests_per_minute=1200)
+    assert 0 < await ends.redis.pttl(rates) <= 60_300
+
+
+async def test_tokens_may_be_taken_in_advance_and_are_waited_for(ends):
+    options = {"max_tenant_tokens_per_minute": 60}
+    await ends.enqueue(num_tokens=90, **options)
+    refused = await refusal(ends.queue, num_tokens=1, **options)
+    assert refused.reason == "key_tokens"
+    assert refused.wait_s == pytest.approx(31, abs=1)
+
+
+async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
+    options = {"max_tenant_requests_per_minute": 1}
+    await enqueue(ends.queue, make_request(cache_salt="a"), **options)
+    first = await refusal(ends.queue, tenant="a", **options)
+    second = await refusal(ends.queue, tenant="a", **options)
+    assert second.wait_s <= first.wait_s <= 60
+    await enqueue(ends.queue, make_request(cache_salt="b"), **options)
+
+
+async def test_no_tenant_gets_more_than_its_share_when_tokens_are_scarce(ends):
+    async def ask(tenant: str, num_tokens: int) -> None:
+        request = make_request(cache_salt=tenant)
+        await enqueue(ends.queue, request, num_tokens=num_tokens, max_tokens=100)
+
+    for _ in range(4):
+        await ask("greedy", 10)
+    await ask("modest", 5)
+    await ask("greedy", 10)
+    with pytest.raises(QueueRefused, match="key_share"):
+        await ask("greedy", 10)
+    await ask("modest", 40)

@@ -1,0 +1,93 @@
+"""Batch work beside interactive work in one worker: real Redis, real loops, a mock engine that takes its time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.protocol import Finished, GenerateRequest, Priority, SamplingParams
+from tests.factories_queue import Ends, make_request, open_ends
+from tests.factories_worker import Answers, run_worker, token_ids
+from worker.worker import PASSED_PER_AGED
+
+SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
+
+
+def asking(num_tokens: int, priority: Priority = Priority.INTERACTIVE) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return make_request(sampling=sampling, priority=priority)
+
+
+def batch(num_tokens: int) -> GenerateRequest:
+    return asking(num_tokens, Priority.BATCH)
+
+
+@pytest.fixture
+async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
+    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
+        yield ends
+
+
+@pytest.fixture
+async def answers(ends: Ends) -> AsyncIterator[Answers]:
+    answers = Answers(ends)
+    yield answers
+    await answers.close()
+
+
+def ended(answers: Answers) -> list[str]:
+    return [event.request_id for event in answers.order if isinstance(event, Finished)]
+
+
+async def test_batch_work_makes_way_for_interactive_work_and_goes_on_where_it_was(ends, answers):
+    async with run_worker(ends, max_num_seqs=2, mock=SLOW) as running:
+        long = [await ends.enqueue(batch(120)) for _ in range(2)]
+        for request in long:
+            await answers.tokens(request, 3)
+        short = [await ends.enqueue(asking(5)) for _ in range(2)]
+        for request in short:
+            await answers.end(request)
+        assert ended(answers) == [request.request_id for request in short]
+        assert running.engine.stats().num_preemptions >= 2
+        for request in long:
+            assert len(token_ids(await answers.end(request))) == 120
+
+
+async def test_batch_work_starts_only_when_no_interactive_work_waits(ends, answers):
+    requests = [batch(2), *(asking(2) for _ in range(12))]
+    for request in requests:
+        await ends.enqueue(request)
+    async with run_worker(ends, max_num_seqs=1, mock=SLOW):
+        for request in requests:
+            await answers.end(request)
+    assert ended(answers)[-1] == requests[0].request_id
+
+
+async def test_seats_that_batch_work_frees_are_taken_by_batch_work_at_once(ends, answers):
+    """Though the worker waits for interactive work all the while."""
+    async with run_worker(ends, max_num_seqs=2, mock={"num_output_tokens": 4}):
+        requests = [await ends.enqueue(batch(4)) for _ in range(30)]
+        async with asyncio.timeout(
+            1.9
+        ):  # a look at Redis each time that nothing came would take longer
+            for request in requests:
+                await answers.end(request)
+
+
+async def test_batch_work_is_not_passed_for_ever(ends, answers):
+    """Ten clients keep one seat busy; the batch request is let in among theirs, after it has let enough pass."""
+    waiting = await ends.enqueue(batch(2))
+
+    async def ask_on() -> None:
+        while waiting.request_id not in ended(answers):
+            await answers.end(await ends.enqueue(asking(2)))
+
+    async with (
+        run_worker(ends, max_num_seqs=1, batch_age_s=0.05, mock={"decode_s": 0.002}),
+        asyncio.timeout(20),
+        asyncio.TaskGroup() as clients,
+    ):
+        for _ in range(10):
+            clients.create_task(ask_on())
+    assert ended(answers).index(waiting.request_id) >= PASSED_PER_AGED
