@@ -21,6 +21,7 @@ from shared.protocol import SamplingParams
 
 #: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
 LEAST_LOGPROB = -9999.0
+NOT_FINITE = "The model's scores for the next token are not finite numbers."
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[TokenChoice]:
@@ -42,9 +43,7 @@ def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
     """A row whose best score is no finite number cannot be drawn from; it is that request's failure."""
     for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
         if not is_finite:
-            raise SequenceFailure(
-                sequence.request_id, "The model's scores for the next token are not finite numbers."
-            )
+            raise SequenceFailure(sequence.request_id, NOT_FINITE)
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
