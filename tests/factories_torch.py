@@ -135,8 +135,13 @@ def make_model_pair(config: VLMConfig, seed: int = 0, std: float = 0.3) -> Model
     return ModelPair(config, theirs, load_ours(config, dict(theirs.state_dict())))
 
 
-def quantize_pair(pair: ModelPair, scheme: Scheme, *, same_weights: bool = True) -> ModelPair:
-    """Ours over quantized weights; theirs over what these stand for, or over the full ones as before."""
+def quantize_pair(
+    pair: ModelPair, scheme: Scheme, *, same_weights: bool = True, is_prepared: bool = True
+) -> ModelPair:
+    """Ours over quantized weights; theirs over what these stand for, or over the full ones as before.
+
+    Unprepared weights are in the order in which a GPU reads them.
+    """
     with torch.device("meta"):
         ours = Llava(pair.config)
     scheme.swap_linears(ours, torch.float32)
@@ -147,7 +152,8 @@ def quantize_pair(pair: ModelPair, scheme: Scheme, *, same_weights: bool = True)
         if same_weights and isinstance(linear, QuantizedLinear):
             their_name = name.replace("language_model.model.", "model.language_model.")
             theirs.get_submodule(their_name).weight.data = linear.dequantized()
-    scheme.prepare(ours)
+    if is_prepared:
+        scheme.prepare(ours)
     return ModelPair(pair.config, theirs, ours.eval())
 
 
