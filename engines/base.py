@@ -55,6 +55,8 @@ class EngineConfig:
 
     max_num_seqs: int = 32  #: sequences that share a step
     max_num_batched_tokens: int = 1024  #: new tokens that one step computes at most
+    max_mixed_prefill_tokens: int | None = None
+    """Prompt tokens of a step in which others draw tokens; None: measured at the start (mock: no limit)."""
     block_size: int = 16  #: tokens in a KV block
     num_kv_blocks: int | None = None  #: None: from `kv_cache_bytes`
     kv_cache_bytes: int | None = None  #: None: a share of free memory

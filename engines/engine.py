@@ -21,6 +21,8 @@ from engines.base import (
 from engines.block_manager import BlockManager
 from engines.detokenizer import Detokenizer
 from engines.generation import Generation
+from engines.prefill_limit import PrefillLimit
+from engines.prefill_limit import PrefillLimit
 from engines.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, Sequence
@@ -36,8 +38,11 @@ class BatchingEngine(Engine):
         runner: ModelRunner,
         tokenizer: Tokenizer,
         config: EngineConfig,
+        prefill_limit: PrefillLimit | None = None,
         startup_s: Mapping[str, float] | None = None,
+        prefill_limit: PrefillLimit | None = None,
     ) -> None:
+        """Put an engine together. `prefill_limit` is what was measured; the configuration's own goes before it."""
         self.runner = runner
         self.tokenizer = tokenizer
         self.blocks = BlockManager(
@@ -48,6 +53,7 @@ class BatchingEngine(Engine):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_images_per_step=config.max_images_per_step,
+            prefill_limit=_prefill_limit(config, prefill_limit),
             eos_token_ids=tokenizer.eos_token_ids,
         )
         self.budget = StepBudget(self.scheduler)
@@ -282,5 +288,15 @@ class BatchingEngine(Engine):
         )
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+
+
+def _prefill_limit(config: EngineConfig, measured: PrefillLimit | None) -> PrefillLimit | None:
+    given = config.max_mixed_prefill_tokens
+    return measured if given is None else PrefillLimit(given)
         data = self.tokenizer.token_bytes(token_id)
         return TokenLogprob(data.decode("utf-8", "replace"), logprob, tuple(data))
+
+
+def _prefill_limit(config: EngineConfig, measured: PrefillLimit | None) -> PrefillLimit | None:
+    given = config.max_mixed_prefill_tokens
+    return measured if given is None else PrefillLimit(given)

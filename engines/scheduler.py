@@ -3,16 +3,38 @@
 Called by the engine. It must not know tensors, text or clocks. One loop over one token budget:
 the running sequences, oldest first, then the waiting ones. Prefill in chunks, prefix hits,
 preemption and taking over a request are the same thing: `num_computed_tokens` has to catch up with
-`num_tokens`. Among running and waiting alike, batch work stands behind all interactive work.
+`num_tokens`. Among running and waiting alike, batch work stands behind all interactive work. Beside
+sequences that draw token after token, prompts have a smaller budget, so that streams stay smooth.
 """
 
 from collections import OrderedDict
 from collections.abc import Set
+from dataclasses import dataclass
 
 from engines.block_manager import BlockManager
+from engines.prefill_limit import PrefillLimit
 from engines.runner import TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from shared.protocol import FinishReason
+
+
+@dataclass(slots=True)
+class _Budget:
+    """New tokens that a step may still compute, and how many of them for prompts."""
+
+    num_tokens: int
+    num_prefill_tokens: int
+
+    def share(self, num_pending: int) -> int:
+        """How many of a sequence's pending tokens fit; one alone is no prompt."""
+        if num_pending > 1:
+            num_pending = min(num_pending, self.num_prefill_tokens)
+        return min(num_pending, self.num_tokens)
+
+    def take(self, num_new: int, num_pending: int) -> None:
+        self.num_tokens -= num_new
+        if num_pending > 1:
+            self.num_prefill_tokens -= num_new
 
 
 class Scheduler:
@@ -31,11 +53,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_images_per_step: int,
         eos_token_ids: Set[int],
+        prefill_limit: PrefillLimit | None = None,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_images_per_step = max_images_per_step
+        self.prefill_limit = prefill_limit  # None: streams wait as long as a step takes
         self.num_preemptions = 0
         self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
@@ -59,7 +83,8 @@ class Scheduler:
         self._encoding.clear()
         self.blocks.begin_step()
         self._make_way()
-        budget = self._schedule_running(batch, self.max_num_batched_tokens)
+        budget = self._new_budget()
+        self._schedule_running(batch, budget)
         self._schedule_waiting(batch, budget)
         return batch
 
@@ -118,6 +143,8 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Take seats and blocks from batch sequences, the youngest first, for interactive ones that wait."""
+        if not (self.waiting and self.running):
+            return
         num_wanted = sum(not sequence.yields for sequence in self.waiting.values())
         while num_wanted and self.running:
             victim = next(reversed(self.running.values()))
@@ -131,14 +158,22 @@ class Scheduler:
         prefix = self.blocks.find_prefix(sequence)
         return self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running))
 
-    def _schedule_running(self, batch: Batch, budget: int) -> int:
-        """Give every running sequence its share, oldest first; returns the budget that is left."""
+    def _new_budget(self) -> _Budget:
+        num_prefill_tokens = self.max_num_batched_tokens
+        num_streams = sum(s.num_pending_tokens == 1 for s in self.running.values())
+        if self.prefill_limit is not None and num_streams:
+            num_prefill_tokens = self.prefill_limit.beside(num_streams)
+        return _Budget(self.max_num_batched_tokens, num_prefill_tokens)
+
+    def _schedule_running(self, batch: Batch, budget: _Budget) -> None:
+        """Give every running sequence its share, oldest first."""
         block_size = self.blocks.block_size
         for sequence in tuple(self.running.values()):
-            if budget == 0 or sequence.status is not SequenceStatus.RUNNING:
+            if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
                 break  # preempted for an older one, and so are all that come after it
             start = sequence.num_computed_tokens
-            num_new = min(sequence.num_pending_tokens, budget)
+            num_pending = sequence.num_pending_tokens
+            num_new = budget.share(num_pending)
             if start < sequence.num_prompt_tokens:
                 num_new = self._limit_by_images(sequence, start, num_new)
             if num_new == 0:
@@ -146,18 +181,17 @@ class Scheduler:
             fits = start + num_new <= len(sequence.block_ids) * block_size
             if fits or self._reserve(sequence, start + num_new):
                 batch.items.append(ScheduledSequence(sequence, num_new))
-                budget -= num_new
+                budget.take(num_new, num_pending)
                 if num_new > 1:
                     self.blocks.promise(sequence, num_new)
-        return budget
 
-    def _schedule_waiting(self, batch: Batch, budget: int) -> None:
+    def _schedule_waiting(self, batch: Batch, budget: _Budget) -> None:
         """Start waiting sequences in order while there is budget, a seat, and space for all tokens.
 
         One spare block for each running sequence keeps a newcomer from being preempted at once. Who
         has just been preempted is first in the queue and does not fit, so nobody takes that place.
         """
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget.num_tokens > 0 and len(self.running) < self.max_num_seqs:
             sequence = next(iter(self.waiting.values()))
             prefix = self.blocks.find_prefix(sequence)
             if self.blocks.is_promised(sequence, len(prefix)):
@@ -165,7 +199,8 @@ class Scheduler:
             if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
                 return
             start = len(prefix) * self.blocks.block_size
-            num_new = min(sequence.num_tokens - start, budget)
+            num_pending = sequence.num_tokens - start
+            num_new = budget.share(num_pending)
             num_new = self._limit_by_images(sequence, start, num_new)
             if num_new == 0:
                 return
@@ -176,7 +211,7 @@ class Scheduler:
             _enter(self.running, sequence)
             self._note_pass(sequence)
             batch.items.append(ScheduledSequence(sequence, num_new))
-            budget -= num_new
+            budget.take(num_new, num_pending)
             self.blocks.promise(sequence, num_new)
 
     def _note_pass(self, started: Sequence) -> None:

@@ -204,6 +204,11 @@ class EngineSettings(Group):
     max_num_batched_tokens: int = Field(
         default=1024, ge=16, description="New tokens that one step computes."
     )
+    max_mixed_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt tokens of a step beside running streams; none: measured, so that it takes less than twice as long.",
+    )
     max_model_len: int | None = Field(
         default=None, ge=16, description="Context length; none: the model's own."
     )

@@ -6,6 +6,7 @@ from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, Imag
 from engines.block_manager import BlockManager
 from engines.engine import BatchingEngine
 from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockTokenizer
+from engines.prefill_limit import PrefillLimit
 from engines.runner import StepResult, TokenChoice
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, Sequence
@@ -68,6 +69,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_images_per_step: int = 8,
     enable_prefix_cache: bool = True,
+    prefill_limit: PrefillLimit | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache),
@@ -75,6 +77,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_images_per_step=max_images_per_step,
         eos_token_ids={EOS_ID},
+        prefill_limit=prefill_limit,
     )
 
 

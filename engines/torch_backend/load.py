@@ -13,6 +13,7 @@ import torch
 from engines.chat_template import LLAVA_TEMPLATE, ChatTemplate, UnusableTemplate, read_chat_template
 from engines.engine import BatchingEngine
 from engines.factory import EngineSpec, LoadedEngine, Progress
+from engines.prefill_limit import measure_prefill_limit
 from engines.prompt import PromptBuilder
 from engines.torch_backend.hub import default_name, resolve_model
 from engines.torch_backend.image_processor import load_image_processor
@@ -53,7 +54,10 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
         runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free)
     with phases.measure("warmup"):
         runner.warm_up()
-    engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds)
+        limit = None
+        if spec.config.max_mixed_prefill_tokens is None:
+            limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
+    engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(
         name=spec.served_name or default_name(spec.model),

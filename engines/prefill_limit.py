@@ -1,0 +1,82 @@
+"""How many prompt tokens a step may compute beside running streams, so that these do not stutter.
+
+Measured once by the loader, followed by the scheduler. It knows runners by their protocol alone.
+"""
+
+import time
+from dataclasses import dataclass
+
+from engines.runner import ModelRunner
+from engines.sequence import Batch, ScheduledSequence, Sequence
+from shared.protocol import SamplingParams
+
+#: A step with prompt tokens takes at most so many times what it takes without; twice is promised.
+MAX_SLOWDOWN = 1.8
+_SMALLEST_CHUNK = 4
+_NUM_STREAMS = 8
+_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimit:
+    """Prompt tokens beside one stream, and by what share more beside each further one."""
+
+    num_tokens: int
+    growth: float = 0.0
+
+    def beside(self, num_streams: int) -> int:
+        """Prompt tokens of a step that draws so many tokens."""
+        return int(self.num_tokens * (1 + self.growth * (num_streams - 1)))
+
+
+def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit | None:
+    """Time steps of the runner, whose keys and values are nobody's yet; None: no number of tokens is too slow.
+
+    Longer and longer chunks stand beside one stream, until a step takes longer than it may.
+    """
+    trial = _Trial(runner)
+    alone = trial.seconds(num_streams=1)
+    fast_chunk, fast_s, chunk = 0, alone, _SMALLEST_CHUNK
+    while (seconds := trial.seconds(1, chunk)) <= MAX_SLOWDOWN * alone:
+        fast_chunk, fast_s = chunk, seconds
+        if chunk >= min(max_tokens, trial.longest_chunk):
+            return None
+        chunk = min(2 * chunk, max_tokens, trial.longest_chunk)
+    share = (MAX_SLOWDOWN * alone - fast_s) / (seconds - fast_s)
+    num_tokens = max(1, int(fast_chunk + share * (chunk - fast_chunk)))
+    num_streams = min(_NUM_STREAMS, trial.most_streams)
+    if num_streams == 1:
+        return PrefillLimit(num_tokens)
+    growth = (trial.seconds(num_streams) / alone - 1) / (num_streams - 1)
+    return PrefillLimit(num_tokens, max(0.0, growth))
+
+
+class _Trial:
+    """Steps made up for timing. Streams have the first blocks, one each; the chunk has the rest."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.most_streams = runner.num_blocks // 2
+        free = (runner.num_blocks - self.most_streams) * runner.block_size
+        self.longest_chunk = min(free, runner.max_model_len) - 1
+
+    def seconds(self, num_streams: int, num_chunk_tokens: int = 0) -> float:
+        """The best of a few tries, after one that is not counted."""
+        items = [self._share(place, [place], 1) for place in range(num_streams)]
+        if num_chunk_tokens:
+            blocks = list(range(self.most_streams, self._runner.num_blocks))
+            items.append(self._share(num_streams, blocks, num_chunk_tokens))
+        times = []
+        for _ in range(_TRIES + 1):
+            started = time.perf_counter()
+            self._runner.run(Batch(items))
+            times.append(time.perf_counter() - started)
+        for item in items:
+            self._runner.release(item.sequence.request_id)
+        return min(times[1:])
+
+    def _share(self, place: int, block_ids: list[int], num_new: int) -> ScheduledSequence:
+        sampling = SamplingParams(temperature=0)
+        sequence = Sequence(f"trial-{place}", [0] * num_new, num_new, sampling)
+        sequence.block_ids = block_ids
+        return ScheduledSequence(sequence, num_new)

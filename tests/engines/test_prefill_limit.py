@@ -1,0 +1,117 @@
+"""Prompt tokens beside running streams: as many as keep a step within twice its time."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from engines import prefill_limit
+from engines.prefill_limit import MAX_SLOWDOWN, PrefillLimit, measure_prefill_limit
+from engines.runner import StepResult
+from engines.sequence import Batch
+from tests.factories_engine import (
+    make_engine,
+    make_request,
+    make_scheduler,
+    make_sequence,
+    run_all,
+    run_step,
+    shares,
+)
+
+
+class TimedRunner:
+    """A runner on a clock of its own: a step costs a base, and something for each stream and prompt token."""
+
+    block_size, num_blocks, max_model_len = 16, 64, 512
+
+    def __init__(self, base_s: float, stream_s: float, token_s: float) -> None:
+        self.now = 0.0
+        self.held: set[str] = set()
+        self._costs = base_s, stream_s, token_s
+
+    def run(self, batch: Batch) -> StepResult:
+        base_s, stream_s, token_s = self._costs
+        for item in batch.items:
+            self.held.add(item.sequence.request_id)
+            blocks = item.sequence.block_ids
+            assert len(blocks) * self.block_size >= item.num_new_tokens
+            assert all(0 <= block < self.num_blocks for block in blocks)
+        streams = sum(item.num_new_tokens == 1 for item in batch.items)
+        self.now += base_s + stream_s * streams + token_s * (batch.num_tokens - streams)
+        return StepResult([None] * len(batch.items))
+
+    def release(self, request_id: str) -> None:
+        self.held.discard(request_id)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, *costs: float) -> PrefillLimit | None:
+    runner = TimedRunner(*costs)
+    clock = SimpleNamespace(perf_counter=lambda: runner.now)
+    monkeypatch.setattr(prefill_limit, "time", clock)
+    limit = measure_prefill_limit(runner, max_tokens=256)  # type: ignore[arg-type]
+    assert not runner.held
+    return limit
+
+
+def test_the_limit_is_what_fills_the_time_that_a_step_may_take(monkeypatch):
+    limit = measure(monkeypatch, 0.18, 0.02, 0.004)
+    assert limit is not None
+    assert limit.num_tokens == pytest.approx((MAX_SLOWDOWN - 1) * 0.2 / 0.004, abs=1)
+    assert limit.growth == pytest.approx(0.02 / 0.2)
+    assert limit.beside(1) == limit.num_tokens
+    assert limit.beside(11) == pytest.approx(2 * limit.num_tokens, abs=1)
+
+
+def test_there_is_always_progress(monkeypatch):
+    limit = measure(monkeypatch, 0.01, 0.0, 1.0)
+    assert limit is not None
+    assert limit.beside(1) == 1
+
+
+def test_where_prompts_cost_little_there_is_no_limit(monkeypatch):
+    assert measure(monkeypatch, 1.0, 0.0, 0.001) is None
+
+
+def test_prompts_are_cut_beside_streams_and_not_alone():
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
+    scheduler.add(make_sequence(20, "a"))
+    assert shares(run_step(scheduler)) == {"a": 20}
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="b"))
+    scheduler.add(make_sequence(token_ids=[8] * 20, request_id="c"))
+    assert [shares(run_step(scheduler)) for _ in range(4)] == [
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 2, "c": 4},
+    ]
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 6}
+
+
+def test_more_streams_leave_more_to_prompts():
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(4, growth=0.5))
+    for name in "ab":
+        scheduler.add(make_sequence(4, name))
+    run_step(scheduler)
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="c"))
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 6}
+
+
+def test_streams_wait_for_no_prompt_however_many_come():
+    engine = make_engine(num_output_tokens=40, max_mixed_prefill_tokens=3)
+    engine.add(make_request("first", [7] * 4))
+    engine.step()
+    for number in range(3):
+        engine.add(make_request(f"late-{number}", [number] * 50))
+    for _ in range(20):
+        said = {output.request_id: output.token_ids for output in engine.step()}
+        assert len(said["first"]) == 1
+        assert engine.scheduler.running["first"].num_pending_tokens == 1
+
+
+def test_answers_are_the_same_with_and_without_a_limit():
+    requests = [make_request(f"r{number}", [number] * (30 + number)) for number in range(4)]
+    whole = run_all(make_engine(), *requests)
+    cut = run_all(make_engine(max_mixed_prefill_tokens=2), *requests)
+    assert {name: said.token_ids for name, said in cut.items()} == {
+        name: said.token_ids for name, said in whole.items()
+    }
