@@ -22,7 +22,6 @@ from engines.block_manager import BlockManager
 from engines.detokenizer import Detokenizer
 from engines.generation import Generation
 from engines.prefill_limit import PrefillLimit
-from engines.prefill_limit import PrefillLimit
 from engines.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, Sequence
@@ -38,7 +37,6 @@ class BatchingEngine(Engine):
         runner: ModelRunner,
         tokenizer: Tokenizer,
         config: EngineConfig,
-        prefill_limit: PrefillLimit | None = None,
         startup_s: Mapping[str, float] | None = None,
         prefill_limit: PrefillLimit | None = None,
     ) -> None:
@@ -288,11 +286,6 @@ class BatchingEngine(Engine):
         )
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-
-
-def _prefill_limit(config: EngineConfig, measured: PrefillLimit | None) -> PrefillLimit | None:
-    given = config.max_mixed_prefill_tokens
-    return measured if given is None else PrefillLimit(given)
         data = self.tokenizer.token_bytes(token_id)
         return TokenLogprob(data.decode("utf-8", "replace"), logprob, tuple(data))
 
