@@ -4,6 +4,7 @@ Each process calls `create_tracer` once, and then has a `Tracer` or None. Units:
 durations seconds.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,8 @@ class Stage:
 
 def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Tracer | None":
     """What makes the spans of this process; None without traces. Raises: SettingsError."""
-    if settings.export == "none":
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if settings.export == "none" or is_disabled:
         return None
     try:
         spans = import_module("shared.spans")

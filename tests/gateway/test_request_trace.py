@@ -100,25 +100,13 @@ async def test_the_header_is_answered_and_sent_on_under_our_own_span(traced, wor
     assert worker.requests[0].trace_parent == ours
 
 
-@pytest.mark.parametrize(
-    "malformed",
-    ["", "no", CALLER.upper(), "ff" + CALLER[2:], CALLER + "-x", CALLER.replace("a", "0"),
-     CALLER.replace("b", "0"), CALLER[:-1]],
-)  # fmt: skip
-async def test_a_malformed_header_begins_a_new_trace(malformed, traced, collector):
+async def test_a_malformed_header_begins_a_new_trace(traced, collector):
     async with traced as gateway:
-        response = await gateway.chat(headers={"traceparent": malformed})
+        response = await gateway.chat(headers={"traceparent": CALLER.replace("a", "0")})
     root, _ = tree(collector.spans)
     assert root.parent_id == ""
     assert root.trace_id not in ("a" * 32, "0" * 32)
     assert response.headers["traceparent"][3:35] == root.trace_id
-
-
-async def test_a_caller_of_a_later_version_is_understood(traced, collector):
-    async with traced as gateway:
-        await gateway.chat(headers={"traceparent": f"cc{CALLER[2:]}-what-comes-then"})
-    root, _ = tree(collector.spans)
-    assert (root.trace_id, root.parent_id) == ("a" * 32, "b" * 16)
 
 
 async def test_a_caller_who_keeps_no_trace_gets_none(traced, worker, collector):
@@ -166,3 +154,8 @@ def test_without_the_extra_the_setting_is_refused(monkeypatch):
     monkeypatch.delitem(sys.modules, "shared.spans", raising=False)
     with pytest.raises(SettingsError, match=r"VLM_TRACES__EXPORT: .* pip install .*traces"):
         create_tracer(TraceSettings(export="otlp"), "gateway", "g")
+
+
+def test_opentelemetrys_own_switch_turns_it_off(monkeypatch):
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert create_tracer(TraceSettings(export="otlp"), "gateway", "g") is None
