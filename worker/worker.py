@@ -69,6 +69,7 @@ class Worker:
         self._absence = Absence()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
+        self._batch_waits = asyncio.Event()
         self._num_passed = 0
         self._last_reap_at = time.monotonic()
         self._last_contact_at = 0.0
@@ -164,7 +165,7 @@ class Worker:
 
     async def _let_batch_work_in(self, num_passed: int) -> None:
         """Wake the other loop; and of requests that pass batch work, let one in so many take an old one along."""
-        self._flights.changed.set()
+        self._batch_waits.set()
         self._num_passed += num_passed
         if self._num_passed >= PASSED_PER_AGED:
             self._num_passed = 0
@@ -175,10 +176,12 @@ class Worker:
         await repeat(self._claim_batch_once, "claim batch work")
 
     async def _claim_batch_once(self) -> None:
-        entries, flights = self.claims.entries, self._flights
-        while not entries.num_batch_left or (room := self._limit(flights.batch_room())) == 0:
-            await flights.wait_for_change()
-        flights.take_off(await self.claims.take(room))
+        while not self.claims.entries.num_batch_left:
+            self._batch_waits.clear()
+            await self._batch_waits.wait()
+        while (room := self._limit(self._flights.batch_room())) == 0:
+            await self._flights.wait_for_change()
+        self._flights.take_off(await self.claims.take(room))
 
     def _limit(self, room: int) -> int:
         """A few at a time, and none while a step drags on: others may be quicker."""
@@ -198,7 +201,7 @@ class Worker:
     async def _reclaim_once(self) -> None:
         await self.claims.entries.look_at_backlog()
         if self.claims.entries.num_batch_left:
-            self._flights.changed.set()
+            self._batch_waits.set()
         if room := self._limit(self._flights.room()):
             self._flights.take_off(await self.claims.reclaim(room))
         self._flights.take_off(await self.claims.reconcile())
