@@ -29,6 +29,7 @@ class EngineSpec:
     dtype: str = "auto"
     quantization: str = "none"
     num_threads: int = 0
+    cpu_kernels: Literal["fast", "exact", "off"] = "fast"
     config: EngineConfig = field(default_factory=EngineConfig)
     mock: MockConfig = field(default_factory=MockConfig)
     progress: Progress | None = None
