@@ -169,9 +169,20 @@ def paged_attention(
     key, value = pool.write(layer, plan.slots, key, value)
     if plan.num_decodes == len(plan.spans):
         return _attend_decodes(pool, plan, layer, query)
+    runs = attend_runs(pool, plan, layer, query, key, value)
+    if not plan.num_decodes:
+        return runs
+    return torch.cat([_attend_decodes(pool, plan, layer, query[: plan.num_decodes]), runs])
+
+
+def attend_runs(
+    pool: KVCachePool, plan: AttentionPlan, layer: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """The sequences with several new tokens, whose keys and values are kept already.
+
+    Shapes: query (N, H, D), key and value (N, K, D), of all sequences; returns (N - decodes, H * D).
+    """
     parts = []
-    if plan.num_decodes:
-        parts.append(_attend_decodes(pool, plan, layer, query[: plan.num_decodes]))
     for place in range(plan.num_decodes, len(plan.spans)):
         span = plan.spans[place]
         run = slice(span.start, span.stop)
