@@ -61,6 +61,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None  #: None: from `kv_cache_bytes`
     kv_cache_bytes: int | None = None  #: None: a share of free memory
     kv_dtype: Literal["auto", "int8"] = "auto"  #: auto: the engine's own precision
+    disabled_gpu_kernels: tuple[str, ...] = ()  #: names of what a GPU is not to use
     max_model_len: int | None = None  #: None: the checkpoint's own
     enable_prefix_cache: bool = True
     encoder_cache_bytes: int = 256 * 1024 * 1024
