@@ -29,6 +29,17 @@ from shared.settings_group import MIB, Group
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 PREFIX = "VLM_"
+#: Fast ways of a GPU that can be switched off, by name.
+GpuKernel = Literal[
+    "add_norm",
+    "rotate_keep",
+    "gate",
+    "attend_decodes",
+    "multiply_int8",
+    "multiply_int4",
+    "cuda_graph",
+    "varlen",
+]
 CONFIG_VARIABLE = "VLM_CONFIG"
 
 
@@ -228,7 +239,16 @@ class EngineSettings(Group):
     num_threads: int = Field(
         default=0, ge=0, description="CPU threads of the engine; 0: torch's choice."
     )
+    disabled_gpu_kernels: Annotated[tuple[GpuKernel, ...], NoDecode] = Field(
+        default=(), description="What a GPU is to compute in a slower way, comma separated."
+    )
     mock: MockSettings = MockSettings()
+
+    @field_validator("disabled_gpu_kernels", mode="before")
+    @classmethod
+    def split_names(cls, value: Any) -> Any:
+        """Accept a comma-separated string, as environments hold it."""
+        return GatewaySettings.split_items(value)
 
 
 class RedisSettings(Group):

@@ -71,6 +71,7 @@ def engine_spec(settings: EngineSettings) -> EngineSpec:
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             kv_dtype=settings.kv_dtype,
+            disabled_gpu_kernels=settings.disabled_gpu_kernels,
             max_model_len=settings.max_model_len,
             enable_prefix_cache=settings.enable_prefix_cache,
             encoder_cache_bytes=settings.encoder_cache_bytes,
