@@ -13,6 +13,7 @@ from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput
 from engines.runner import StepResult, TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
+from engines.torch_backend.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.encoder_cache import EncoderCache
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
@@ -59,7 +60,14 @@ class TorchRunner:
         self._dtype = dtype
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
-        self._kv_pool = create_pool(text, self.num_blocks, self.block_size, dtype, device)
+        is_cuda = is_served(device)
+        num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
+        self._kv_pool = create_pool(text, num_blocks, self.block_size, dtype, device)
+        self._cuda = (
+            CudaSteps(model.language_model, text, config, self._kv_pool, self._rotary, dtype)
+            if is_cuda
+            else None
+        )
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype
@@ -99,7 +107,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("model", "_pictures", "_kv_pool", "_rotary"):
+        for name in ("model", "_cuda", "_pictures", "_kv_pool", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -125,8 +133,12 @@ class TorchRunner:
             sequence.num_computed_tokens = sequence.num_tokens
             sequence.token_ids.append(0)
         self._encoder_cache.clear()
+        if self._cuda is not None:
+            self._cuda.warm_up()
 
     def _run(self, items: list[ScheduledSequence]) -> StepResult:
+        if self._cuda is not None and (decoded := self._cuda.decode(items)) is not None:
+            return StepResult(list(decoded))
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
@@ -148,6 +160,8 @@ class TorchRunner:
             self._kv_pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
         embeddings = self.model.embed(token_ids, self._pictures.place(items, plan.spans))
+        if self._cuda is not None:
+            return self._cuda.forward(embeddings, positions, plan)
         attend = partial(paged_attention, self._kv_pool, plan)
         return decoder(embeddings, self._rotary.at(positions), attend)
 
