@@ -28,10 +28,10 @@ class Asker:
         self._idle: list[ChatClient] = []
         self._zero_at = time.perf_counter() + order.plan.warmup_s
 
-    @property
-    def weights(self) -> dict[str, int]:
-        """How often each scenario is asked, relative to the others."""
-        return PROFILES[self.order.workload.profile]
+    def choose_scenario(self, draw: random.Random) -> str:
+        """One of the profile's scenarios, by its weight."""
+        weights = PROFILES[self.order.workload.profile]
+        return draw.choices(list(weights), list(weights.values()))[0]
 
     def now(self) -> float:
         """Seconds since the end of the warm-up."""

@@ -14,6 +14,7 @@ import typer
 from loadtest.load_plan import make_plan
 from loadtest.objective import parse_objective
 from loadtest.record import Profile, Workload
+from loadtest.result import ResultError
 
 app = typer.Typer()
 
@@ -95,3 +96,30 @@ def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) 
     except fault as error:
         typer.secho(str(error), err=True, fg="red")
         sys.exit(1)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="The result of one run (--json).")],
+    after: Annotated[Path, typer.Argument(help="The result of another.")],
+    least: Annotated[
+        float, typer.Option(min=0.0, help="Smallest relative change that matters.")
+    ] = 0.05,
+    every: Annotated[bool, typer.Option("--all", help="Show what has not changed, too.")] = False,
+    fail_if_worse: Annotated[
+        bool, typer.Option("--fail-if-worse", help="Exit with 1 if anything is worse.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option(help="Print a table for a document.")] = False,
+) -> None:
+    """Show what changed between two runs beyond chance."""
+    module = import_module("loadtest.difference")
+    call(module.run, ResultError, before, after, least, every, fail_if_worse, markdown)
+
+
+@app.command()
+def report(
+    result: Annotated[Path, typer.Argument(help="The result of a run (--json).")],
+    page: Annotated[Path, typer.Argument(help="Where to write the page.")],
+) -> None:
+    """Make the page of a run from its result."""
+    call(import_module("loadtest.html_report").run, ResultError, result, page)

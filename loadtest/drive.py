@@ -2,21 +2,23 @@
 
     python -m loadtest.drive
 
+The last line is a number: the share of a core that making the load has taken. Near 1 the client was too slow.
+
 Started by `loadtest.run`, so that greenlets and the patched sockets of Locust stay apart from everything else.
 """
 
 import random
 import sys
+import time
 
 import gevent
 import msgspec
 from gevent.pool import Pool
-from locust import User
 from locust.env import Environment
 
 from loadtest.asking import Asker
 from loadtest.load_plan import arrivals, level_at
-from loadtest.locustfile import USERS, ChatUser
+from loadtest.locustfile import ChatUser
 from loadtest.record import Order, Record
 
 TICK_S = 0.1
@@ -27,26 +29,34 @@ def main() -> None:
     """Do what the order says."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     asker = Asker(order, write)
+    began_at, used_s = time.perf_counter(), time.process_time()
     if order.plan.loop == "open":
         run_open_loop(asker)
     else:
         run_closed_loop(asker)
+    write((time.process_time() - used_s) / (time.perf_counter() - began_at))
 
 
-def write(record: Record) -> None:
+def write(line: Record | float) -> None:
     """One line; at once, for those who watch."""
-    sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
+
+
+class ProfileUser(ChatUser):
+    """Asks questions of every kind of the profile, each as often as the profile says."""
+
+    def choose_scenario(self) -> str:
+        """A scenario by its weight."""
+        assert ChatUser.asker is not None
+        return ChatUser.asker.choose_scenario(self.draw)
 
 
 def run_closed_loop(asker: Asker) -> None:
     """Locust users, as many as the plan wants at each moment; each waits for its answer."""
     plan = asker.order.plan
     ChatUser.asker = asker
-    for scenario, weight in asker.weights.items():
-        USERS[scenario].weight = weight
-    users: list[type[User]] = [USERS[scenario] for scenario in asker.weights]
-    environment = Environment(user_classes=users, stop_timeout=asker.order.target.timeout_s)
+    environment = Environment(user_classes=[ProfileUser], stop_timeout=asker.order.target.timeout_s)
     runner = environment.create_local_runner()
     num_users = -1
     while (now := asker.now()) < plan.duration_s:
@@ -60,12 +70,11 @@ def run_closed_loop(asker: Asker) -> None:
 def run_open_loop(asker: Asker) -> None:
     """Requests that arrive when they arrive, whether the others are answered or not."""
     seed = asker.order.workload.seed
-    draw, pool = random.Random(f"{seed} arrivals"), Pool(MAX_OPEN)
-    names, weights = list(asker.weights), list(asker.weights.values())
+    pool = Pool(MAX_OPEN)
     for number, intended_at in enumerate(arrivals(asker.order.plan, random.Random(seed))):
         gevent.sleep(max(0.0, intended_at - asker.now()))
-        [name] = draw.choices(names, weights)
-        pool.spawn(asker.ask, name, random.Random(f"{seed} {number}"), intended_at)
+        draw = random.Random(f"{seed} {number}")
+        pool.spawn(asker.ask, asker.choose_scenario(draw), draw, intended_at)
     pool.join(timeout=asker.order.target.timeout_s)
     pool.kill()
 

@@ -20,12 +20,24 @@ from loadtest.result import (
     counted,
     failure_ratio,
     failures,
+    load_result,
     mean_stages_s,
 )
 from loadtest.result_tables import describe_load, in_percent, to_latency_table, to_rate_table
 
 PAGE = Template((Path(__file__).parent / "report.html").read_text())
 STYLE = (Path(__file__).parent / "report.css").read_text()
+
+
+def run(source: Path, page: Path) -> int:
+    """Make the page of a result's file; returns the exit code. Raises: ResultError."""
+    write_page(load_result(source), page)
+    return 0
+
+
+def write_page(result: Result, page: Path) -> None:
+    """Write the page."""
+    page.write_text(to_html(result), encoding="utf-8")
 
 
 def to_html(result: Result) -> str:

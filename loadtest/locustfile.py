@@ -52,7 +52,11 @@ class ChatUser(User):
     def ask_next(self) -> None:
         """One question and its whole answer."""
         assert ChatUser.asker is not None
-        ChatUser.asker.ask(self.scenario, self.draw)
+        ChatUser.asker.ask(self.choose_scenario(), self.draw)
+
+    def choose_scenario(self) -> str:
+        """What is asked next."""
+        return self.scenario
 
 
 class TextUser(ChatUser):

@@ -27,13 +27,14 @@ class ResultError(Exception):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run. `machine` is the client's, in words."""
+    """One run. `machine` is the client's, in words; `client_core_ratio` the share of a core that it used."""
 
     schema: Literal["vlm-loadtest/1"] = SCHEMA
     created_at: str
     url: str
     model: str
     machine: str
+    client_core_ratio: float = 0.0
     workload: Workload
     plan: Plan
     objective: Objective
@@ -155,6 +156,7 @@ def to_summary(result: Result) -> dict[str, Any]:
     }
     return {
         **_rates(whole),
+        "client_core_ratio": result.client_core_ratio,
         "failures": dict(failures(result)),
         "failure_ratio": failure_ratio(result),
         "kinds": kinds,

@@ -22,15 +22,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
-from loadtest.html_report import to_html
+from loadtest.html_report import write_page
 from loadtest.objective import Objective
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.report import show
 from loadtest.result import Result, failure_ratio, failures
-from loadtest.result_tables import progress_words, to_latency_table, to_rate_table
+from loadtest.result_tables import in_percent, progress_words, to_latency_table, to_rate_table
 
 PAUSE_S = 0.2
 MAX_LINES = 20  # of failures on the screen
+BUSY_RATIO = 0.8  # of a core; a client that needs more measures itself
 
 
 class LoadTestError(Exception):
@@ -67,9 +68,12 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
     if outputs.json:
         result.save(outputs.json)
     if outputs.html:
-        outputs.html.write_text(to_html(result), encoding="utf-8")
+        write_page(result, outputs.html)
     for fault, number in failures(result).most_common(MAX_LINES):
         print(f"{number} x {fault}", file=sys.stderr)
+    if result.client_core_ratio > BUSY_RATIO:
+        used = in_percent(result.client_core_ratio)
+        print(f"the client used {used} of its core: it may be what was measured", file=sys.stderr)
     if not any(not record.error for record in result.records):
         print("no request was answered", file=sys.stderr)
         return 1
@@ -85,7 +89,8 @@ def make_load(wanted: Wanted) -> Result:
             target = Target(
                 url=url, model=model, timeout_s=wanted.timeout_s, api_key=wanted.api_key
             )
-            records = drive(Order(target=target, workload=wanted.workload, plan=wanted.plan))
+            order = Order(target=target, workload=wanted.workload, plan=wanted.plan)
+            records, core_ratio = drive(order)
     except (AnswerError, ServerError, ValueError) as error:
         raise LoadTestError(str(error)) from None
     return Result(
@@ -93,6 +98,7 @@ def make_load(wanted: Wanted) -> Result:
         url=url if wanted.url else "a fleet of its own",
         model=model,
         machine=machine(),
+        client_core_ratio=core_ratio,
         workload=wanted.workload,
         plan=wanted.plan,
         objective=wanted.objective,
@@ -100,17 +106,18 @@ def make_load(wanted: Wanted) -> Result:
     )
 
 
-def drive(order: Order) -> list[Record]:
-    """The records of a load, made by a process of its own, while its progress is shown. Raises: LoadTestError."""
+def drive(order: Order) -> tuple[list[Record], float]:
+    """The records of a load and the share of a core that making it took. Raises: LoadTestError."""
     records: list[Record] = []
+    ratios: list[float] = []
     with TemporaryFile() as complaints, driver(order, complaints.fileno()) as process:
-        reader = Thread(target=collect, args=(process, records))
+        reader = Thread(target=collect, args=(process, records, ratios))
         reader.start()
         watch(reader, order.plan, records)
         if process.wait():
             complaints.seek(0)
             raise LoadTestError(complaints.read()[-2000:].decode(errors="replace"))
-    return records
+    return records, ratios[-1]
 
 
 @contextmanager
@@ -130,12 +137,16 @@ def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def collect(process: subprocess.Popen[bytes], records: list[Record]) -> None:
-    """Take record after record until the process ends."""
-    decoder = msgspec.json.Decoder(Record)
+def collect(process: subprocess.Popen[bytes], records: list[Record], ratios: list[float]) -> None:
+    """Take line after line until the process ends."""
+    decoder = msgspec.json.Decoder(Record | float)
     assert process.stdout is not None
-    for line in process.stdout:
-        records.append(decoder.decode(line))
+    for text in process.stdout:
+        line = decoder.decode(text)
+        if isinstance(line, Record):
+            records.append(line)
+        else:
+            ratios.append(line)
 
 
 def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:

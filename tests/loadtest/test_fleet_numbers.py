@@ -1,9 +1,7 @@
 """Client and server tell the same of the same requests; Locust's own ways of running work on a real fleet."""
 
-import csv
-import os
+import json
 import re
-import signal
 import subprocess
 import sys
 
@@ -11,7 +9,7 @@ import httpx
 import pytest
 
 from loadtest.asking import first_model
-from loadtest.fleet import free_port
+from loadtest.fleet import free_port, run_server
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.result import values_of
 from loadtest.run import drive
@@ -49,7 +47,7 @@ def load(fleet: Served) -> tuple[list[Record], Period]:
     plan = Plan(levels=(2.0,), duration_s=1.5, warmup_s=0.0)
     with httpx.Client(base_url=fleet.url, trust_env=False) as client:
         before: Snapshot = read_snapshot(client)
-        records = drive(Order(target=target, workload=workload, plan=plan))
+        records, _ = drive(Order(target=target, workload=workload, plan=plan))
         return records, Period(before, read_snapshot(client))
 
 
@@ -84,46 +82,33 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
         assert told_s == pytest.approx(stage_s(server, stage), abs=1e-5 * len(records))
 
 
-def test_locust_itself_runs_the_users_without_its_page(slow, tmp_path):
-    """Five users are one of each class: every kind is asked, none is answered wrongly."""
-    stats = tmp_path / "stats"
+def test_locust_itself_runs_the_users_without_its_page(slow):
     done = subprocess.run(
         [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url,
-         "--headless", "-u", "5", "-r", "5", "-t", "3s", "--stop-timeout", "10",
-         "--max-tokens", "4", "--stream-ratio", "1", "--csv", str(stats)],
+         "--headless", "-u", "2", "-r", "2", "-t", "2s", "--stop-timeout", "10", "--json",
+         "--max-tokens", "4", "--stream-ratio", "1", "TextUser", "ConversationUser"],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    with open(f"{stats}_stats.csv", newline="") as file:
-        rows = {
-            (row["Type"], row["Name"]): int(row["Failure Count"]) for row in csv.DictReader(file)
-        }
-    assert {(latency, "conversation, streamed") for latency in SERVER_NAMES} <= set(rows)
-    assert not sum(rows.values())
+    rows = {(row["method"], row["name"]): row for row in json.loads(done.stdout)}
+    kinds = ("conversation, streamed", "text, streamed")
+    assert set(rows) == {(latency, kind) for latency in SERVER_NAMES for kind in kinds}
+    assert not sum(row["num_failures"] for row in rows.values())
 
 
 def test_page_of_locust_starts_and_runs_the_users(slow):
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(
-        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url,
-         "--web-host", "127.0.0.1", "--web-port", str(port)],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if "web interface" in line:
-                    break
-            with httpx.Client(base_url=url, trust_env=False, timeout=30) as page:
-                assert "<title>Locust" in page.get("/").text
-                started = page.post("/swarm", data={"user_count": 5, "spawn_rate": 5})
-                assert started.json()["success"]
-                while not answered(page):
-                    assert process.poll() is None
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.stderr.read()
+    arguments = ["-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url]
+    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port)]
+    with (
+        run_server(arguments, port, "/") as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as page,
+    ):
+        assert "<title>Locust" in page.get("/").text
+        started = page.post("/swarm", data={"user_count": 5, "spawn_rate": 5})
+        assert started.json()["success"]
+        while not answered(page):
+            assert server.process.poll() is None
 
 
 def answered(page: httpx.Client) -> int:
@@ -144,6 +129,6 @@ def test_server_that_is_not_there_ends_locust_at_once():
 
 
 def test_command_brings_a_fleet_of_its_own():
-    done = run_vlm("loadtest", "--duration", "0.5", "--users", "5")
+    done = run_vlm("loadtest", "--duration", "0.5", "--warmup", "0", "--profile", "conversation")
     assert done.returncode == 0, done.stderr
-    assert "conversation, " in done.stdout
+    assert "conversation, streamed" in done.stdout

@@ -32,6 +32,7 @@ def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
     }
     assert all(f"| {kind} | E2E |" in done.stdout for kind in kinds)
     assert max(open_at_once(result)) <= 5
+    assert 0 < result.client_core_ratio < 1.1
     assert result.workload == Workload(max_tokens=3, picture_bytes=2000)
     assert "<h1>Load test of fake</h1>" in page.read_text()
     assert "sk-secret" not in path.read_text() + page.read_text()
@@ -100,6 +101,16 @@ def test_failures_above_the_limit_fail_the_run(monkeypatch, num_failed, limit, c
     monkeypatch.setattr("loadtest.run.make_load", lambda wanted: result(records))
     wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
     assert run(wanted, Outputs(), limit) == code
+
+
+@pytest.mark.parametrize(("ratio", "warns"), [(0.5, False), (0.95, True)])
+def test_client_that_has_no_time_left_says_so(monkeypatch, capsys, ratio, warns):
+    made = result([record()])
+    made.client_core_ratio = ratio
+    monkeypatch.setattr("loadtest.run.make_load", lambda wanted: made)
+    wanted = Wanted("", "mock", "", "", 1.0, Workload(), Plan(), Objective())
+    assert run(wanted, Outputs(), 0.0) == 0
+    assert ("it may be what was measured" in capsys.readouterr().err) == warns
 
 
 def test_server_that_is_not_there_is_one_line():
