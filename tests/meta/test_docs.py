@@ -1,12 +1,14 @@
 """The documents name what is there: files, headings, settings, commands, metrics, error codes."""
 
 import re
+from inspect import isfunction, signature
 from pathlib import Path
 
 import pytest
 
 from gateway.errors import FAILURES, from_status
 from shared.metrics import METRICS
+from shared.redis_keys import RedisKeys
 from shared.settings_table import rows
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,6 +63,23 @@ def test_settings_metrics_and_targets_exist(page):
     assert metrics <= METRIC_NAMES
     targets = named(page, r"(?:`|^)make ([a-z-]+)")
     assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def test_every_key_of_redis_has_its_row():
+    keys, made = RedisKeys(), set()
+    for name, member in vars(RedisKeys).items():
+        if isinstance(member, property):
+            made.add(getattr(keys, name))
+        elif isfunction(member) and not name.startswith("_"):
+            made.add(
+                member(
+                    keys, *(parameter.upper() for parameter in [*signature(member).parameters][1:])
+                )
+            )
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (`vlm:.*?) \|", page, re.M)
+    shown = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
+    assert shown == {key for key in made if not key.endswith(":")}  # beginnings are no keys
 
 
 def test_every_error_code_has_its_row():
