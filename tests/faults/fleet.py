@@ -84,10 +84,10 @@ async def _holds(holds: Callable[[], Awaitable[bool]]) -> bool:
 
 
 @asynccontextmanager
-async def run_fleet(folder: Path) -> AsyncIterator[Fleet]:
-    """Redis behind a proxy, and a gateway that listens."""
+async def run_fleet(folder: Path, **variables: str) -> AsyncIterator[Fleet]:
+    """Redis behind a proxy, and a gateway that listens, with settings of its own."""
     async with run_proxy(folder / "redis.sock") as proxy, run_processes(folder, proxy.url) as all_:
-        gateway, url = await all_.gateway()
+        gateway, url = await all_.gateway(**variables)
         yield Fleet(all_, gateway, url, proxy)
 
 
