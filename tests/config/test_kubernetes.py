@@ -222,7 +222,7 @@ def test_what_selects_pods_finds_them():
         if doc["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy", "Deployment")
         for spec in [doc["spec"]]
     ]
-    assert len(selected) == 3 + 2 + 5 + 2
+    assert len(selected) == 2 + 2 + 5 + 2
     for kind, selector in selected:
         wanted = selector if kind == "Service" else selector.get("matchLabels", {})
         assert not wanted or wanted in labels.values(), selector
@@ -279,3 +279,26 @@ def test_secrets_that_are_asked_for_are_made_by_the_guide():
     [command] = re.findall(r"kubectl [^\n]*create secret generic (?:[^\n]*\\\n)*[^\n]*", GUIDE)
     made = re.findall(r"--from-literal=([\w-]+)=", command)
     assert wanted == {("vlm-fleet", key) for key in made}
+
+
+def scrape_config() -> str:
+    [found] = re.findall(r"```yaml\n(scrape_configs:.*?)```", GUIDE, re.S)
+    return found
+
+
+def test_prometheus_would_find_the_pods():
+    found = {}
+    for job in yaml.safe_load(scrape_config())["scrape_configs"]:
+        [rule] = job["relabel_configs"]
+        found[job["job_name"]] = rule["regex"]
+    ports = {name: container(name)["ports"][0]["name"] for name in ("gateway", "worker")}
+    assert found == {name: f"{name};{port}" for name, port in ports.items()}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_guides_configuration(tmp_path):
+    path = tmp_path / "prometheus.yml"
+    path.write_text(scrape_config())
+    command = ["promtool", "check", "config", "--syntax-only", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
