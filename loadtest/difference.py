@@ -35,6 +35,7 @@ NUM_BLOCKS = 20
 NUM_DRAWS = 300
 MAX_VALUES = 2000  # of a latency; more are thinned
 MIN_VALUES = 20
+MIN_ABOVE = 5  # of the values beyond a percentile; a handful is chance
 CONFIDENCE = 0.99
 
 #: Values of one run, by stretch of time.
@@ -111,9 +112,12 @@ def to_blocks(result: Result, records: Sequence[Record], latency: str) -> Blocks
 
 
 def latency_changes(name: str, first: Blocks, second: Blocks) -> list[Change]:
-    """Each percentile of one latency."""
+    """Each percentile of one latency that has enough values beyond it in both runs."""
     found = []
+    fewest = min(sum(map(len, blocks)) for blocks in (first, second))
     for share in SHARES:
+        if fewest * (1 - share) < MIN_ABOVE:
+            continue
         before, after = (percentile(gather(blocks), share) for blocks in (first, second))
         label = f"{name} p{share * 100:g}"
         found.append(

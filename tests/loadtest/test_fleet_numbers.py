@@ -99,13 +99,13 @@ def test_locust_itself_runs_the_users_without_its_page(slow):
 def test_page_of_locust_starts_and_runs_the_users(slow):
     port = free_port()
     arguments = ["-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url]
-    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port)]
+    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port), "PictureUser"]
     with (
         run_server(arguments, port, "/") as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=30) as page,
     ):
         assert "<title>Locust" in page.get("/").text
-        started = page.post("/swarm", data={"user_count": 5, "spawn_rate": 5})
+        started = page.post("/swarm", data={"user_count": 1, "spawn_rate": 1})
         assert started.json()["success"]
         while not answered(page):
             assert server.process.poll() is None
