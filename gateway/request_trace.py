@@ -59,6 +59,8 @@ class RequestTrace:
         recorder: AnswerRecorder | None,
     ) -> None:
         """Close the span and add the stages. `status`: what the client was told, if anything."""
+        if not self._span.is_recorded:
+            return
         e2e_s = clock.elapsed_s()
         self._span.rename(f"chat {model}")
         self._span.add(

@@ -22,7 +22,6 @@ NS = 1_000_000_000
 #: Outcomes of a request with which nothing is wrong.
 NOT_FAILURES = ("ok", "cancelled")
 
-
 Value = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Value]
 

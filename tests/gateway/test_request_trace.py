@@ -159,3 +159,11 @@ def test_without_the_extra_the_setting_is_refused(monkeypatch):
 def test_opentelemetrys_own_switch_turns_it_off(monkeypatch):
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert create_tracer(TraceSettings(export="otlp"), "gateway", "g") is None
+
+
+async def test_clients_do_not_decide_where_the_operator_does(traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    async with traced as gateway:
+        await gateway.chat(headers={"traceparent": CALLER})
+    assert collector.spans == []
