@@ -23,32 +23,34 @@ class PrefillLimit:
 
     num_tokens: int
     growth: float = 0.0
+    spare_s: float | None = None  #: what a step beside one stream may take longer
 
     def beside(self, num_streams: int) -> int:
         """Prompt tokens of a step that draws so many tokens."""
         return int(self.num_tokens * (1 + self.growth * (num_streams - 1)))
 
 
-def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit | None:
-    """Time steps of the runner, whose keys and values are nobody's yet; None: no number of tokens is too slow.
+def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
+    """Time steps of the runner, whose keys and values are nobody's yet.
 
     Longer and longer chunks stand beside one stream, until a step takes longer than it may.
     """
     trial = _Trial(runner)
     alone = trial.seconds(num_streams=1)
+    spare_s = (MAX_SLOWDOWN - 1) * alone
     fast_chunk, fast_s, chunk = 0, alone, _SMALLEST_CHUNK
     while (seconds := trial.seconds(1, chunk)) <= MAX_SLOWDOWN * alone:
         fast_chunk, fast_s = chunk, seconds
         if chunk >= min(max_tokens, trial.longest_chunk):
-            return None
+            return PrefillLimit(max_tokens, spare_s=spare_s)
         chunk = min(2 * chunk, max_tokens, trial.longest_chunk)
     share = (MAX_SLOWDOWN * alone - fast_s) / (seconds - fast_s)
     num_tokens = max(1, int(fast_chunk + share * (chunk - fast_chunk)))
     num_streams = min(_NUM_STREAMS, trial.most_streams)
     if num_streams == 1:
-        return PrefillLimit(num_tokens)
+        return PrefillLimit(num_tokens, spare_s=spare_s)
     growth = (trial.seconds(num_streams) / alone - 1) / (num_streams - 1)
-    return PrefillLimit(num_tokens, max(0.0, growth))
+    return PrefillLimit(num_tokens, max(0.0, growth), spare_s)
 
 
 class _Trial:

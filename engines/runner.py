@@ -27,11 +27,13 @@ class TokenChoice:
 class StepResult:
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
-    `vision_s` is the part of the step that went into encoding pictures.
+    `vision_s` is the part of the step that went into encoding pictures. `deferred` are the requests whose share
+    was left for a later step, because their picture is not encoded yet.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
+    deferred: frozenset[str] = frozenset()
 
 
 class ModelRunner(Protocol):

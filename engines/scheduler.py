@@ -88,12 +88,22 @@ class Scheduler:
         self._schedule_waiting(batch, budget)
         return batch
 
-    def update(self, batch: Batch, choices: list[TokenChoice | None]) -> list[Sequence]:
-        """Note what a step has computed; returns the sequences that it finished, blocks freed."""
+    def update(
+        self,
+        batch: Batch,
+        choices: list[TokenChoice | None],
+        deferred: Set[str] = frozenset(),
+    ) -> list[Sequence]:
+        """Note what a step has computed; returns the sequences that it finished, blocks freed.
+
+        The shares of the `deferred` requests were not computed, and are scheduled again.
+        """
         finished: list[Sequence] = []
         block_size = self.blocks.block_size
         for item, choice in zip(batch.items, choices, strict=True):
             sequence = item.sequence
+            if sequence.request_id in deferred:
+                continue
             sequence.num_computed_tokens += item.num_new_tokens
             if sequence.num_computed_tokens // block_size > sequence.num_published_blocks:
                 self.blocks.publish(sequence)

@@ -30,7 +30,8 @@ class WorkCounter:
         """The runner's own, counted."""
         before = self._num_encoded()
         result = self._runner.run(batch)
-        self.steps.append(self._cost.step(batch, self._num_encoded() - before))
+        computed = [i for i in batch.items if i.sequence.request_id not in result.deferred]
+        self.steps.append(self._cost.step(Batch(computed), self._num_encoded() - before))
         return result
 
     def _num_encoded(self) -> int:

@@ -1,18 +1,22 @@
 """The pictures of a step: which must be encoded, and where their features go.
 
 Used by the runner. It encodes the missing pictures of all requests together, keeps features for later in an
-`EncoderCache`, and must not know the decoder's caches, sampling or logits.
+`EncoderCache`, and must not know the decoder's caches, sampling or logits. Beside running streams it encodes one
+picture after another, each in parts, when it is told how long a part may take.
 """
 
 import time
+from collections.abc import Set
 
 import torch
+from torch import Tensor
 
 from engines.base import ImageInput, SequenceFailure
 from engines.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.attention import Span
 from engines.torch_backend.encoder_cache import EncoderCache, PictureKey
 from engines.torch_backend.models.llava import Llava, PictureSlots
+from engines.torch_backend.models.vision import TowerRun
 
 
 class PictureEncoder:
@@ -31,29 +35,36 @@ class PictureEncoder:
         self._max_batch = max_batch
         self._device = device
         self._dtype = dtype
+        self.seconds_beside_streams: float | None = None
+        self._begun: tuple[PictureKey, TowerRun] | None = None
 
-    def encode_missing(self, items: list[ScheduledSequence]) -> float:
-        """Encode the pictures that a step reads and the cache does not hold. Returns: seconds spent.
+    def encode_missing(self, items: list[ScheduledSequence]) -> tuple[float, frozenset[str]]:
+        """Encode the pictures that a step reads and the cache does not hold.
 
-        Every picture that is read is pinned for its request afterwards. Raises: SequenceFailure.
+        Returns seconds spent, and the requests some of whose pictures are not there yet. Every picture that is
+        there is pinned for its request afterwards. Raises: SequenceFailure.
         """
         missing: dict[PictureKey, ImageInput] = {}
-        wanted: list[tuple[str, PictureKey]] = []
+        wanted: list[tuple[str, PictureKey, bool]] = []
         for item in items:
             for image in item.images:
                 key = _key(item.sequence, image)
                 if self.cache.is_pinned_by(item.sequence.request_id, key):
                     continue
-                wanted.append((item.sequence.request_id, key))
                 is_known = key in self.cache or key in missing
-                self.cache.count_query(hit=is_known)
+                wanted.append((item.sequence.request_id, key, is_known))
                 if not is_known:
                     self._check(item.sequence, image)
                     missing[key] = image
-        vision_s = self._encode(list(missing.items())) if missing else 0.0
-        for request_id, key in wanted:
-            self.cache.pin(request_id, key)
-        return vision_s
+        started = time.perf_counter()
+        late = self._encode(missing, has_streams=any(_is_stream(item) for item in items))
+        vision_s = time.perf_counter() - started if missing else 0.0
+        deferred = frozenset(request_id for request_id, key, _ in wanted if key in late)
+        for request_id, key, is_known in wanted:
+            if key not in late:
+                self.cache.count_query(hit=is_known)
+                self.cache.pin(request_id, key)
+        return vision_s, deferred
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[PictureSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
@@ -86,18 +97,52 @@ class PictureEncoder:
         if not is_fit or image.num_tokens != config.tokens_per_image:
             raise SequenceFailure(sequence.request_id, "A picture was not prepared for this model.")
 
-    def _encode(self, missing: list[tuple[PictureKey, ImageInput]]) -> float:
-        started = time.perf_counter()
-        for start in range(0, len(missing), self._max_batch):
-            part = missing[start : start + self._max_batch]
-            pixels = torch.stack([torch.as_tensor(image.pixels) for _, image in part])
-            features = self._model.encode_images(pixels.to(self._device, self._dtype))
+    def _encode(self, missing: dict[PictureKey, ImageInput], has_streams: bool) -> Set[PictureKey]:
+        """Encode what there is time for; returns what must wait."""
+        if has_streams and missing and self.seconds_beside_streams is not None:
+            done = self._work_on_one(missing, self.seconds_beside_streams)
+            return missing.keys() - {done}
+        pictures = list(missing.items())
+        for start in range(0, len(pictures), self._max_batch):
+            part = pictures[start : start + self._max_batch]
+            features = self._model.encode_images(self._pixels([image for _, image in part]))
             for (key, _), picture in zip(part, features, strict=True):
                 # a copy of its own, so that evicting one picture frees its memory
                 self.cache.put(key, picture.clone())
-        if self._device.type == "cuda":
+        if missing and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else the time would count as prefill
-        return time.perf_counter() - started
+        return frozenset()
+
+    def _work_on_one(
+        self, missing: dict[PictureKey, ImageInput], seconds: float
+    ) -> PictureKey | None:
+        """Go on with the picture that was begun, if it is still wanted; returns the one that is done with."""
+        if self._begun is None or self._begun[0] not in missing:
+            key, image = next(iter(missing.items()))
+            self._begun = key, TowerRun(self._model.vision_tower, self._pixels([image]))
+        key, run = self._begun
+        started = before = time.perf_counter()
+        longest = 0.0
+        while not run.is_done and (not longest or before - started + longest <= seconds):
+            run.advance()
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        if not run.is_done:
+            return None
+        self._begun = None
+        [features] = self._model.multi_modal_projector(run.features())
+        self.cache.put(key, features)
+        return key
+
+    def _pixels(self, images: list[ImageInput]) -> Tensor:
+        """Shapes: returns (B, 3, size, size)."""
+        pixels = torch.stack([torch.as_tensor(image.pixels) for image in images])
+        return pixels.to(self._device, self._dtype)
+
+
+def _is_stream(item: ScheduledSequence) -> bool:
+    """Whether somebody waits for this step's token."""
+    return item.num_new_tokens == 1 and item.samples
 
 
 def _key(sequence: Sequence, image: ImageInput) -> PictureKey:

@@ -78,22 +78,45 @@ class VisionTower(nn.Module):
 
         Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
         """
-        read = self.clip.forward_intermediates(
-            pixels,
-            indices=[number - 1 for number in self.block_numbers],
-            intermediates_only=True,
-            output_fmt="NLC",
-            output_extra_tokens=True,
-        )
-        return torch.cat([self._layer(read, number) for number in self.block_numbers], dim=-1)
+        run = TowerRun(self, pixels)
+        while not run.is_done:
+            run.advance()
+        return run.features()
 
-    def _layer(self, read: dict[str, Any], number: int) -> Tensor:
-        """One layer of open_clip's answer, which is sorted, without repetition, class token apart."""
-        place = sorted(set(self.block_numbers)).index(number)
-        patches = read["image_intermediates"][place]
-        if not self.with_class_token:
-            return patches
-        return torch.cat([read["image_intermediates_prefix"][place], patches], dim=1)
+
+class TowerRun:
+    """Pictures on their way through a tower; the way may be left between any two halves of a block."""
+
+    def __init__(self, tower: VisionTower, pixels: Tensor) -> None:
+        """Embed the patches. Shapes: pixels (B, 3, size, size)."""
+        self._tower = tower
+        self._blocks = tower.clip.transformer.resblocks
+        self._x = tower.clip._embeds(pixels)
+        self._num_halves = 0
+        self._read: dict[int, Tensor] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all blocks are behind."""
+        return self._num_halves == 2 * len(self._blocks)
+
+    def advance(self) -> None:
+        """Compute the next half of a block: attention, or the feed-forward part."""
+        number, half = divmod(self._num_halves, 2)
+        block: Any = self._blocks[number]
+        if half == 0:
+            self._x = self._x + block.attn(block.ln_1(self._x))
+        else:
+            self._x = self._x + block.mlp(block.ln_2(self._x))
+            if number + 1 in self._tower.block_numbers:
+                self._read[number + 1] = self._x
+        self._num_halves += 1
+
+    def features(self) -> Tensor:
+        """What `VisionTower.forward` returns, when all is done."""
+        layers = [self._read[number] for number in self._tower.block_numbers]
+        features = torch.cat(layers, dim=-1)
+        return features if self._tower.with_class_token else features[:, 1:]
 
 
 #: Hugging Face CLIP names (after an optional `vision_model.`) and open_clip's

@@ -29,7 +29,17 @@ def run_batched(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 def run_one_after_another_has_begun(start: Start, wanted: list[EngineRequest]) -> Tokens:
     """Prefill of one beside decode of others."""
-    engine = start()
+    return _run_in_turn(start(), wanted)
+
+
+def run_beside_smooth_streams(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """The same, with prompts and pictures in the smallest parts."""
+    engine = start(max_mixed_prefill_tokens=3)
+    engine.runner.limit_pictures(0.0)
+    return _run_in_turn(engine, wanted)
+
+
+def _run_in_turn(engine: BatchingEngine, wanted: list[EngineRequest]) -> Tokens:
     tokens: Tokens = {request.request_id: [] for request in wanted}
     waiting = list(wanted)
     while waiting or engine.has_work():
@@ -101,6 +111,7 @@ WAYS: list[Way] = [
     run_alone,
     run_batched,
     run_one_after_another_has_begun,
+    run_beside_smooth_streams,
     run_chunked,
     run_with_one_picture_a_step,
     run_preempted,

@@ -1,0 +1,64 @@
+"""Beside running streams a picture is encoded in parts, and nobody waits for it but those who asked about it."""
+
+import pytest
+
+from engines.engine import BatchingEngine
+from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
+
+PAIR = make_model_pair(make_vlm_config())
+NUM_HALVES = 2 * len(PAIR.ours.vision_tower.clip.transformer.resblocks)
+
+
+def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
+    """With a stream that has its first token, and pictures in the smallest parts."""
+    engine = make_engine(PAIR, **changes)
+    engine.runner.limit_pictures(0.0)
+    engine.add(make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=num_tokens))
+    engine.step()
+    return engine
+
+
+def steps_until_first_token(engine: BatchingEngine, request_id: str) -> int:
+    """Steps, in each of which the stream gets its token, before a request's first."""
+    for number in range(100):
+        said = {output.request_id: output for output in engine.step()}
+        engine.scheduler.check_integrity()
+        assert len(said["stream"].token_ids) == 1
+        if request_id in said and said[request_id].token_ids:
+            return number
+    raise AssertionError("no token came")
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("num_pictures", [1, 2])
+def test_a_stream_gets_a_token_with_each_part_of_a_picture(num_pictures, cache_bytes):
+    engine = make_streaming_engine(60, encoder_cache_bytes=cache_bytes)
+    engine.add(make_request(PAIR.config, "late", [*range(num_pictures), [9]]))
+    assert steps_until_first_token(engine, "late") == num_pictures * NUM_HALVES - 1
+
+
+def test_time_for_pictures_is_told_and_questions_to_the_cache_are_counted_once():
+    engine = make_streaming_engine(60)
+    engine.add(make_request(PAIR.config, "late", [3, [9]], max_tokens=2))
+    last = None
+    while last is None or last.timings is None:
+        last = next((o for o in engine.step() if o.request_id == "late"), None)
+    assert last.timings.vision_s > 0
+    assert (engine.stats().num_encoder_queries, engine.stats().num_encoder_hits) == (1, 0)
+
+
+def test_a_picture_that_nobody_wants_any_more_is_left():
+    engine = make_streaming_engine(60)
+    engine.add(make_request(PAIR.config, "gone", [1, [9]]))
+    engine.step()
+    engine.abort("gone")
+    engine.add(make_request(PAIR.config, "late", [2, [9]]))
+    assert steps_until_first_token(engine, "late") == NUM_HALVES - 1
+
+
+def test_without_streams_a_picture_is_encoded_at_once():
+    engine = make_streaming_engine(2)
+    engine.add(make_request(PAIR.config, "late", [1, [9]]))
+    engine.step()  # the stream's last token
+    [output] = engine.step()
+    assert (output.request_id, len(output.token_ids)) == ("late", 1)
