@@ -14,7 +14,7 @@ from engines.mock import MockConfig, create_mock_engine
 from engines.runner import Processor
 from shared.protocol import ModelCard
 
-#: Called with a phase (`download`, `load`, `quantize`, `warmup`) and its share done, 0..1.
+#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its share done, 0..1.
 Progress = Callable[[str, float], None]
 
 

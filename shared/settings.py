@@ -242,6 +242,11 @@ class EngineSettings(Group):
     disabled_gpu_kernels: Annotated[tuple[GpuKernel, ...], NoDecode] = Field(
         default=(), description="What a GPU is to compute in a slower way, comma separated."
     )
+    cpu_kernels: Literal["fast", "exact", "off"] = Field(
+        default="fast",
+        description="C++ kernels, compiled at first use; fast: int8 and int4 weights meet activations of "
+        "8 bits, exact: of 16.",
+    )
     mock: MockSettings = MockSettings()
 
     @field_validator("disabled_gpu_kernels", mode="before")

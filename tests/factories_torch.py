@@ -9,6 +9,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from engines.base import EngineConfig, EngineRequest, ImageInput
 from engines.engine import BatchingEngine
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels
+from engines.torch_backend.kernels_cpp.packed_linear import pack_linears
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
 from engines.torch_backend.quantization import Scheme
@@ -136,7 +138,12 @@ def make_model_pair(config: VLMConfig, seed: int = 0, std: float = 0.3) -> Model
 
 
 def quantize_pair(
-    pair: ModelPair, scheme: Scheme, *, same_weights: bool = True, is_prepared: bool = True
+    pair: ModelPair,
+    scheme: Scheme,
+    *,
+    same_weights: bool = True,
+    is_prepared: bool = True,
+    kernels: CpuKernels | None = None,
 ) -> ModelPair:
     """Ours over quantized weights; theirs over what these stand for, or over the full ones as before.
 
@@ -152,9 +159,23 @@ def quantize_pair(
         if same_weights and isinstance(linear, QuantizedLinear):
             their_name = name.replace("language_model.model.", "model.language_model.")
             theirs.get_submodule(their_name).weight.data = linear.dequantized()
-    if is_prepared:
+    if kernels is not None:
+        pack_linears(ours, kernels, torch.float32)
+    elif is_prepared:
         scheme.prepare(ours)
     return ModelPair(pair.config, theirs, ours.eval())
+
+
+def halve_pair(pair: ModelPair) -> ModelPair:
+    """Ours with the decoder's matrices in bfloat16, theirs with the same numbers in float32."""
+    theirs = deepcopy(pair.theirs)
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    ours = load_ours(pair.config, dict(theirs.state_dict()))
+    for parameter in ours.language_model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16()
+    return ModelPair(pair.config, theirs, ours)
 
 
 def load_ours(config: VLMConfig, weights: dict[str, torch.Tensor]) -> Llava:
@@ -183,10 +204,12 @@ def make_runner(pair: ModelPair, **changes: Any) -> TorchRunner:
     return TorchRunner(pair.ours, config, torch.device("cpu"), torch.float32)
 
 
-def make_engine(pair: ModelPair, **changes: Any) -> BatchingEngine:
+def make_engine(
+    pair: ModelPair, kernels: CpuKernels | None = None, **changes: Any
+) -> BatchingEngine:
     config = EngineConfig(**{"num_kv_blocks": 256, "block_size": 4, **changes})
     dtype = pair.ours.language_model.model.norm.weight.dtype
-    runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype)
+    runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype, kernels=kernels)
     return BatchingEngine(runner, NumberTokenizer(), config)
 
 

@@ -64,6 +64,7 @@ def engine_spec(settings: EngineSettings) -> EngineSpec:
         dtype=settings.dtype,
         quantization=settings.quantization,
         num_threads=settings.num_threads,
+        cpu_kernels=settings.cpu_kernels,
         config=EngineConfig(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -17,6 +17,7 @@ from engines.prefill_limit import measure_prefill_limit
 from engines.prompt import PromptBuilder
 from engines.torch_backend.hub import default_name, resolve_model
 from engines.torch_backend.image_processor import load_image_processor
+from engines.torch_backend.kernels_cpp.kernels import load_kernels
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
 from engines.torch_backend.models.hf_config import read_config
@@ -44,19 +45,23 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
         report = phases.tell("download") if spec.progress else None
         directory = resolve_model(spec.model, report)
     free = free_bytes(device)
+    kernels = None
+    if device.type == "cpu":
+        with phases.measure("compile"):
+            kernels = load_kernels(spec.cpu_kernels)
     with phases.measure("load"):
         config = read_config(directory)
         processor = create_processor(directory, config)
         scheme = None if spec.quantization == "none" else SCHEMES[spec.quantization]
         model = load_model(
-            directory, config, device, dtype, scheme, phases.tell("load"), phases.seconds
+            directory, config, device, dtype, scheme, phases.tell("load"), phases.seconds, kernels
         )
-        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free)
+        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free, kernels)
     with phases.measure("warmup"):
         runner.warm_up()
-        limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
-        if limit.spare_s is not None:
-            runner.limit_pictures(limit.spare_s)
+        limit = None
+        if spec.config.max_mixed_prefill_tokens is None:
+            limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
     engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(

@@ -15,6 +15,8 @@ from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
 from engines.torch_backend.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.encoder_cache import EncoderCache
+from engines.torch_backend.kernels_cpp.decoder import CpuDecoder
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.memory import free_bytes
@@ -36,8 +38,11 @@ class TorchRunner:
         dtype: torch.dtype,
         num_threads: int = 0,
         free_before_load: int | None = None,
+        kernels: CpuKernels | None = None,
     ) -> None:
         """Take a loaded model and allocate its caches. `num_threads` 0 leaves torch's choice.
+
+        `kernels` are those that the model was loaded for; they compute its decoder.
 
         `free_before_load` is the memory that was free before the weights came, in bytes: pages of mapped ones
         count as free still.
@@ -67,6 +72,9 @@ class TorchRunner:
             CudaSteps(model.language_model, text, config, self._kv_pool, self._rotary, dtype)
             if is_cuda
             else None
+        )
+        self._cpu_decoder = (
+            None if kernels is None else CpuDecoder(model.language_model, text, kernels, dtype)
         )
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
@@ -107,7 +115,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("model", "_cuda", "_pictures", "_kv_pool", "_rotary"):
+        for name in ("model", "_cpu_decoder", "_cuda", "_pictures", "_kv_pool", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -120,11 +128,6 @@ class TorchRunner:
         vision, num_slots = self.model.config.vision, self.model.config.tokens_per_image
         num_blocks = min(self.num_blocks, -(-(num_slots + 2) // self.block_size))
         num_tokens = min(num_slots + 1, num_blocks * self.block_size - 1, self.max_model_len - 1)
-    def limit_pictures(self, seconds: float) -> None:
-        """Encode pictures beside running streams in parts of so many seconds; on a GPU they are fast enough."""
-        if self._device.type == "cpu":
-            self._pictures.seconds_beside_streams = seconds
-
         images = ()
         if num_tokens > num_slots:
             pixels = torch.zeros(3, vision.image_size, vision.image_size)
@@ -147,10 +150,7 @@ class TorchRunner:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s, deferred = self._pictures.encode_missing(ordered)
-        if deferred:
-            order = [p for p in order if items[p].sequence.request_id not in deferred]
-            ordered = [items[place] for place in order]
+        vision_s = self._pictures.encode_missing(ordered)
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
         hidden = self._forward(ordered, plan)
@@ -159,7 +159,7 @@ class TorchRunner:
         for place, choice in zip(order, drawn, strict=True):
             choices[place] = choice
         self._pictures.let_go(ordered)
-        return StepResult(choices, vision_s, deferred)
+        return StepResult(choices, vision_s)
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: returns (N, C)."""
@@ -168,6 +168,8 @@ class TorchRunner:
             self._kv_pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
         embeddings = self.model.embed(token_ids, self._pictures.place(items, plan.spans))
+        if self._cpu_decoder is not None:
+            return self._cpu_decoder(embeddings, self._rotary.at(positions), self._kv_pool, plan)
         if self._cuda is not None:
             return self._cuda.forward(embeddings, positions, plan)
         attend = partial(paged_attention, self._kv_pool, plan)
@@ -196,7 +198,8 @@ class TorchRunner:
         if len(sampling) < hidden.shape[0]:
             rows = torch.tensor([spans[place].stop - 1 for place in sampling], device=self._device)
             hidden = hidden[rows]
-        logits = self.model.language_model.logits(hidden)
+        decoder = self._cpu_decoder or self.model.language_model
+        logits = decoder.logits(hidden)
         drawn = sample(logits, [items[place].sequence for place in sampling])
         for place, choice in zip(sampling, drawn, strict=True):
             choices[place] = choice

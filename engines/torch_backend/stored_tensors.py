@@ -21,6 +21,7 @@ SINGLE_FILE = "model.safetensors"
 MAX_SHARD_BYTES = 2 * 1024**3
 #: bytes of what is no floating-point number, and so keeps its type
 _INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class StoredTensor:
     def num_values(self) -> int:
         """Numbers in it."""
         return math.prod(self.shape)
+
+    @property
+    def float_dtype(self) -> torch.dtype | None:
+        """Its floating-point type, if it is one that models are computed in."""
+        return _FLOATS.get(self.kind)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory where floating-point numbers become `dtype`."""

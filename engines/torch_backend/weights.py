@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels
+from engines.torch_backend.kernels_cpp.packed_linear import pack_linears
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
@@ -28,15 +30,21 @@ class ModelTooLarge(Exception):
 class WeightReader:
     """Reads tensors to a device, and quantizes those that a scheme applies to.
 
-    `dtype` None keeps every tensor's own. `quantize_s` is the part of the time that went into quantizing.
+    `dtype` None keeps every tensor's own; so do the decoder's matrices of the types in `kept`, which C++ kernels
+    read as they are stored. `quantize_s` is the part of the time that went into quantizing.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype | None, scheme: Scheme | None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        scheme: Scheme | None,
+        kept: frozenset[torch.dtype] = frozenset(),
     ) -> None:
         self._device = device
         self._dtype = dtype
         self._scheme = scheme
+        self._kept = kept
         self.quantize_s = 0.0
 
     def read(self, stored: StoredTensor) -> dict[str, Tensor]:
@@ -46,11 +54,20 @@ class WeightReader:
             return {stored.name: value.to(self._device)}
         dtype = self._dtype or value.dtype
         if self._scheme is None or not self._scheme.applies_to(stored.name, stored.shape):
-            return {stored.name: value.to(self._device, dtype)}
+            kept = dtype_as_kept(stored, self._kept)
+            return {stored.name: value.to(self._device, kept or dtype)}
         started = time.perf_counter()
+        dtype = value.dtype if value.dtype in self._kept else dtype  # of scales
         parts = self._scheme.quantize_state_dict({stored.name: value.to(self._device)}, dtype)
         self.quantize_s += time.perf_counter() - started
         return parts
+
+
+def dtype_as_kept(stored: StoredTensor, kept: frozenset[torch.dtype]) -> torch.dtype | None:
+    """The type of a matrix of the decoder that is used as it is stored; None for what is converted."""
+    is_decoder = not any(part in stored.name for part in ("vision_tower", "multi_modal_projector"))
+    is_kept = is_decoder and len(stored.shape) == 2 and stored.float_dtype in kept
+    return stored.float_dtype if is_kept else None
 
 
 def load_model(
@@ -61,20 +78,23 @@ def load_model(
     scheme: Scheme | None = None,
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
+    kernels: CpuKernels | None = None,
 ) -> Llava:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
-    `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do.
+    `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
+    `kernels`, the decoder's weights are in the forms that these read, and `CpuDecoder` computes it.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_tensors(directory)
-    check_memory(stored, device, dtype, scheme)
+    kept = frozenset() if kernels is None else kernels.float_dtypes
+    check_memory(stored, device, dtype, scheme, kept)
     with torch.device("meta"):
         model = Llava(config)
     form = choose_form(config, scheme)
     if form is not None:
         form.swap_linears(model, dtype)
-    reader = WeightReader(device, dtype, scheme)
+    reader = WeightReader(device, dtype, scheme, kept)
     read = _read_all(reader, stored, progress or (lambda share: None))
     weights = map_state_dict(read, config)
     read.clear()
@@ -82,7 +102,9 @@ def load_model(
     model.load_state_dict(weights, assign=True)
     weights.clear()
     started = time.perf_counter()
-    if form is not None:
+    if kernels is not None:
+        pack_linears(model, kernels, dtype)
+    elif form is not None:
         form.prepare(model)
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
@@ -102,10 +124,16 @@ def choose_form(config: VLMConfig, scheme: Scheme | None) -> Scheme | None:
 
 
 def check_memory(
-    stored: Iterable[StoredTensor], device: torch.device, dtype: torch.dtype, scheme: Scheme | None
+    stored: Iterable[StoredTensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: Scheme | None,
+    kept: frozenset[torch.dtype] = frozenset(),
 ) -> None:
     """Raises: ModelTooLarge, before anything is read."""
-    needed = sum(_num_bytes(tensor, dtype, scheme) for tensor in stored)
+    needed = sum(
+        _num_bytes(tensor, dtype_as_kept(tensor, kept) or dtype, scheme) for tensor in stored
+    )
     available = free_bytes(device)
     if needed > available:
         kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"

@@ -120,8 +120,8 @@ class Llama(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Shapes: (N,); returns (N, C)."""
-        return self.model.embed_tokens(token_ids)
+        """Shapes: (N,); returns (N, C), in the precision of norms: matrices may be stored in less."""
+        return self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Hidden states of every token. Shapes: x (N, C), kept; `rotation` as of `RotaryTable.at`."""

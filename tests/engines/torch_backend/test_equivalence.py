@@ -25,6 +25,7 @@ from engines.runner import TokenChoice
 from engines.sequence import Sequence
 from engines.torch_backend import quantized_linear, runner
 from engines.torch_backend.attention import paged_attention_by_sequence
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode, load_kernels
 from engines.torch_backend.models.config import RopeScaling, VLMConfig
 from engines.torch_backend.quantization import SCHEMES
 from engines.torch_backend.sampler import sample
@@ -32,6 +33,7 @@ from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
     LLAMA3_SCALING,
     ModelPair,
+    halve_pair,
     make_engine,
     make_model_pair,
     make_request,
@@ -92,9 +94,11 @@ class Case:
     sampling: str = "greedy"
     attention: str = "flash"
     weights: str = "full"
+    kernels: Mode = "off"
 
     def __str__(self) -> str:
-        return "-".join(value for value in vars(self).values() if value not in ("flash", "full"))
+        usual = ("flash", "full", "off")
+        return "-".join(value for value in vars(self).values() if value not in usual)
 
 
 CASES = [
@@ -102,6 +106,9 @@ CASES = [
     *(Case(sampling=name) for name in SAMPLINGS if name != "greedy"),
     *(Case(attention=name, sampling=s) for name in ("math", "plain") for s in ("greedy", "seeded")),
     *(Case("wide", s, weights=name) for name in SCHEMES for s in ("greedy", "seeded")),
+    Case("grouped", kernels="exact"),
+    Case("biases", "seeded", kernels="exact"),
+    *(Case("wide", weights=name, kernels="exact") for name in ("halves", *SCHEMES)),
 ]
 
 
@@ -115,11 +122,22 @@ def attention_form(name: str) -> Iterator[None]:
             yield
 
 
+def cpu_kernels(mode: Mode) -> CpuKernels | None:
+    kernels = load_kernels(mode)
+    if mode != "off" and kernels is None:
+        pytest.skip("no C++ compiler")
+    return kernels
+
+
 @cache
-def model_pair(name: str, weights: str = "full") -> ModelPair:
+def model_pair(name: str, weights: str = "full", kernels: Mode = "off") -> ModelPair:
     pair = make_model_pair(MODELS[name], std=0.12 if name == "wide" else 0.3)
     if weights == "full":
         return pair
+    if weights == "halves":
+        return halve_pair(pair)
+    if kernels != "off":
+        return quantize_pair(pair, SCHEMES[weights], kernels=cpu_kernels(kernels))
     with pytest.MonkeyPatch.context() as patch:
         # torch's kernels where they are right, fast or not; larger batches go without
         patch.setattr(quantized_linear, "_MAX_KERNEL_TOKENS", dict.fromkeys(SCHEMES, 3))
@@ -174,9 +192,11 @@ def expected_tokens(model: str, sampling: str, weights: str) -> Tokens:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_tokens_come_out_by_every_way_and_are_those_of_transformers(way: Way, case: Case):
-    pair = model_pair(case.model, case.weights)
+    kernels = cpu_kernels(case.kernels)
+    pair = model_pair(case.model, case.weights, case.kernels)
+    start = partial(make_engine, pair, kernels)
     with attention_form(case.attention):
-        tokens = way(partial(make_engine, pair), requests(pair, **SAMPLINGS[case.sampling]))
+        tokens = way(start, requests(pair, **SAMPLINGS[case.sampling]))
     assert tokens == expected_tokens(case.model, case.sampling, case.weights)
 
 
@@ -189,17 +209,24 @@ def test_the_compared_answers_say_something(case: Case):
 
 
 #: Of the logits' size (root mean square): the mean over all places; none is off by twice that.
-#: What is rounded: every product to 8 bits (bfloat16), or weights alone.
-TOLERANCES = {"bfloat16": 0.03, "int8": 0.045, "int4": 0.5}
+#: What is rounded: every product to 8 bits (bfloat16), weights alone, or weights and activations (fast).
+TOLERANCES = {
+    ("bfloat16", "off"): 0.03,
+    ("int8", "off"): 0.045,
+    ("int8", "fast"): 0.06,
+    ("int4", "off"): 0.5,
+    ("int4", "fast"): 0.5,
+}
 
 
 @cache
-def pair_of_precision(precision: str) -> ModelPair:
+def pair_of_precision(precision: str, kernels: Mode) -> ModelPair:
     """Ours in that precision, theirs in full."""
     pair = model_pair("wide")
     if precision == "bfloat16":
         return replace(pair, ours=deepcopy(pair.ours).bfloat16())
-    return quantize_pair(pair, SCHEMES[precision], same_weights=False)
+    scheme = SCHEMES[precision]
+    return quantize_pair(pair, scheme, same_weights=False, kernels=cpu_kernels(kernels))
 
 
 Place = tuple[str, int]  #: a request and its output position
@@ -237,23 +264,34 @@ def dictate(answers: Tokens, seen: dict[Place, torch.Tensor]) -> Callable[..., l
     return choose
 
 
-@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize(("precision", "kernels"), TOLERANCES)
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_stay_within_the_tolerance_of_their_precision(
-    way: Way, precision: str, monkeypatch: pytest.MonkeyPatch
+    way: Way, precision: str, kernels: Mode, monkeypatch: pytest.MonkeyPatch
 ):
-    pair = pair_of_precision(precision)
+    pair = pair_of_precision(precision, kernels)
     seen: dict[Place, torch.Tensor] = {}
     answers = expected_tokens("wide", "greedy", "full")
     monkeypatch.setattr(runner, "sample", dictate(answers, seen))
-    way(partial(make_engine, pair), requests(pair))
+    way(partial(make_engine, pair, cpu_kernels(kernels)), requests(pair))
     expected = expected_logits()
     assert seen.keys() == expected.keys()
     errors = torch.stack(
         [(seen[place] - logits).norm() / logits.norm() for place, logits in expected.items()]
     )
-    assert errors.mean() < TOLERANCES[precision]
-    assert errors.max() < 2 * TOLERANCES[precision]
+    tolerance = TOLERANCES[precision, kernels]
+    assert errors.mean() < tolerance
+    assert errors.max() < 2 * tolerance
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not run_batched])
+def test_rounded_activations_are_rounded_alike_by_every_way(way: Way, scheme: str):
+    """To 8 bits, which transformers does not do: the ways are compared with one another."""
+    kernels = cpu_kernels("fast")
+    pair = model_pair("wide", scheme, "fast")
+    start = partial(make_engine, pair, kernels)
+    assert way(start, requests(pair)) == run_batched(start, requests(pair))
 
 
 def test_another_seed_gives_another_answer():

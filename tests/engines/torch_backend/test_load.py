@@ -127,17 +127,22 @@ def test_start_up_is_told_by_phase(tiny: Path) -> None:
 
     loaded = create_engine(make_spec(tiny, progress=lambda *step: told.append(step)))
 
-    assert list(dict.fromkeys(phase for phase, _ in told)) == ["download", "load", "warmup"]
+    assert list(dict.fromkeys(phase for phase, _ in told)) == [
+        "download",
+        "compile",
+        "load",
+        "warmup",
+    ]
     assert [share for phase, share in told if phase == "load"][-1] == 1.0
     startup_s = loaded.engine.stats().startup_s
-    assert startup_s.keys() == {"download", "load", "warmup"}
+    assert startup_s.keys() == {"download", "compile", "load", "warmup"}
     assert all(seconds > 0 for seconds in startup_s.values())
 
 
 def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
     startup_s = create_engine(make_spec(tiny, quantization="int8")).engine.stats().startup_s
 
-    assert startup_s.keys() == {"download", "load", "quantize", "warmup"}
+    assert startup_s.keys() == {"download", "compile", "load", "quantize", "warmup"}
     assert all(seconds > 0 for seconds in startup_s.values())
 
 

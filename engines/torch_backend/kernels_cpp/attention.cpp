@@ -1,0 +1,188 @@
+// Attention of new tokens over the paged keys and values of their own sequences, read where they lie.
+//
+// Shape letters: N new tokens, S sequences with one new token (the first S of the N), H query heads, K key/value
+// heads, G = H / K, D head width (a multiple of 8). Source: online softmax, Milakov and Gimelshein 2018.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "linear.h"
+#include "vectors.h"
+
+// What all layers of a step share. Mirrored by `AttentionStruct` in library.py.
+struct Attention {
+    int32_t kind;  // of stored keys and values: FLOAT32, BFLOAT16 or FLOAT16
+    int32_t num_heads, num_kv_heads, head_dim;
+    int64_t num_tokens, num_decodes, block_size, table_width;
+    const float* cos;  // (N, D)
+    const float* sin;  // (N, D), signed as in rotary.py
+    const int64_t* slots;    // (N,)
+    const int64_t* table;    // (S, table_width), blocks
+    const int64_t* lengths;  // (S,), tokens of the context
+};
+
+namespace {
+
+constexpr int64_t CHUNK = 64;  // tokens whose scores are made before their values are read
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 15;
+
+void rotate(float* x, const float* cos, const float* sin, int64_t width) {
+    const int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] + b * sin[i];
+        x[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+// Rotate a token's queries and keys in place, and keep its keys and values.
+template <class T>
+void rotate_and_keep(const Attention& step, int64_t token, float* qkv, T* keys, T* values) {
+    const int64_t width = step.head_dim, heads = step.num_heads, kv_heads = step.num_kv_heads;
+    float* row = qkv + token * (heads + 2 * kv_heads) * width;
+    for (int64_t h = 0; h < heads + kv_heads; h++)
+        rotate(row + h * width, step.cos + token * width, step.sin + token * width, width);
+    const float* key = row + heads * width;
+    const float* value = key + kv_heads * width;
+    const int64_t place = step.slots[token] * kv_heads * width;
+    for (int64_t i = 0; i < kv_heads * width; i++) {
+        store(keys + place + i, key[i]);
+        store(values + place + i, value[i]);
+    }
+}
+
+// One key/value head of one sequence, and the G queries that share it.
+template <class T>
+class Head {
+  public:
+    Head(const Attention& step, int64_t sequence, int64_t head, const T* keys, const T* values)
+        : step_(step),
+          table_(step.table + sequence * step.table_width),
+          keys_(keys + head * step.head_dim),
+          values_(values + head * step.head_dim),
+          num_queries_(step.num_heads / step.num_kv_heads) {}
+
+    // query and out (G, D); scratch at least G * (CHUNK + 2) floats.
+    void attend(const float* query, int64_t length, float* out, float* scratch) {
+        float* scores = scratch;
+        float* largest = scores + num_queries_ * CHUNK;
+        float* total = largest + num_queries_;
+        std::fill(largest, largest + num_queries_, -std::numeric_limits<float>::infinity());
+        std::fill(total, total + num_queries_, 0.0f);
+        std::fill(out, out + num_queries_ * step_.head_dim, 0.0f);
+        for (int64_t start = 0; start < length; start += CHUNK) {
+            const int64_t count = std::min(CHUNK, length - start);
+            locate(start, count);
+            for (int64_t t = 0; t < count; t++) score(query, t, scores);
+            for (int64_t g = 0; g < num_queries_; g++)
+                soften(scores + g * CHUNK, count, largest[g], total[g], out + g * step_.head_dim);
+            gather(scores, count, out);
+        }
+        for (int64_t g = 0; g < num_queries_; g++)
+            for (int64_t d = 0; d < step_.head_dim; d++) out[g * step_.head_dim + d] /= total[g];
+    }
+
+  private:
+    void locate(int64_t start, int64_t count) {
+        const int64_t token_width = (int64_t)step_.num_kv_heads * step_.head_dim;
+        for (int64_t t = 0; t < count; t++) {
+            const int64_t block = table_[(start + t) / step_.block_size];
+            places_[t] = (block * step_.block_size + (start + t) % step_.block_size) * token_width;
+        }
+    }
+
+    void score(const float* query, int64_t t, float* scores) {
+        const T* key = keys_ + places_[t];
+        const float scale = 1.0f / std::sqrt((float)step_.head_dim);
+        for (int64_t g = 0; g < num_queries_; g++) {
+            Floats products = {};
+            for (int64_t d = 0; d < step_.head_dim; d += LANES)
+                products += load(query + g * step_.head_dim + d) * load(key + d);
+            scores[g * CHUNK + t] = sum(products) * scale;
+        }
+    }
+
+    // Scores of one query to weights under the largest so far; what was summed before shrinks with it.
+    void soften(float* scores, int64_t count, float& largest, float& total, float* out) {
+        float next = largest;
+        for (int64_t t = 0; t < count; t++) next = std::max(next, scores[t]);
+        const float kept = std::exp(largest - next);
+        for (int64_t t = count; t < CHUNK; t++) scores[t] = -std::numeric_limits<float>::infinity();
+        Floats sums = {};
+        for (int64_t t = 0; t < CHUNK; t += LANES) {
+            const Floats shifted = load(scores + t) - next;
+            const Floats weights = shifted < all(-87.0f) ? Floats{} : exp(shifted);
+            store(scores + t, weights);
+            sums += weights;
+        }
+        total = total * kept + sum(sums);
+        if (kept != 1.0f)
+            for (int64_t d = 0; d < step_.head_dim; d++) out[d] *= kept;
+        largest = next;
+    }
+
+    void gather(const float* scores, int64_t count, float* out) {
+        int64_t g = 0;
+        for (; g + 4 <= num_queries_; g += 4) gather_queries<4>(scores + g * CHUNK, count, out + g * step_.head_dim);
+        for (; g < num_queries_; g++) gather_queries<1>(scores + g * CHUNK, count, out + g * step_.head_dim);
+    }
+
+    template <int Q>
+    void gather_queries(const float* scores, int64_t count, float* out) {
+        for (int64_t d = 0; d < step_.head_dim; d += LANES) {
+            Floats sums[Q];
+            for (int q = 0; q < Q; q++) sums[q] = load(out + q * step_.head_dim + d);
+            for (int64_t t = 0; t < count; t++) {
+                const Floats value = load(values_ + places_[t] + d);
+                for (int q = 0; q < Q; q++) sums[q] += value * scores[q * CHUNK + t];
+            }
+            for (int q = 0; q < Q; q++) store(out + q * step_.head_dim + d, sums[q]);
+        }
+    }
+
+    const Attention& step_;
+    const int64_t* table_;
+    const T* keys_;
+    const T* values_;
+    int64_t num_queries_;
+    int64_t places_[CHUNK];
+};
+
+template <class T>
+void attend(const Attention& step, float* qkv, T* keys, T* values, float* out, int num_threads) {
+    const int64_t kv_heads = step.num_kv_heads, group = step.num_heads / kv_heads, width = step.head_dim;
+    int64_t work = step.num_tokens * step.num_heads * width;
+    for (int64_t s = 0; s < step.num_decodes; s++) work += step.lengths[s] * step.num_heads * width;
+    if (work < MIN_PARALLEL_PRODUCTS) num_threads = 1;
+#pragma omp parallel num_threads(num_threads)
+    {
+        static thread_local std::vector<float> scratch;
+        scratch.resize(group * (CHUNK + 2));
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < step.num_tokens; token++) rotate_and_keep(step, token, qkv, keys, values);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < step.num_decodes * kv_heads; item++) {
+            const int64_t sequence = item / kv_heads, head = item % kv_heads;
+            const float* query = qkv + (sequence * (step.num_heads + 2 * kv_heads) + head * group) * width;
+            Head<T>(step, sequence, head, keys, values)
+                .attend(query, step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
+                        scratch.data());
+        }
+    }
+}
+
+}  // namespace
+
+// Rotate the queries and keys of qkv (N, (H + 2 K) * D) in place, keep keys and values, and attend the first S tokens
+// to their sequences: out (S, H * D).
+extern "C" void vlm_attention(const Attention* step, void* keys, void* values, float* qkv, float* out,
+                              int32_t num_threads) {
+    switch (step->kind) {
+        case FLOAT32: return attend(*step, qkv, (float*)keys, (float*)values, out, num_threads);
+        case BFLOAT16: return attend(*step, qkv, (BFloat16*)keys, (BFloat16*)values, out, num_threads);
+        default: return attend(*step, qkv, (Float16*)keys, (Float16*)values, out, num_threads);
+    }
+}

@@ -1,0 +1,109 @@
+"""From C++ sources to a shared library made for this machine's processor, kept in the user's cache folder.
+
+A library is named by the hash of all that it comes from (sources, flags, compiler, processor), written beside its
+place and renamed into it: workers that start together compile once, and never load half a file. Knows no kernels.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")  # fmt: skip
+_CPUINFO = Path("/proc/cpuinfo")
+_TIMEOUT_S = 300
+
+
+class CannotCompile(Exception):
+    """There is no compiler, no place for its output, or the compiler refuses; the message says which."""
+
+
+def compile_library(directory: Path, cache: Path | None = None) -> Path:
+    """The library of a folder's sources, compiled unless it is there already. Raises: CannotCompile."""
+    compiler = _find_compiler()
+    sources = sorted(directory.glob("*.cpp"))
+    flags = [*_FLAGS, _tuning_flag()]
+    name = _fingerprint(compiler, flags, [*sources, *sorted(directory.glob("*.h"))])
+    try:
+        folder = cache or _cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        library = folder / f"{name}.so"
+        with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.is_file():
+                _compile([compiler, *flags], sources, library)
+    except OSError as error:
+        raise CannotCompile(f"no place for compiled kernels: {error}") from None
+    return library
+
+
+def _find_compiler() -> str:
+    names = [name for name in (os.environ.get("CXX"), *_COMPILERS) if name]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise CannotCompile(f"no C++ compiler ({', '.join(names)})")
+    return found
+
+
+def _tuning_flag() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vlm-fleet" / "kernels"
+
+
+def _fingerprint(compiler: str, flags: list[str], files: list[Path]) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    ).stdout
+    parts = [compiler, version, " ".join(flags), _processor()]
+    parts += [f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What a library made for one processor must not be moved across: its name and its instruction sets."""
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(command: list[str], sources: list[Path], library: Path) -> None:
+    """All sources at once, then linked."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [*command, "-c", str(source), "-o", str(target)]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        output = Path(scratch) / library.name
+        _run([*command, "-shared", *map(str, objects), "-o", str(output)])
+        output.replace(library)
+    logger.info("compiled CPU kernels in %.1f s: %s", time.perf_counter() - started, library)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except subprocess.CalledProcessError as error:
+        raise CannotCompile(f"{command[0]} failed: {error.stderr.strip()[:500]}") from None
+    except subprocess.TimeoutExpired:
+        raise CannotCompile(f"{command[0]} took more than {_TIMEOUT_S} s") from None

@@ -1,0 +1,57 @@
+"""Which C++ kernels this process has: compiled or found, probed, and put together in one value.
+
+Called by the loader. A machine without a compiler, or with a kernel that computes something else than its slow
+twin, loses speed and nothing else; one line in the log says so. Knows no models.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engines.torch_backend.kernels_cpp.compiler import CannotCompile, compile_library
+from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Kind, Library
+from engines.torch_backend.kernels_cpp.probe import attention_is_right, right_kinds
+
+logger = logging.getLogger(__name__)
+
+#: `fast` rounds activations that meet int8 and int4 weights to 8 bits, `exact` to 16.
+Mode = Literal["fast", "exact", "off"]
+_BITS = {"fast": 8, "exact": 16}
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """A library, the forms of weights and the attention for which it was found right."""
+
+    library: Library
+    kinds: frozenset[Kind]
+    has_attention: bool
+    bits: int  #: of activations that meet integer weights
+
+    @property
+    def float_dtypes(self) -> frozenset[torch.dtype]:
+        """Types of weights that are computed with as they are stored."""
+        return frozenset(dtype for dtype, kind in FLOAT_KINDS.items() if kind in self.kinds)
+
+
+@cache
+def load_kernels(mode: Mode) -> CpuKernels | None:
+    """The kernels of this machine; None without a compiler, or when they are switched off."""
+    if mode == "off":
+        return None
+    try:
+        library = Library(compile_library(Path(__file__).parent))
+    except (CannotCompile, OSError) as error:
+        logger.warning("no CPU kernels, torch computes instead: %s", error)
+        return None
+    bits = _BITS[mode]
+    kernels = CpuKernels(library, right_kinds(library, bits), attention_is_right(library), bits)
+    wrong = [kind.name.lower() for kind in Kind if kind not in kernels.kinds]
+    wrong += [] if kernels.has_attention else ["attention"]
+    if wrong:
+        logger.warning("CPU kernels that compute wrong are left out: %s", ", ".join(wrong))
+    return kernels

@@ -1,0 +1,50 @@
+// A linear map as Python describes it, and the products of its forms. Shape letters: M tokens, K inputs, N outputs.
+#pragma once
+
+#include <cstdint>
+
+enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
+
+// Mirrored by `LinearStruct` in library.py.
+struct Linear {
+    int32_t kind;
+    int32_t group;        // inputs that share a scale; integers only
+    int64_t num_outputs;  // N
+    int64_t num_inputs;   // K
+    const void* weights;
+    const float* scale;  // (N,), int8 only
+    const float* bias;   // (N,) or null
+};
+
+// Activations in integers: q (M, G * group), scale and sum of the integers (M, G).
+struct Activations {
+    int64_t num_tokens, num_groups, group;
+    int bits;  // 8 or 16
+    const void* integers;
+    const float* scale;
+    const float* sum;
+};
+
+constexpr int64_t TILE = 16;  // outputs that are computed together by the integer products
+
+// Where results go: y[m * stride + n], replaced or added to.
+struct Target {
+    float* y;
+    int64_t stride;
+    bool adds;
+
+    void put(int64_t m, int64_t n, float value) const {
+        float& place = y[m * stride + n];
+        place = adds ? place + value : value;
+    }
+};
+
+// Outputs start..stop of floating-point weights. Called by every thread of a team. Shapes: x (M, K).
+void multiply_floats(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start,
+                     int64_t stop);
+
+// The same for integer weights and activations; start is a multiple of TILE.
+void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop);
+
+// One token's inputs to integers. Shapes: x (K,), q (G * group), scale and sum (G,).
+void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits, void* q, float* scale, float* sum);

@@ -1,0 +1,123 @@
+// Eight float32 lanes, and how stored weights become them. GCC's and clang's vector types: AVX2, AVX-512 and
+// NEON come out of the same lines. Knows no kernels.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+using Floats = float __attribute__((vector_size(32)));
+using Integers = int32_t __attribute__((vector_size(32)));
+
+constexpr int64_t LANES = 8;
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* source) {
+    Floats values;
+    std::memcpy(&values, source, sizeof values);
+    return values;
+}
+
+inline Floats load(const BFloat16* source) {  // the upper half of a float32
+#if defined(__AVX2__)
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)source));
+    return (Floats)_mm256_slli_epi32(words, 16);
+#else
+    using Halves = uint16_t __attribute__((vector_size(16)));
+    using Words = uint32_t __attribute__((vector_size(32)));
+    Halves halves;
+    std::memcpy(&halves, source, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+
+inline Floats load(const Float16* source) {
+#if defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source));
+#elif defined(__FLT16_MAX__)
+    using Halves = _Float16 __attribute__((vector_size(16)));
+    Halves halves;
+    std::memcpy(&halves, source, sizeof halves);
+    return __builtin_convertvector(halves, Floats);
+#else
+#error "no half precision here"
+#endif
+}
+
+inline void store(float* target, Floats values) { std::memcpy(target, &values, sizeof values); }
+
+inline Floats all(float value) { return Floats{} + value; }
+
+inline float scalar(float value) { return value; }
+
+inline float scalar(BFloat16 value) {
+    uint32_t bits = (uint32_t)value.bits << 16;
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+inline float scalar(Float16 value) {
+    Float16 padded[LANES] = {value};
+    return load(padded)[0];
+}
+
+inline void store(BFloat16* target, float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const bool is_number = value == value;
+    target->bits = (uint16_t)(is_number ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0);
+}
+
+inline void store(Float16* target, float value) {
+#if defined(__F16C__)
+    target->bits = (uint16_t)_cvtss_sh(value, 0);
+#else
+    const _Float16 half = (_Float16)value;
+    std::memcpy(target, &half, sizeof half);
+#endif
+}
+
+inline void store(float* target, float value) { *target = value; }
+
+// e to the x, to float32's precision. Source: Cody and Waite's reduction; Taylor's series within half an octave.
+inline Floats exp(Floats x) {
+    const Floats low = all(-87.0f), high = all(88.0f);
+    x = x < low ? low : x > high ? high : x;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
+    const Floats shifted = x * 1.44269504f + magic, octaves = shifted - magic;
+    const Floats r = (x - octaves * 0.693359375f) + octaves * 2.12194440e-4f;
+    Floats series = r * (1.0f / 5040) + 1.0f / 720;
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    series = series * r + 1.0f;
+    return (Floats)((Integers)series + (((Integers)shifted - (Integers)all(magic)) << 23));
+}
+
+inline float sum(Floats v) {
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+// The share of `count` units that a thread takes: contiguous, in whole steps.
+struct Share {
+    int64_t start, stop;
+};
+
+inline Share share_of(int64_t count, int64_t step, int thread, int num_threads) {
+    const int64_t steps = (count + step - 1) / step;
+    const int64_t start = steps * thread / num_threads * step;
+    const int64_t stop = steps * (thread + 1) / num_threads * step;
+    return {start < count ? start : count, stop < count ? stop : count};
+}

@@ -1,0 +1,100 @@
+"""Libraries are compiled once, by whoever comes first, and a machine that cannot is told why."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL
+from pathlib import Path
+
+import pytest
+
+from engines.torch_backend.kernels_cpp import compiler
+from engines.torch_backend.kernels_cpp.compiler import CannotCompile, compile_library
+from engines.torch_backend.kernels_cpp.kernels import load_kernels
+
+needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.h").write_text("constexpr int ANSWER = 42;\n")
+    (folder / "answer.cpp").write_text(
+        '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Libraries that were compiled, not found."""
+    made: list[Path] = []
+    compile_really = compiler._compile
+
+    def note(command: list[str], sources: list[Path], library: Path) -> None:
+        made.append(library)
+        compile_really(command, sources, library)
+
+    monkeypatch.setattr(compiler, "_compile", note)
+    return made
+
+
+@needs_compiler
+def test_many_that_start_at_once_compile_once(sources: Path, tmp_path: Path, compiled: list[Path]):
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: compile_library(sources, tmp_path / "cache"), range(4)))
+
+    assert len(found) == len(compiled) == 1
+    assert CDLL(str(found.pop())).answer() == 42
+
+
+@needs_compiler
+def test_a_changed_header_makes_another_library(
+    sources: Path, tmp_path: Path, compiled: list[Path]
+):
+    before = compile_library(sources, tmp_path / "cache")
+    (sources / "answer.h").write_text("constexpr int ANSWER = 43;\n")
+
+    after = compile_library(sources, tmp_path / "cache")
+
+    assert [before, after] == compiled
+    assert CDLL(str(after)).answer() == 43
+
+
+@needs_compiler
+def test_what_does_not_compile_leaves_nothing_behind(sources: Path, tmp_path: Path):
+    (sources / "answer.cpp").write_text("no C++")
+
+    with pytest.raises(CannotCompile, match=r"answer\.cpp"):
+        compile_library(sources, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_without_a_compiler_it_says_so(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+    with pytest.raises(CannotCompile, match="no C\\+\\+ compiler"):
+        compile_library(sources, tmp_path / "cache")
+
+
+def test_a_machine_without_a_compiler_goes_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(
+        compiler, "_find_compiler", lambda: (_ for _ in ()).throw(CannotCompile("x"))
+    )
+
+    assert load_kernels.__wrapped__("fast") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CPU kernels, torch computes instead: x"
+    ]
+
+
+def test_a_cache_that_cannot_be_written_is_named(sources: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(CannotCompile, match="no place for compiled kernels"):
+        compile_library(sources, tmp_path / "file" / "cache")
