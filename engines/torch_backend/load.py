@@ -59,9 +59,9 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
         runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free, kernels)
     with phases.measure("warmup"):
         runner.warm_up()
-        limit = None
-        if spec.config.max_mixed_prefill_tokens is None:
-            limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
+        limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
+        if limit.spare_s is not None:
+            runner.limit_pictures(limit.spare_s)
     engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(

@@ -120,6 +120,11 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def limit_pictures(self, seconds: float) -> None:
+        """Encode pictures beside running streams in parts of so many seconds; on a GPU they are fast enough."""
+        if self._device.type == "cpu":
+            self._pictures.seconds_beside_streams = seconds
+
     def warm_up(self) -> None:
         """Compute one picture, one prompt and one token, so that the first request finds everything ready.
 
@@ -150,7 +155,10 @@ class TorchRunner:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s = self._pictures.encode_missing(ordered)
+        vision_s, deferred = self._pictures.encode_missing(ordered)
+        if deferred:
+            order = [p for p in order if items[p].sequence.request_id not in deferred]
+            ordered = [items[place] for place in order]
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
         hidden = self._forward(ordered, plan)
@@ -159,7 +167,7 @@ class TorchRunner:
         for place, choice in zip(order, drawn, strict=True):
             choices[place] = choice
         self._pictures.let_go(ordered)
-        return StepResult(choices, vision_s)
+        return StepResult(choices, vision_s, deferred)
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: returns (N, C)."""
