@@ -24,64 +24,128 @@ _MAX_PARTS = 32
 
 
 @triton.jit
+def _share(lengths, sequence, part, P: tl.constexpr, TILE: tl.constexpr):
+    """First and last token, plus one, of a part of a context: all parts but the last are whole tiles."""
+    length = tl.load(lengths + sequence).to(tl.int32)
+    tiles_per_part = tl.cdiv(tl.cdiv(length, TILE), P)
+    start = part * tiles_per_part * TILE
+    return start, tl.minimum(start + tiles_per_part * TILE, length)
+
+
+@triton.jit
+def _cells(table, tokens, seen, kv_head, BLOCK_SIZE: tl.constexpr, K: tl.constexpr):
+    """Where a sequence's tokens are kept, counted in vectors of one head."""
+    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+    return (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * K + kv_head
+
+
+@triton.jit
 def _attend_part_kernel(
-    query,  # (S, H, D)
+    query,  # (S, K, D)
     keys,  # (slots, K, D)
     values,  # (slots, K, D)
     key_scales,  # (slots, K)
     value_scales,  # (slots, K)
     tables,  # (S, table_width)
     lengths,  # (S,)
-    part_out,  # (S, H, P, D) float32
-    part_max,  # (S, H, P) float32
-    part_sum,  # (S, H, P) float32
+    part_out,  # (S, K, P, D) float32
+    part_max,  # (S, K, P) float32
+    part_sum,  # (S, K, P) float32
     factor,
     table_width,
     BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
-    G: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     IS_INT8: tl.constexpr,
+):
+    """Where every query head has keys of its own: a row by a matrix, which needs no tensor core.
+
+    A program attends one head to one part of one context.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    start, stop = _share(lengths, sequence, part, P, TILE)
+    d = tl.arange(0, BLOCK_D)
+    row = sequence * K + head
+    q = tl.load(query + row * D + d, mask=d < D, other=0.0).to(tl.float32) * factor
+    best = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    out = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(start, stop, TILE):
+        tokens = first + tl.arange(0, TILE)
+        seen = tokens < stop
+        cells = _cells(tables + sequence * table_width, tokens, seen, head, BLOCK_SIZE, K)
+        mask = seen[:, None] & (d < D)[None, :]
+        key = tl.load(keys + cells[:, None] * D + d[None, :], mask=mask, other=0)
+        value = tl.load(values + cells[:, None] * D + d[None, :], mask=mask, other=0)
+        scores = tl.sum(key.to(tl.float32) * q[None, :], axis=1)
+        if IS_INT8:
+            scores *= tl.load(key_scales + cells, mask=seen, other=0.0)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=0))
+        shrink = tl.exp(best - new_best)
+        weights = tl.exp(scores - new_best)
+        total = total * shrink + tl.sum(weights, axis=0)
+        if IS_INT8:
+            weights *= tl.load(value_scales + cells, mask=seen, other=0.0)
+        out = out * shrink + tl.sum(value.to(tl.float32) * weights[:, None], axis=0)
+        best = new_best
+    place = row * P + part
+    tl.store(part_max + place, best)
+    tl.store(part_sum + place, total)
+    tl.store(part_out + place * D + d, out, mask=d < D)
+
+
+@triton.jit
+def _attend_part_grouped_kernel(
+    query,  # (S, K, G, D)
+    keys,  # (slots, K, D)
+    values,  # (slots, K, D)
+    key_scales,  # (slots, K)
+    value_scales,  # (slots, K)
+    tables,  # (S, table_width)
+    lengths,  # (S,)
+    part_out,  # (S, K, G, P, D) float32
+    part_max,  # (S, K, G, P) float32
+    part_sum,  # (S, K, G, P) float32
+    factor,
+    table_width,
+    BLOCK_SIZE: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """A program attends the G query heads of one key/value head to one part of one context."""
+    """Where G query heads share keys: a program attends all of them to one part of one context."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    length = tl.load(lengths + sequence).to(tl.int32)
-    tiles_per_part = tl.cdiv(tl.cdiv(length, TILE), P)
-    start = part * tiles_per_part * TILE
-    stop = tl.minimum(start + tiles_per_part * TILE, length)
-
+    start, stop = _share(lengths, sequence, part, P, TILE)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    heads = sequence * K * G + kv_head * G + g
+    rows = (sequence * K + kv_head) * G + g
     query_mask = (g < G)[:, None] & (d < D)[None, :]
-    q = tl.load(query + heads[:, None] * D + d[None, :], mask=query_mask, other=0.0)
-
+    q = tl.load(query + rows[:, None] * D + d[None, :], mask=query_mask, other=0.0).to(PRODUCT)
     best = tl.full([BLOCK_G], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for first in range(start, stop, TILE):
         tokens = first + tl.arange(0, TILE)
         seen = tokens < stop
-        blocks = tl.load(
-            tables + sequence * table_width + tokens // BLOCK_SIZE, mask=seen, other=0
-        ).to(tl.int64)
-        cells = (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * K + kv_head
-        places = cells[:, None] * D + d[None, :]
+        cells = _cells(tables + sequence * table_width, tokens, seen, kv_head, BLOCK_SIZE, K)
         mask = seen[:, None] & (d < D)[None, :]
-        key = tl.load(keys + places, mask=mask, other=0)
-        value = tl.load(values + places, mask=mask, other=0)
-        if G == 1:  # a row by a matrix: no tensor core is needed
-            scores = tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]
-        else:
-            scores = tl.dot(q.to(PRODUCT), tl.trans(key.to(PRODUCT)), input_precision="ieee")
-        scores *= factor
+        key = tl.load(keys + cells[:, None] * D + d[None, :], mask=mask, other=0).to(PRODUCT)
+        value = tl.load(values + cells[:, None] * D + d[None, :], mask=mask, other=0).to(PRODUCT)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * factor
         if IS_INT8:
             scores *= tl.load(key_scales + cells, mask=seen, other=0.0)[None, :]
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -91,16 +155,13 @@ def _attend_part_kernel(
         total = total * shrink + tl.sum(weights, axis=1)
         if IS_INT8:
             weights *= tl.load(value_scales + cells, mask=seen, other=0.0)[None, :]
-        if G == 1:
-            addend = tl.sum(tl.trans(weights) * value.to(tl.float32), axis=0)[None, :]
-        else:
-            addend = tl.dot(weights.to(PRODUCT), value.to(PRODUCT), input_precision="ieee")
-        out = out * shrink[:, None] + addend
+        product = tl.dot(weights.to(PRODUCT), value, input_precision="ieee")
+        out = out * shrink[:, None] + product
         best = new_best
-    cells_out = heads * P + part
-    tl.store(part_max + cells_out, best, mask=g < G)
-    tl.store(part_sum + cells_out, total, mask=g < G)
-    tl.store(part_out + cells_out[:, None] * D + d[None, :], out, mask=query_mask)
+    places = rows * P + part
+    tl.store(part_max + places, best, mask=g < G)
+    tl.store(part_sum + places, total, mask=g < G)
+    tl.store(part_out + places[:, None] * D + d[None, :], out, mask=query_mask)
 
 
 @triton.jit
@@ -141,7 +202,22 @@ def attend_decodes(
     part_max, part_sum = (query.new_empty(part_shape, dtype=torch.float32) for _ in range(2))
     out = query.new_empty(num_sequences, num_heads * head_dim)
     block_d = triton.next_power_of_2(head_dim)
-    _attend_part_kernel[(num_sequences, num_kv_heads, num_parts)](
+    constants = {
+        "BLOCK_SIZE": pool.block_size,
+        "K": num_kv_heads,
+        "D": head_dim,
+        "P": num_parts,
+        "TILE": _TILE,
+        "BLOCK_D": block_d if group == 1 else max(16, block_d),
+        "IS_INT8": scales is not None,
+    }
+    kernel = _attend_part_kernel
+    if group > 1:
+        kernel = _attend_part_grouped_kernel
+        # a product on tensor cores has 16 rows and columns at least
+        constants |= {"G": group, "BLOCK_G": max(16, triton.next_power_of_2(group))}
+        constants |= {"PRODUCT": product_dtype(query.dtype)}
+    kernel[(num_sequences, num_kv_heads, num_parts)](
         query.contiguous(),
         keys,
         values,
@@ -154,17 +230,7 @@ def attend_decodes(
         part_sum,
         head_dim**-0.5,
         tables.shape[1],
-        BLOCK_SIZE=pool.block_size,
-        K=num_kv_heads,
-        G=group,
-        D=head_dim,
-        P=num_parts,
-        TILE=_TILE,
-        # a product on tensor cores has 16 rows and columns at least
-        BLOCK_G=1 if group == 1 else max(16, triton.next_power_of_2(group)),
-        BLOCK_D=block_d if group == 1 else max(16, block_d),
-        IS_INT8=scales is not None,
-        PRODUCT=product_dtype(query.dtype),
+        **constants,
         num_warps=4,
         num_stages=2,
     )
