@@ -1,4 +1,4 @@
-"""One fleet with the built-in model for all tests that ask it."""
+"""One fleet with the built-in model for all tests here that ask it; it ends with them."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.integration.fleet_process import Served, start_fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shapes_fleet(tmp_path_factory) -> Iterator[Served]:
     served = start_fleet(tmp_path_factory.mktemp("shapes"), engine="torch")
     yield served
