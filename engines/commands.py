@@ -29,8 +29,8 @@ def bench_engine(
         Literal["fast", "exact", "off"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
     ] = "fast",
     scenarios: Annotated[
-        str, typer.Option(help="Comma-separated: decode, prefill, picture, repeat.")
-    ] = "decode,prefill,picture,repeat",
+        str, typer.Option(help="Comma-separated: decode, prefill, picture, repeat, mixed.")
+    ] = "decode,prefill,picture,repeat,mixed",
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,

@@ -3,6 +3,8 @@
 Used by the benchmark. TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
 """
 
+import math
+import statistics
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +15,9 @@ from engines.bench.cost import ModelCost, Work
 from engines.engine import BatchingEngine
 from engines.runner import ModelRunner, StepResult
 from engines.sequence import Batch
+
+#: tokens of each stream before a late request comes
+NUM_ALONE = 8
 
 
 class WorkCounter:
@@ -48,6 +53,7 @@ class Run:
     num_prompt_tokens: int
     num_pictures: int
     steps: list[Work] = field(default_factory=list)
+    late: "Late | None" = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -56,7 +62,9 @@ class Run:
 
     @property
     def ttfts(self) -> list[float]:
-        """Time to first token of each request."""
+        """Time to first token of each request, or of the late one alone."""
+        if self.late is not None:
+            return [self.late.first_token_s - self.late.added_s]
         return [times[0] for times in self.token_times.values()]
 
     @property
@@ -70,6 +78,17 @@ class Run:
         """Gaps between neighbouring tokens, of all requests together."""
         lists = self.token_times.values()
         return [b - a for times in lists for a, b in pairwise(times)]
+
+    @property
+    def slowdown(self) -> float | None:
+        """The 99th percentile of the streams' gaps while the late prompt is computed, over their median before."""
+        if self.late is None:
+            return None
+        streams = [times for name, times in self.token_times.items() if name != self.late.name]
+        gaps = [(a, b) for times in streams for a, b in pairwise(times)]
+        alone = [b - a for a, b in gaps if b <= self.late.added_s]
+        beside = sorted(b - a for a, b in gaps if self.late.added_s < b <= self.late.first_token_s)
+        return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
 
     def rates(self) -> dict[str, float]:
         """Per second: output tokens, all tokens, requests, pictures, bytes, operations."""
@@ -87,6 +106,15 @@ class Run:
         """The least time that the machine needs for these steps, over the time they took."""
         least_s = sum(work.least_s(bytes_per_s, flops_per_s) for work in self.steps)
         return least_s / self.elapsed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A request that came while others ran, and when its first token did."""
+
+    name: str
+    added_s: float
+    first_token_s: float
 
 
 def run_requests(
@@ -111,4 +139,36 @@ def run_requests(
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         num_pictures=sum(len(request.images) for request in requests),
         steps=counter.steps,
+    )
+
+
+def run_beside(
+    engine: BatchingEngine, counter: WorkCounter, streams: list[EngineRequest], late: EngineRequest
+) -> Run:
+    """Streams for a while alone, then until the first token of a late request. Raises: as `run_requests`."""
+    counter.steps = []
+    times: dict[str, list[float]] = {request.request_id: [] for request in (*streams, late)}
+    started = time.perf_counter()
+    for request in streams:
+        engine.add(request)
+    added_s = now = 0.0
+    while not times[late.request_id]:
+        if not added_s and min(len(times[each.request_id]) for each in streams) > NUM_ALONE:
+            engine.add(late)
+            added_s = time.perf_counter() - started
+        outputs = engine.step()
+        now = time.perf_counter() - started
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            times[output.request_id] += [now] * len(output.token_ids)
+    for name in times:
+        engine.abort(name)
+    return Run(
+        elapsed_s=now,
+        token_times=times,
+        num_prompt_tokens=sum(len(each.prompt_token_ids) for each in (*streams, late)),
+        num_pictures=len(late.images),
+        steps=counter.steps,
+        late=Late(late.request_id, added_s, now),
     )

@@ -23,7 +23,7 @@ _COLUMNS = (
     "images\n/s",
     "TTFT\nms",
     "TPOT\nms",
-    "ITL p99\nms",
+    "ITL p99\nms, slower",
     "GB/s\nGFLOP/s",
     "of\nroofline",
     "peak\nMiB",
@@ -57,6 +57,7 @@ class Row:
     ttft_s: Spread
     tpot_s: Spread | None
     itl_p99_s: float | None
+    slowdown: Spread | None  #: of streams by a late prompt, of each round
     roofline_ratio: Spread
     peak_bytes: int  #: of the process so far
 
@@ -68,6 +69,7 @@ def to_row(
     rates = [run.rates() for run in runs]
     tpots = [value for run in runs for value in run.tpots]
     itls = sorted(value for run in runs for value in run.itls)
+    slowdowns = [run.slowdown for run in runs if run.slowdown is not None]
     shares = [run.roofline_ratio(machine.bytes_per_s, machine.flops_per_s) for run in runs]
     return Row(
         scenario=scenario,
@@ -77,6 +79,7 @@ def to_row(
         ttft_s=Spread.of([value for run in runs for value in run.ttfts]),
         tpot_s=Spread.of(tpots) if tpots else None,
         itl_p99_s=itls[int(0.99 * (len(itls) - 1))] if itls else None,
+        slowdown=Spread.of(slowdowns) if slowdowns else None,
         roofline_ratio=Spread.of(shares),
         peak_bytes=peak_bytes,
     )
@@ -113,11 +116,16 @@ def _cells(row: Row) -> list[str]:
         _text(rate["images_per_s"]) if rate["images_per_s"].high else "",
         _text(row.ttft_s, 1e3),
         _text(row.tpot_s, 1e3) if row.tpot_s else "",
-        f"{row.itl_p99_s * 1e3:,.1f}" if row.itl_p99_s else "",
+        _itl_text(row),
         f"{rate['bytes_per_s'].median / 1e9:.1f}\n{rate['flops_per_s'].median / 1e9:,.0f}",
         f"{row.roofline_ratio.median:.0%}",
         f"{row.peak_bytes / 2**20:,.0f}",
     ]
+
+
+def _itl_text(row: Row) -> str:
+    text = f"{row.itl_p99_s * 1e3:,.1f}" if row.itl_p99_s else ""
+    return f"{text}\n{row.slowdown.median:.2f}x" if row.slowdown else text
 
 
 def _text(spread: Spread, scale: float = 1.0) -> str:

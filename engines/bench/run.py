@@ -14,7 +14,7 @@ from rich.progress import track
 from engines.base import EngineConfig, EngineError
 from engines.bench.cost import ModelCost
 from engines.bench.machine import Machine, measure_machine, peak_bytes
-from engines.bench.measure import Run, WorkCounter, run_requests
+from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
 from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
 from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
 from engines.engine import BatchingEngine
@@ -53,7 +53,7 @@ class Bench:
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
-        config = EngineConfig(max_num_seqs=max(options.batch_sizes))
+        config = EngineConfig(max_num_seqs=max(options.batch_sizes) + 1)  # and a late one
         spec = EngineSpec(
             model=options.model,
             device=options.device,
@@ -86,11 +86,20 @@ class Bench:
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
         """One round of one cell. Raises: EngineError."""
+        if scenario.is_late:
+            return self._run_late(scenario, batch_size)
         requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
         if scenario.is_repeated:
             run_requests(self.engine, self._counter, requests)
             requests = [self._maker.again(request) for request in requests]
         return run_requests(self.engine, self._counter, requests)
+
+    def _run_late(self, scenario: Scenario, num_streams: int) -> Run:
+        """Streams of `decode`, long enough for the late one's prompt."""
+        length = self.engine.max_model_len
+        streams = self._maker.make(SCENARIOS["decode"], num_streams, length)
+        [late] = self._maker.make(scenario, 1, length)
+        return run_beside(self.engine, self._counter, streams, late)
 
     def run_all(self) -> list[Row]:
         """All cells: once unmeasured, then in turn. Raises: EngineError."""

@@ -23,6 +23,7 @@ class Scenario:
     num_output_tokens: int | None = None
     has_picture: bool = False
     is_repeated: bool = False
+    is_late: bool = False  #: one comes while as many as the batch size stream
 
 
 SCENARIOS = {
@@ -32,6 +33,7 @@ SCENARIOS = {
         Scenario("prefill", 512, num_output_tokens=1),
         Scenario("picture", 32, has_picture=True),
         Scenario("repeat", 32, has_picture=True, is_repeated=True),
+        Scenario("mixed", 32, num_output_tokens=1, has_picture=True, is_late=True),
     )
 }
 

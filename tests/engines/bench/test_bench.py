@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engines.bench.cost import ModelCost, Work, picture_flops
 from engines.bench.machine import Machine
-from engines.bench.measure import Run
+from engines.bench.measure import Late, Run
 from engines.bench.report import to_row
 from engines.bench.run import BenchOptions, run
 from engines.sequence import Batch, ScheduledSequence, Sequence
@@ -81,6 +81,13 @@ def test_rates_and_latencies_follow_their_definitions():
     assert row.roofline_ratio.median == pytest.approx(0.4)
 
 
+def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
+    times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5, 7.0], "late": [6.5]}
+    run = Run(7.0, times, 20, 1, [], Late("late", added_s=3.0, first_token_s=6.5))
+    assert run.slowdown == 2.0
+    assert run.ttfts == [3.5]
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bench") / "tiny"
@@ -93,13 +100,14 @@ def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):
     run(options, as_json=True)
     report = json.loads(capsys.readouterr().out)
     cells = [(row["scenario"], row["batch_size"]) for row in report["rows"]]
-    names = ("decode", "prefill", "picture", "repeat")
+    names = ("decode", "prefill", "picture", "repeat", "mixed")
     assert cells == [(name, size) for name in names for size in (1, 3)]
     assert report["machine"]["bytes_per_s"] > 0
     for row in report["rows"]:
         assert row["rates"]["requests_per_s"]["low"] > 0
         assert 0 < row["roofline_ratio"]["median"] < 1
         assert (row["tpot_s"] is None) == (row["scenario"] == "prefill")
+        assert (row["slowdown"] is None) == (row["scenario"] != "mixed")
 
 
 def test_the_table_has_a_line_for_each_cell(tiny, capsys):
