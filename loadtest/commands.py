@@ -14,7 +14,6 @@ import typer
 from loadtest.load_plan import make_plan
 from loadtest.objective import parse_objective
 from loadtest.record import Profile, Workload
-from loadtest.result import ResultError
 
 app = typer.Typer()
 
@@ -112,8 +111,11 @@ def compare(
     markdown: Annotated[bool, typer.Option(help="Print a table for a document.")] = False,
 ) -> None:
     """Show what changed between two runs beyond chance."""
-    module = import_module("loadtest.difference")
-    call(module.run, ResultError, before, after, least, every, fail_if_worse, markdown)
+    run, fault = (
+        import_module("loadtest.difference").run,
+        import_module("loadtest.result").ResultError,
+    )
+    call(run, fault, before, after, least, every, fail_if_worse, markdown)
 
 
 @app.command()
@@ -122,4 +124,8 @@ def report(
     page: Annotated[Path, typer.Argument(help="Where to write the page.")],
 ) -> None:
     """Make the page of a run from its result."""
-    call(import_module("loadtest.html_report").run, ResultError, result, page)
+    run, fault = (
+        import_module("loadtest.html_report").run,
+        import_module("loadtest.result").ResultError,
+    )
+    call(run, fault, result, page)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
@@ -82,6 +83,8 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
 
 def make_load(wanted: Wanted) -> Result:
     """Load the server, or a fleet that lives as long as the test. Raises: LoadTestError."""
+    if find_spec("locust") is None:
+        raise LoadTestError("Locust is not installed: pip install 'vlm-fleet[loadtest]'")
     try:
         with nullcontext() if wanted.url else run_fleet(wanted.engine) as fleet:
             url = fleet.url if fleet else wanted.url
