@@ -4,11 +4,12 @@ Called by `RequestClaims`. It must not know requests: an entry is an id and its 
 """
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 from redis.exceptions import ResponseError
 
 from shared.redis_keys import GROUP, QUEUE_TTL_S, RedisKeys, to_ms
-from shared.redis_link import RedisLink, RedisSender
+from shared.redis_link import Command, RedisLink, RedisSender
 from shared.scripts import AGE, REAP, TAKE
 
 Entry = tuple[bytes, list[bytes]]
@@ -30,17 +31,23 @@ class QueueEntries:
         self._batch_keys = (keys.queue(model), keys.backlog(model), keys.requests(model))
         self.num_batch_left = 0
 
-    async def wait(self, count: int, block_s: float) -> Sequence[Entry]:
-        """Up to `count` entries that nobody has read; waits for the first. Raises: RedisError."""
-        command = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count)
-        try:
-            reply = await self._reader.execute(
-                *command, "BLOCK", to_ms(block_s), "STREAMS", self._queue, ">"
-            )
-        except ResponseError as error:
-            await self._handle_missing_queue(error)
-            return []
-        return reply[0][1] if reply else []
+    async def wait(
+        self, count: int, block_s: float, and_then: Command
+    ) -> tuple[Sequence[Entry], Any]:
+        """Up to `count` entries that nobody has read, and what Redis says to `and_then`; waits for the first entry.
+
+        The command stands behind the read, so that Redis does both at once when an entry comes. If it fails, that
+        is its answer. Raises: RedisError.
+        """
+        read = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count)
+        where = ("BLOCK", to_ms(block_s), "STREAMS", self._queue, ">")
+        reply, answer = await self._reader.exchange([(*read, *where), and_then])
+        if isinstance(reply, ResponseError):
+            await self._handle_missing_queue(reply)
+            return [], None
+        if isinstance(reply, Exception):
+            raise reply
+        return (reply[0][1] if reply else []), answer
 
     async def take(self, count: int) -> Sequence[Entry]:
         """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError."""

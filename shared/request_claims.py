@@ -7,13 +7,14 @@ It must not know engines; it sees requests and events.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from secrets import token_hex
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.claim_reply import giving_up, read_claim
+from shared.claim_script import ClaimCalls, giving_up, read_claim
 from shared.publication import Claim, Publication
 from shared.publisher import Publisher, refusals
 from shared.queue_entries import Entry, QueueEntries
@@ -21,6 +22,9 @@ from shared.redis_client import retry_idempotent
 from shared.redis_keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
 from shared.redis_link import RedisLink, RedisSender
 from shared.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW
+
+Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
+NO_REPLIES: Replies = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,8 @@ class RequestClaims:
         self._worker_id = worker_id
         self._lease_s = lease_s
         self._max_attempts = max_attempts
+        self._calls = ClaimCalls(self._keys, model, worker_id, max_attempts)
+        self._last_read_id = b"0"
         self._ghost_after_s = ghost_after_s
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: set[bytes] = set()  # entries that this worker knows to be its own
@@ -66,7 +72,17 @@ class RequestClaims:
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
         """Claim up to `count` waiting requests; wait for the first. Raises: RedisError."""
-        return await self._claim_entries(await self.entries.wait(count, block_s), "new", count)
+        claim = self._calls.of_read(self._last_read_id, count)
+        entries, answers = await self.entries.wait(count, block_s, claim)
+        if entries:
+            self._last_read_id = entries[-1][0]
+        if not isinstance(answers, list):  # each call of its own teaches Redis the script
+            return await self._claim_entries(entries, "new", count)
+        # There may be answers without entries: the reply of an earlier read was lost.
+        claimed = [(entry_id, [b"id", request_id]) for entry_id, request_id, _ in answers]
+        replies = {entry_id: reply for entry_id, _, reply in answers}
+        others = [entry for entry in entries if entry[0] not in replies]
+        return await self._claim_entries([*claimed, *others], "new", count, replies)
 
     async def take(self, count: int) -> list[Claim]:
         """Claim up to `count` requests, batch ones where nobody else waits; does not wait. Raises: RedisError."""
@@ -93,7 +109,9 @@ class RequestClaims:
                 entries.append(found)
         return await self._claim_entries(entries, "reconciled", 0)
 
-    async def _claim_entries(self, entries: Sequence[Entry], kind: str, free: int) -> list[Claim]:
+    async def _claim_entries(
+        self, entries: Sequence[Entry], kind: str, free: int, replies: Replies = NO_REPLIES
+    ) -> list[Claim]:
         named: list[tuple[bytes, str]] = []
         nudges: list[bytes] = []  # which have done their work, and what nobody knows
         is_released = False
@@ -103,7 +121,7 @@ class RequestClaims:
                 is_released |= self._heed(fields[0])
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
-        live = await self._claim_all(named)
+        live = await self._claim_all(named, replies)
         self.num_claims[kind] += len(live)
         if nudges:
             try:
@@ -122,23 +140,17 @@ class RequestClaims:
             logger.error("removing an entry of unknown kind from the queue: %r", kind[:64])
         return kind == b"nudge"
 
-    async def _claim_all(self, named: Sequence[tuple[bytes, str]]) -> list[Claim]:
+    async def _claim_all(self, named: Sequence[tuple[bytes, str]], replies: Replies) -> list[Claim]:
         if len(named) == 1:  # `gather` would cost two turns of the loop
-            claims = [await self._claim(*named[0])]
+            claims = [await self._claim(*named[0], replies)]
         else:
-            claims = await asyncio.gather(*(self._claim(*entry) for entry in named))
+            claims = await asyncio.gather(*(self._claim(*entry, replies) for entry in named))
         return [claim for claim in claims if claim is not None]
 
-    async def _claim(self, entry_id: bytes, request_id: str) -> Claim | None:
+    async def _claim(self, entry_id: bytes, request_id: str, replies: Replies) -> Claim | None:
         self._held.add(entry_id)
-        keys = (
-            self._queue,
-            self._keys.request(self._model, request_id),
-            self._keys.log(self._model, request_id),
-        )
-        arguments = (entry_id, GROUP, self._worker_id, token_hex(8), self._max_attempts)
         try:
-            reply = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
+            reply = replies.get(entry_id) or await self._call(entry_id, request_id)
             if reply[0] != b"stray":
                 verdict, claim = read_claim(
                     reply, entry_id=entry_id, request_id=request_id,
@@ -151,6 +163,10 @@ class RequestClaims:
             logger.warning("could not claim %s: %s", request_id, error)
         self._held.discard(entry_id)
         return None
+
+    async def _call(self, entry_id: bytes, request_id: str) -> list[Any]:
+        keys, arguments = self._calls.of_one(entry_id, request_id)
+        return await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
 
     async def begin(self, claim: Claim) -> bool:
         """Say that a suspect starts to run. Returns whether it is still ours. Raises: RedisError.

@@ -1,36 +1,63 @@
--- Give a request to a worker under the next attempt number, which fences all earlier ones.
--- KEYS: queue, request, log
--- ARGV: entry, group, worker, nonce, max_attempts
--- Returns {verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms} where the verdict is
+-- Give requests to a worker, each under its next attempt number, which fences all earlier ones.
+-- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
+-- ARGV: entry, group, worker, nonce, max_attempts, and of the one: read_nonce, the nonce of this worker's reads
+--   of all: count, and the beginnings of the keys of requests and of logs; `entry` is the last one read before
+-- Returns of the one {verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms} where the verdict
+-- is
 --   ok | expired (deadline passed) | exhausted (too many workers died of it),
 -- or {stray}: no such live request belongs to this entry, which is removed.
+-- Returns of all a list of {entry, id, answer}, without those that somebody has claimed before.
 -- An attempt that neither finished nor was given back counts as a failure of the request, if it has begun: the
 -- first begins at once, later ones by the script `begin`, so that nobody is blamed who only waited to run alone.
-local queue, request, log = KEYS[1], KEYS[2], KEYS[3]
-local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
-  'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun')
-local state, attempt, failures = r[1], r[2], r[3]
-if (state ~= 'queued' and state ~= 'running') or r[5] ~= ARGV[1] then
-  redis.call('XACK', queue, ARGV[2], ARGV[1])
-  redis.call('XDEL', queue, ARGV[1])
-  return {'stray'}
-end
-
-if r[4] ~= ARGV[4] then -- else: the same call again, whose reply was lost
-  attempt = string.format('%d', attempt + 1)
-  if state == 'running' and r[10] == '1' then failures = string.format('%d', failures + 1) end
-  redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
-    'claim', ARGV[4], 'worker', ARGV[3], 'items', '0', 'begun', failures == '0' and '1' or '0')
-end
-
+-- Nor is anybody blamed for a read whose reply was lost: its nonce is the worker's own, and nothing was published.
+local queue, group, worker, nonce = KEYS[1], ARGV[2], ARGV[3], ARGV[4]
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local remaining_ms = tonumber(r[6]) - now_ms
-local verdict = 'ok'
-if remaining_ms <= 0 then
-  verdict = 'expired'
-elseif tonumber(failures) >= tonumber(ARGV[5]) then
-  verdict = 'exhausted'
+
+local function claim(entry, request, log, is_new, read_nonce)
+  local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
+    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items')
+  local state, attempt, failures = r[1], r[2], r[3]
+  if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
+    redis.call('XACK', queue, group, entry)
+    redis.call('XDEL', queue, entry)
+    return {'stray'}
+  end
+  if is_new and attempt ~= '0' then return nil end
+
+  if r[4] ~= nonce then -- else: the same call again, whose reply was lost
+    local was_lost = r[4] == read_nonce and r[11] == '0'
+    attempt = string.format('%d', attempt + 1)
+    if state == 'running' and r[10] == '1' and not was_lost then
+      failures = string.format('%d', failures + 1)
+    end
+    redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
+      'claim', nonce, 'worker', worker, 'items', '0', 'begun', failures == '0' and '1' or '0')
+  end
+
+  local remaining_ms = tonumber(r[6]) - now_ms
+  local verdict = 'ok'
+  if remaining_ms <= 0 then
+    verdict = 'expired'
+  elseif tonumber(failures) >= tonumber(ARGV[5]) then
+    verdict = 'exhausted'
+  end
+  return {verdict, tonumber(attempt), tonumber(failures), r[8], r[9],
+    redis.call('LRANGE', log, 0, -1), now_ms - tonumber(r[7]), remaining_ms}
 end
-return {verdict, tonumber(attempt), tonumber(failures), r[8], r[9],
-  redis.call('LRANGE', log, 0, -1), now_ms - tonumber(r[7]), remaining_ms}
+
+local function claim_new(after, count, requests, logs)
+  local answers = {}
+  local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count, worker)
+  for _, pending in ipairs(mine.err and {} or mine) do
+    local entry = redis.call('XRANGE', queue, pending[1], pending[1])[1]
+    if entry and entry[2][1] == 'id' then
+      local answer = claim(pending[1], requests .. entry[2][2], logs .. entry[2][2], true)
+      if answer then answers[#answers + 1] = {pending[1], entry[2][2], answer} end
+    end
+  end
+  return answers
+end
+
+if #KEYS == 1 then return claim_new(ARGV[1], ARGV[6], ARGV[7], ARGV[8]) end
+return claim(ARGV[1], KEYS[2], KEYS[3], false, ARGV[6])

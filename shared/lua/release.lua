@@ -11,7 +11,11 @@ for item = 1, #KEYS - 1 do
   local r = redis.call('HMGET', request, 'state', 'attempt')
   local is_unclaimed = attempt == '' and r[1] == 'queued'
   if is_unclaimed or (r[1] == 'running' and r[2] == attempt) then
-    if ARGV[3] == '0' then redis.call('HSET', request, 'state', 'queued') end
+    if ARGV[3] == '0' then
+      redis.call('HSET', request, 'state', 'queued')
+    else
+      redis.call('HSET', request, 'claim', '')  -- it did run: whoever claims it next does not repeat a lost call
+    end
     redis.call('XCLAIM', queue, ARGV[1], ARGV[2], 0, entry, 'IDLE', 3600000, 'JUSTID')
     redis.call('XADD', queue, '*', 'nudge', entry)
     released = released + 1

@@ -68,14 +68,16 @@ class Modelled:
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
+    lost_by: RequestClaims | None = None  #: who claimed it by a read whose reply was lost
 
     @property
     def is_live(self) -> bool:
         return self.state in ("queued", "running")
 
-    def claim(self) -> None:
-        if self.state == "running" and self.has_begun:
+    def claim(self, worker: RequestClaims) -> None:
+        if self.state == "running" and self.has_begun and self.lost_by is not worker:
             self.failures += 1
+        self.lost_by = None
         self.state, self.attempt = "running", self.attempt + 1
         self.has_begun = self.failures == 0
 
@@ -230,9 +232,25 @@ class QueueMachine(RuleBasedStateMachine):
         self._take(name, self.run(self.workers[name].reconcile()))
 
     @rule(name=st.sampled_from(WORKERS))
-    def lose_the_reply_of_a_read(self, name: str) -> None:
+    def lose_the_delivery_of_an_entry(self, name: str) -> None:
         if self._has_group():
             self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=1)
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def lose_the_reply_of_a_read(self, name: str, count: int) -> None:
+        """Redis has claimed what the worker never hears of."""
+        if not self._has_group():
+            return
+        worker = self.workers[name]
+        self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=count)
+        _, sha, _, queue, *arguments = worker._calls.of_read(worker._last_read_id, count)
+        if not self.eye.script_exists(sha)[0]:
+            self.eye.script_load(CLAIM.source)
+        for _, request_id, reply in self.eye.evalsha(sha, 1, queue, *arguments):
+            request = self.requests.get(request_id.decode())
+            if request is not None and reply[0] != b"stray":
+                request.claim(worker)
+                request.lost_by = worker
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -385,19 +403,17 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def redis_agrees(self) -> None:
         """State by state, and token by token: each is in the log, and was heard, once and in order."""
-        records, logs, entries, mailbox, ttls = self._look()
+        records, logs, waits, mailbox, ttls = self._look()
         for name, request in self.requests.items():
-            state, attempt, failures, num_tokens, entry, backlog = [
-                f.decode() for f in records[name]
-            ]
+            state, attempt, failures, num_tokens, backlog = [f.decode() for f in records[name]]
             found = (state, int(attempt), int(failures), int(num_tokens))
             expected = (request.state, request.attempt, request.failures, request.num_tokens)
             assert found == expected, name
-            is_queued = (backlog or entry).encode() in entries
+            is_queued = name.encode() in waits
             assert not backlog or (request.is_batch and request.attempt == 0), name
             assert is_queued == (state in ("queued", "running")), f"{name} is lost, or stays"
             self._check_events(request, mailbox.get(name, []), logs[name])
-        assert all(ttl_ms >= 0 for ttl_ms in ttls), "a key never expires"
+        assert not [key for key, ttl_ms in ttls.items() if ttl_ms < 0], "a key never expires"
 
     def _check_events(self, request: Modelled, heard: list, log: list[bytes]) -> None:
         if request.state != "cancelled":
@@ -415,7 +431,7 @@ class QueueMachine(RuleBasedStateMachine):
         with self.eye.pipeline(transaction=False) as pipe:
             for name in names:
                 key = self.keys.request(MODEL, name)
-                pipe.hmget(key, "state", "attempt", "failures", "tokens", "entry", "backlog")
+                pipe.hmget(key, "state", "attempt", "failures", "tokens", "backlog")
                 pipe.lrange(self.keys.log(MODEL, name), 0, -1)
             pipe.xrange(self.keys.queue(MODEL))
             pipe.xrange(self.keys.backlog(MODEL))
@@ -429,13 +445,14 @@ class QueueMachine(RuleBasedStateMachine):
         for _, fields in posted:
             for event in decode_events(fields.get(b"events", b"[]")):
                 mailbox.setdefault(event.request_id, []).append(event)
-        entries = {entry_id for entry_id, _ in (*queue, *backlog)}
+        # The two streams number their entries alike, so that an id alone does not tell which is meant.
+        waits = {fields[b"id"] for _, fields in (*queue, *backlog) if b"id" in fields}
         return (
             dict(zip(names, records, strict=True)),
             dict(zip(names, logs, strict=True)),
-            entries,
+            waits,
             mailbox,
-            ttls,
+            dict(zip(keys, ttls, strict=True)),
         )
 
     def teardown(self) -> None:
@@ -517,7 +534,7 @@ class QueueMachine(RuleBasedStateMachine):
         for claim in claims:
             request = self.requests[claim.request.request_id]
             assert request.state in ("queued", "running")
-            request.claim()
+            request.claim(self.workers[name])
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
             assert claim.output_token_ids == tuple(range(request.num_tokens))
             assert not request.is_late
@@ -529,7 +546,7 @@ class QueueMachine(RuleBasedStateMachine):
             states = pipe.execute()
         for request, state in zip(self.requests.values(), states, strict=True):
             if state == b"failed" and request.state in ("queued", "running"):
-                request.claim()
+                request.claim(self.workers[name])
                 assert request.is_late or request.failures == MAX_ATTEMPTS
                 request.state = "failed"
 

@@ -7,12 +7,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.claim_reply import giving_up
+from shared.claim_script import giving_up
 from shared.protocol import Delta, ErrorCode, Failed, Finished, Started, Usage
 from shared.redis_client import create_redis
 from shared.redis_keys import GROUP
 from shared.request_queue import DuplicateRequest, QueueRefused, QueueUnavailable, RequestQueue
-from shared.scripts import CLAIM
 from shared.settings import RedisSettings
 from tests.factories_queue import (
     MODEL,
@@ -445,9 +444,9 @@ async def test_an_entry_whose_delivery_was_lost_is_found_and_claimed(ends):
 
 
 async def test_a_claim_whose_reply_was_lost_counts_once(ends, monkeypatch):
-    worker = ends.worker("a")
+    lost, worker = ends.worker("a"), ends.worker("b")
     await ends.enqueue()
-    await worker.create_group()
+    await ends.let_lease_run_out(await ends.claim(lost))
     run = worker._sender.run
     calls = []
 
@@ -459,10 +458,56 @@ async def test_a_claim_whose_reply_was_lost_counts_once(ends, monkeypatch):
         return reply
 
     monkeypatch.setattr(worker._sender, "run", lose_first_reply)
-    [claim] = await worker.read(1, 1.0)
+    [claim] = await worker.reclaim(1)
 
     assert len(calls) == 2
-    assert (claim.attempt, claim.failures) == (1, 0)
+    assert (claim.attempt, claim.failures) == (2, 1)
+
+
+async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, monkeypatch):
+    worker = ends.worker("a", ghost_after_s=0.001)
+    await worker.create_group()
+    request = await ends.enqueue()
+    exchange = worker._reader.exchange
+
+    async def lose_reply(commands):
+        await exchange(commands)
+        raise RedisConnectionError
+
+    monkeypatch.setattr(worker._reader, "exchange", lose_reply)
+    with pytest.raises(RedisConnectionError):
+        await worker.read(1, 1.0)
+    assert (
+        await ends.redis.hget(ends.keys.request(MODEL, request.request_id), "state") == b"running"
+    )
+    await asyncio.sleep(0.005)
+
+    [claim] = await worker.reconcile()
+
+    assert claim.request == request
+    assert (claim.attempt, claim.failures) == (2, 0)
+
+
+async def test_the_next_read_brings_what_an_earlier_one_lost(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    requests = [await ends.enqueue() for _ in range(2)]
+    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"}, count=1)
+
+    claims = await worker.read(8, 1.0)
+
+    assert [claim.request for claim in claims] == requests
+    assert {(claim.attempt, claim.failures) for claim in claims} == {(1, 0)}
+
+
+async def test_a_redis_that_forgot_the_script_learns_it(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.script_flush()
+    for _ in range(2):
+        request = await ends.enqueue()
+        [claim] = await worker.read(1, 1.0)
+        assert (claim.request, claim.attempt) == (request, 1)
 
 
 async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
@@ -513,17 +558,15 @@ async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, m
     await leaving.create_group()
     requests = [await ends.enqueue() for _ in range(3)]
     [running] = await leaving.read(1, 1.0)
-    run = leaving._sender.run
+    exchange = leaving._reader.exchange
     claimed = asyncio.Event()
 
-    async def keep_reply(script, keys, arguments):
-        reply = await run(script, keys, arguments)
-        if script is CLAIM and requests[1].request_id not in keys[1]:
-            claimed.set()
-            await asyncio.Event().wait()
-        return reply
+    async def keep_reply(commands):
+        await exchange(commands)
+        claimed.set()
+        await asyncio.Event().wait()
 
-    monkeypatch.setattr(leaving._sender, "run", keep_reply)
+    monkeypatch.setattr(leaving._reader, "exchange", keep_reply)
     reading = asyncio.create_task(leaving.read(8, 1.0))
     await asyncio.wait_for(claimed.wait(), 5.0)
     reading.cancel()

@@ -27,7 +27,6 @@ from shared.protocol import (
 )
 from shared.redis_keys import GROUP
 from shared.registry import Registry
-from shared.scripts import CLAIM
 from tests.factories_queue import MODEL, Ends, make_request, open_ends
 from tests.factories_worker import Answers, run_worker, text, token_ids
 from worker.engine_thread import EngineBroken
@@ -338,17 +337,13 @@ async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monk
     async with run_worker(ends, "first", mock=SLOW, max_num_seqs=2) as first:
         running = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(running, 1)
-        run = first.worker.claims._sender.run
         claimed = asyncio.Event()
 
-        async def keep_reply(script, keys, arguments):
-            reply = await run(script, keys, arguments)
-            if script is CLAIM:
-                claimed.set()
-                await asyncio.Event().wait()
-            return reply
+        async def keep_claims(*_):
+            claimed.set()
+            await asyncio.Event().wait()
 
-        monkeypatch.setattr(first.worker.claims._sender, "run", keep_reply)
+        monkeypatch.setattr(first.worker.claims, "_claim_entries", keep_claims)
         request = await ends.enqueue()
         await asyncio.wait_for(claimed.wait(), 5.0)
         async with run_worker(ends, "second"):

@@ -1,6 +1,7 @@
-"""What the claim script answers, as a claim. It must not know Redis's commands."""
+"""How a worker calls the claim script, and what it answers, as a claim. It must not know who sends the calls."""
 
 import logging
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -15,6 +16,9 @@ from shared.protocol import (
     decode_request,
 )
 from shared.publication import Claim, Publication
+from shared.redis_keys import GROUP, RedisKeys
+from shared.redis_link import Command, Part
+from shared.scripts import CLAIM
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +27,39 @@ _FAILURES = {
     b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that tried the request ended early"),
     b"unreadable": (ErrorCode.INVALID_REQUEST, "the worker cannot read the request"),
 }
+
+
+class ClaimCalls:
+    """Keys and arguments of one worker's calls for one model."""
+
+    def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
+        self._keys = keys
+        self._model = model
+        self._worker_id = worker_id
+        self._max_attempts = max_attempts
+        self._read_nonce = token_hex(8)  # a request comes by a read once, so one is enough
+
+    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], list[Part]]:
+        """Claim the request of an entry."""
+        keys = [
+            self._keys.queue(self._model),
+            self._keys.request(self._model, request_id),
+            self._keys.log(self._model, request_id),
+        ]
+        return keys, [*self._arguments(entry_id, token_hex(8)), self._read_nonce]
+
+    def of_read(self, last_id: bytes, count: int) -> Command:
+        """Claim up to `count` requests that the read before this command brings; `last_id` came before.
+
+        Answered by triples of entry, request id and reply, or by an error if Redis has forgotten the script.
+        """
+        beginnings = (self._keys.requests(self._model), self._keys.log(self._model, ""))
+        arguments = self._arguments(last_id, self._read_nonce)
+        queue = self._keys.queue(self._model)
+        return ("EVALSHA", CLAIM.sha, 1, queue, *arguments, count, *beginnings)
+
+    def _arguments(self, entry_id: bytes, nonce: str) -> list[Part]:
+        return [entry_id, GROUP, self._worker_id, nonce, self._max_attempts]
 
 
 def read_claim(
