@@ -7,7 +7,7 @@ from shared.metrics import GatewayMetrics, RequestRecord
 
 def record(**overrides) -> RequestRecord:
     values = {
-        "model": "m", "stages": {}, "e2e_s": 1.2, "ttft_s": 0.2, "num_prompt_tokens": 5,
+        "model": "m", "stages": {"queue": 0.1}, "e2e_s": 1.2, "ttft_s": 0.2, "num_prompt_tokens": 5,
         "num_image_tokens": 0, "num_cached_tokens": 0, "num_output_tokens": 11,
     }  # fmt: skip
     return RequestRecord(**{**values, **overrides})
