@@ -8,7 +8,7 @@ Sources: FlashAttention, Dao et al. 2022; split contexts: Flash-Decoding, Dao et
 Shape letters: S sequences, H query heads, K key/value heads, G = H / K, D head width, P parts of a context.
 """
 
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
 import torch
 import triton

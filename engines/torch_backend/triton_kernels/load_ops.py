@@ -138,13 +138,13 @@ def _try_attend_decodes(trial: Trial, ops: DecoderOps) -> list[Tensor]:
 def _try_multiply_int8(trial: Trial, ops: DecoderOps) -> list[Tensor]:
     integers = (trial.numbers(48, 320).float() * 127).to(torch.int8)
     scale = trial.numbers(1, 48, seed=3)[0]
-    return [ops.multiply_int8(trial.numbers(rows, 320), integers, scale) for rows in (1, 3)]
+    return [ops.multiply_int8(trial.numbers(rows, 320), integers, scale) for rows in (1, 64)]
 
 
 def _try_multiply_int4(trial: Trial, ops: DecoderOps) -> list[Tensor]:
     pairs = (trial.numbers(48, 160).float().abs() * 255).to(torch.uint8)
     scale_zero = trial.numbers(5, 48, 2, seed=3)
-    return [ops.multiply_int4(trial.numbers(rows, 320), pairs, scale_zero) for rows in (1, 3)]
+    return [ops.multiply_int4(trial.numbers(rows, 320), pairs, scale_zero) for rows in (1, 64)]
 
 
 _TRIALS: dict[str, Callable[[Trial, DecoderOps], list[Tensor]]] = {

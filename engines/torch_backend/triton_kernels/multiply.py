@@ -120,7 +120,7 @@ def multiply_int8(x: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
         BLOCK_K=min(_INPUTS, max(16, triton.next_power_of_2(num_inputs))),
         PRODUCT=product_dtype(x.dtype),
         num_warps=4,
-        num_stages=4,
+        num_stages=_num_stages(x),
     )
     return out
 
@@ -144,6 +144,11 @@ def multiply_int4(x: Tensor, pairs: Tensor, scale_zero: Tensor) -> Tensor:
         BLOCK_N=_OUTPUTS,
         PRODUCT=product_dtype(x.dtype),
         num_warps=4,
-        num_stages=4,
+        num_stages=_num_stages(x),
     )
     return out
+
+
+def _num_stages(x: Tensor) -> int:
+    """How many tiles are fetched ahead: as many as the memory of a processor holds."""
+    return 4 if x.shape[0] * x.element_size() <= 64 else 2

@@ -3,7 +3,6 @@
 `tests/gpu/test_kernels.py` has the same on shapes of real models.
 """
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +10,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-pytest.importorskip("triton", reason="kernels are tested where triton is installed")
-
 from engines.torch_backend import decoder_ops
 from engines.torch_backend.decoder_ops import DecoderOps
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.models.rotary import RotaryTable
-from engines.torch_backend.triton_kernels import load_ops
-from engines.torch_backend.triton_kernels.decode_attention import choose_num_parts
-from engines.torch_backend.triton_kernels.load_ops import KERNELS, NAMES, Trial
 from tests.factories_torch import make_text_config
+from tests.triton_device import DEVICE, import_kernels
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+load_ops = import_kernels("load_ops")
+KERNELS, NAMES, Trial = load_ops.KERNELS, load_ops.NAMES, load_ops.Trial
+choose_num_parts = import_kernels("decode_attention").choose_num_parts
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TWINS = DecoderOps()
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
@@ -35,7 +30,7 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 }
 
 
-def make_trial(**changes: Any) -> Trial:
+def make_trial(**changes: Any) -> Any:
     trial = Trial(make_text_config(), 4, "auto", torch.float32, DEVICE)
     return replace(trial, **changes)
 

@@ -1,0 +1,113 @@
+"""On a GPU: every kernel is right on shapes of real models, graphs are captured, and all fast ways give one answer.
+
+The interpreter's tests (`tests/engines/torch_backend/test_triton_kernels.py`) run compiled here, too.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from engines.torch_backend.cuda_graph import Drawing
+from engines.torch_backend.decoder_ops import DecoderOps
+from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.varlen import find_varlen
+from tests.factories_torch import make_text_config
+from tests.gpu.test_cuda import CONFIG, answers, core, load, make_requests, tiny
+from tests.triton_device import import_kernels
+
+pytestmark = pytest.mark.gpu
+
+__all__ = ["tiny"]
+load_ops = import_kernels("load_ops")
+KERNELS, NAMES, Trial = load_ops.KERNELS, load_ops.NAMES, load_ops.Trial
+CUDA = torch.device("cuda")
+SHAPES: dict[str, dict[str, Any]] = {
+    "llava-1.5-7b": {"num_kv_heads": 32, "intermediate_size": 11008},
+    "grouped": {"num_kv_heads": 8, "intermediate_size": 14336},
+    "narrow": {"num_kv_heads": 4, "intermediate_size": 5632, "head_dim": 64, "hidden_size": 2048},
+}
+FAST = (*NAMES, "cuda_graph", "varlen")
+
+
+def make_text(shape: str) -> TextConfig:
+    sizes = {"num_heads": 32, "head_dim": 128, "hidden_size": 4096, **SHAPES[shape]}
+    return make_text_config(max_position_embeddings=4096, **sizes)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_is_right_on_a_real_shape(
+    name: str, shape: str, dtype: torch.dtype, kv_dtype: str
+) -> None:
+    assert load_ops.find_complaint(name, Trial(make_text(shape), 16, kv_dtype, dtype, CUDA)) is None
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> None:
+    text = make_text(shape)
+    pool = Trial(text, 16, "auto", torch.bfloat16, CUDA).pool()  # 8 blocks, named again and again
+    tables = torch.arange(256, device=CUDA, dtype=torch.int32).remainder(8).repeat(num_sequences, 1)
+    lengths = torch.linspace(1, 4096, num_sequences, device=CUDA).to(torch.int64)
+    query = torch.randn(
+        num_sequences, text.num_heads, text.head_dim, device=CUDA, dtype=torch.bfloat16
+    )
+    found = KERNELS.attend_decodes(pool, 0, query, tables, lengths)
+    expected = DecoderOps().attend_decodes(pool, 0, query, tables, lengths)
+    assert_close(found, expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_this_torch_has_varlen_attention(shape: str, dtype: torch.dtype) -> None:
+    """Without it prompts are computed one after another; which torch has it is worth knowing."""
+    assert find_varlen(make_text(shape), dtype, CUDA) is not None
+
+
+def test_every_fast_way_is_taken(tiny: Path) -> None:
+    _, runner = core(load(tiny, "cuda", dtype="bfloat16"))
+    steps = runner._cuda
+    assert steps is not None
+    assert steps._decoder.ops == KERNELS
+    assert steps._varlen is not None
+    assert steps._graphs is not None
+    captured = set(steps._graphs._graphs)
+    assert {(size, Drawing.BEST) for size in (1, 2, 4, 8, 16, 24, 32)} <= captured
+
+
+@pytest.mark.parametrize("off", [*((name,) for name in FAST), FAST], ids=lambda off: "+".join(off))
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_what_is_switched_off_changes_no_answer(
+    tiny: Path, quantization: str, off: tuple[str, ...]
+) -> None:
+    on_cpu = load(tiny, "cpu", quantization=quantization)
+    config = replace(CONFIG, disabled_gpu_kernels=off)
+    on_gpu = load(tiny, "cuda", quantization=quantization, config=config)
+    assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.9, "top_k": 50}, {"num_logprobs": 3}, {}], ids=str
+)
+def test_graphs_draw_what_is_drawn_without(tiny: Path, sampling: dict[str, Any]) -> None:
+    found = []
+    for off in ((), ("cuda_graph",)):
+        loaded = load(tiny, "cuda", config=replace(CONFIG, disabled_gpu_kernels=off))
+        requests = [
+            replace(r, sampling=replace(r.sampling, temperature=0.8, seed=5, **sampling))
+            for r in make_requests(loaded)
+        ]
+        found.append(answers(loaded, requests))
+    assert found[0] == found[1]
+
+
+def test_8_bit_keys_and_values_give_the_answers_that_a_cpu_gives_with_them(tiny: Path) -> None:
+    config = replace(CONFIG, kv_dtype="int8")
+    on_cpu, on_gpu = (load(tiny, device, config=config) for device in ("cpu", "cuda"))
+    assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))
