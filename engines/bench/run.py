@@ -20,6 +20,7 @@ from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
 from engines.engine import BatchingEngine
 from engines.factory import EngineSpec, create_engine
 from engines.torch_backend.hub import ModelUnavailable
+from engines.torch_backend.kv_cache import kv_storage_dtype
 from engines.torch_backend.load import choose_device, choose_dtype
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.runner import TorchRunner
@@ -33,6 +34,7 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
+    kv_dtype: Literal["auto", "int8"] = "auto"
     cpu_kernels: Literal["fast", "exact", "off"] = "fast"
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     batch_sizes: tuple[int, ...] = (1, 4, 16)
@@ -53,7 +55,8 @@ class Bench:
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
-        config = EngineConfig(max_num_seqs=max(options.batch_sizes) + 1)  # and a late one
+        num_seqs = max(options.batch_sizes) + 1  # and a late one
+        config = EngineConfig(max_num_seqs=num_seqs, kv_dtype=options.kv_dtype)
         spec = EngineSpec(
             model=options.model,
             device=options.device,
@@ -68,7 +71,9 @@ class Bench:
         self.engine = engine
         model = engine.runner.model
         self._quantization = model.config.quantization or options.quantization
-        self._counter = WorkCounter(engine.runner, ModelCost(model, self.dtype))
+        self._counter = WorkCounter(
+            engine.runner, ModelCost(model, kv_storage_dtype(options.kv_dtype, self.dtype))
+        )
         engine.runner = self._counter  # pyright: ignore[reportAttributeAccessIssue]
         self._maker = RequestMaker(model.config, engine.max_model_len)
 
@@ -79,6 +84,7 @@ class Bench:
             "model": self.options.model,
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": self._quantization,
+            "kv_dtype": self.options.kv_dtype,
             "weight_bytes": stats.memory_bytes["weights"],
             "kv_cache_bytes": stats.memory_bytes["kv_cache"],
             "startup_s": {phase: round(seconds, 3) for phase, seconds in stats.startup_s.items()},
