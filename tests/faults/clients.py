@@ -47,7 +47,13 @@ class Clients:
         self.errors: dict[str, dict] = {}  #: by request: the error that it ended in
 
     async def ask(
-        self, url: str, text: str, *, leave_after: int | None = None, num_tokens: int = NUM_TOKENS
+        self,
+        url: str,
+        text: str,
+        *,
+        leave_after: int | None = None,
+        num_tokens: int = NUM_TOKENS,
+        priority: str = "interactive",
     ) -> None:
         """One streamed request, named by its text, from start to end."""
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
@@ -55,7 +61,10 @@ class Clients:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S) as client:
             try:
                 request = client.stream(
-                    "POST", "/v1/chat/completions", json=body_of(text, num_tokens)
+                    "POST",
+                    "/v1/chat/completions",
+                    json=body_of(text, num_tokens),
+                    headers={"x-vlm-priority": priority},
                 )
                 async with request as response:
                     await self._read(text, response, leave_after)

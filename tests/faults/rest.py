@@ -20,6 +20,10 @@ async def redis_leftovers(redis: Redis, prefix: str) -> list[str]:
         kind = key.removeprefix(prefix).partition(":{")[2].partition("}:")[2].partition(":")[0]
         if kind == "queue":
             found += await _queue_leftovers(redis, key)
+        elif kind == "backlog":
+            found += [f"{key} holds {num} requests"] if (num := await redis.xlen(key)) else []
+        elif kind in ("places", "held"):
+            found.append(f"{key} counts what is open")
         elif kind == "request":
             state = await redis.hget(key, "state")
             if state in (b"queued", b"running"):
