@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test fuzz faults accuracy browser-test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test fuzz hostile faults accuracy browser-test lint format typecheck bench loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -32,6 +32,9 @@ test: $(STAMP)  ## run all tests
 
 fuzz: $(STAMP)  ## send thousands of good and bad requests made from the OpenAPI document
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py -s $(ARGS)
+
+hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
+	HOSTILE_LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
 
 browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots in .cache/screenshots
 	$(BIN)/python -m pytest tests/browser $(ARGS)

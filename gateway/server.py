@@ -148,6 +148,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
             raise HeadersTooLarge
         super().on_headers_complete()
+        assert self.parser is not None  # it calls
+        if self.parser.should_upgrade():  # nothing else is spoken here, and what follows is not read
+            self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the words of all other errors."""

@@ -21,6 +21,7 @@ LEASE_S = 3.0
 REQUEST_TIMEOUT_S = 90.0
 PREFIX = "faults"
 MODEL = "mock"
+FAULTY = ("tests.faults.faulty_worker",)
 
 
 class Process:
@@ -101,10 +102,12 @@ class Processes:
         self.all.append(Process(name, process))
         return self.all[-1]
 
-    async def worker(self, name: str, *, wait: bool = True, **variables: str) -> Process:
-        """A worker that plays the faults named in prompts; ready, if waited for."""
+    async def worker(
+        self, name: str, *, wait: bool = True, command: tuple[str, ...] = FAULTY, **variables: str
+    ) -> Process:
+        """A worker that plays the faults named in prompts, or another; ready, if waited for."""
         variables["VLM_WORKER__ID"] = name
-        process = await self._start(name, "tests.faults.faulty_worker", **variables)
+        process = await self._start(name, *command, **variables)
         if wait:
             await process.says("is ready")
         return process

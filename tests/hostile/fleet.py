@@ -1,0 +1,193 @@
+"""A fleet under attack: real processes, two tenants, a canary that runs beside every attack, and what must hold after it."""
+
+import asyncio
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from shared.redis_keys import RedisKeys
+from tests.faults.clients import answer_to, body_of
+from tests.faults.processes import MODEL, PREFIX, ROOT, Process, Processes, run_processes
+from tests.faults.rest import Resources, growth, redis_leftovers
+
+CANARY = "cAnArY7"  #: in every attack; nobody may say it again
+KEYS = {"a": f"sk-a-{secrets.token_hex(8)}", "b": f"sk-b-{secrets.token_hex(8)}"}
+JSON_TYPE = {"content-type": "application/json"}
+CHAT = "/v1/chat/completions"
+NUM_CANARY_TOKENS = 12
+WITHIN_S = 15.0
+MAX_ERROR_BYTES = 4096
+#: What errors may show of the inside: nothing.
+INSIDE = re.compile(
+    rb"0x[0-9a-f]{6,}|Traceback|/usr/|site-packages|faults:\{|" + str(ROOT).encode()
+)
+ENCODED = re.compile(r"[A-Za-z0-9+/]{256,}")
+RedisNames = RedisKeys(PREFIX)
+
+
+class HostileFleet:
+    """The gateway and the worker under attack. `client` and `other` are two tenants', `stranger` has no key."""
+
+    def __init__(self, processes: Processes, gateway: Process, worker: Process, url: str) -> None:
+        self.redis = processes.redis
+        self.gateway, self.worker, self.url = gateway, worker, url
+        self.client, self.other = (_client(url, key) for key in KEYS.values())
+        self.stranger = _client(url, "")
+        self.max_series = 0
+        self._num_read = {"gateway": 0, "worker": 0}
+        self._numbers = iter(range(10**6))
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def canary(self) -> None:
+        """A greedy answer, whole and unchanged."""
+        text = f"canary {next(self._numbers)}"
+        response = await self.client.post(CHAT, json=body_of(text, NUM_CANARY_TOKENS))
+        events = response.text.removesuffix("\n\n").split("\n\n")
+        assert events.pop() == "data: [DONE]", response.text
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+        tokens = [entry["token"] for choice in choices for entry in choice["logprobs"]["content"]]
+        assert tuple(tokens) == answer_to(text, NUM_CANARY_TOKENS)
+
+    async def talk(self, *pieces: bytes) -> bytes:
+        """What comes back for raw bytes until the gateway hangs up or says no more."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            async with asyncio.timeout(WITHIN_S):
+                return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+    async def holds(self) -> None:
+        """The invariants after an attack, I1 and I4 aside, which each answer is held to."""
+        assert (self.gateway.process.returncode, self.worker.process.returncode) == (None, None)
+        assert (await self.stranger.get("/readyz")).status_code == 200
+        await self._is_at_rest()
+        self._logs_are_clean()
+        text = (await self.client.get("/metrics")).text
+        assert CANARY not in text
+        assert num_series(text) <= self.max_series
+
+    async def _is_at_rest(self) -> None:
+        give_up_at = time.monotonic() + WITHIN_S
+        while left := await redis_leftovers(self.redis, PREFIX):
+            assert time.monotonic() < give_up_at, left
+            await asyncio.sleep(0.01)
+
+    async def has_not_grown(self, before: list[Resources]) -> None:
+        """Memory, threads, files and connections are what they were, once the last client is gone."""
+        await self.close()
+        found: list[str] = []
+        for _ in range(100):
+            now = [Resources.of(process.pid) for process in (self.gateway, self.worker)]
+            found = [line for pair in zip(before, now, strict=True) for line in growth(*pair)]
+            if not found:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(found)
+
+    def _logs_are_clean(self) -> None:
+        for process in (self.gateway, self.worker):
+            begin, self._num_read[process.name] = self._num_read[process.name], len(process.lines)
+            for line in process.lines[begin:]:
+                assert line.startswith('{"time": "'), (
+                    line
+                )  # one object a line, whatever a client sent
+                assert line.endswith("}\n")
+                assert CANARY not in line
+                assert not ENCODED.search(line)
+                assert not [key for key in KEYS.values() if key in line]
+
+    async def close(self) -> None:
+        for client in (self.client, self.other, self.stranger):
+            await client.aclose()
+
+
+def num_series(metrics: str) -> int:
+    return sum(not line.startswith("#") for line in metrics.splitlines())
+
+
+def _client(url: str, key: str) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=WITHIN_S)
+
+
+def check(response: httpx.Response, statuses: set[int]) -> None:
+    """I1 and I4: a documented status, an error of OpenAI's shape that echoes nothing and shows nothing."""
+    assert response.status_code in statuses, (response.status_code, response.text[:500])
+    assert not INSIDE.search(response.content)
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(response.content) < MAX_ERROR_BYTES
+        assert CANARY not in response.text
+        assert response.status_code != 503 or "retry-after" in response.headers
+
+
+@asynccontextmanager
+async def run_hostile_fleet(folder: Path) -> AsyncIterator[HostileFleet]:
+    """Start it, and learn what it holds at rest; at the end, that attacks have left nothing."""
+    async with run_processes(folder) as processes:
+        variables = {"VLM_LOGS__FORMAT": "json", "VLM_ENGINE__MOCK__DECODE_S": "0.001"}
+        gateway, url = await processes.gateway(
+            **variables, VLM_GATEWAY__API_KEYS=",".join(KEYS.values()),
+            VLM_GATEWAY__BODY_TIMEOUT_S="0.5", VLM_GATEWAY__HEADER_TIMEOUT_S="1",
+            VLM_GATEWAY__SEND_TIMEOUT_S="1",
+        )  # fmt: skip
+        worker = await processes.worker(
+            "worker", command=("vlm", "worker", "--engine", "mock"), **variables
+        )
+        fleet = HostileFleet(processes, gateway, worker, url)
+        try:
+            await _settle(fleet)
+            before = [Resources.of(process.pid) for process in (gateway, worker)]
+            yield fleet
+            await fleet.has_not_grown(before)
+        finally:
+            await fleet.close()
+
+
+async def _settle(fleet: HostileFleet) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while (await fleet.client.get("/v1/models/" + MODEL)).status_code != 200:
+            await asyncio.sleep(0.02)
+    for _ in range(3):
+        await fleet.canary()
+    series = num_series((await fleet.client.get("/metrics")).text)
+    fleet.max_series = series + 64  # outcomes and reasons have a series each, once they come
+
+
+class Sink:
+    """A server that must never be asked."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket.setblocking(False)
+        self.port = self.socket.getsockname()[1]
+
+    def __enter__(self) -> "Sink":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+
+    def was_asked(self) -> bool:
+        try:
+            self.socket.accept()
+        except BlockingIOError:
+            return False
+        return True

@@ -1,0 +1,256 @@
+"""Every attack that a client can make over the wire, on real processes; after each, all that must hold still holds.
+
+The rows are those of the table in `docs/security.md`. A greedy request runs beside each attack and must be answered as
+if there were none; the processes live and are ready; nothing is left in Redis; logs and metrics hold nothing of the
+attack.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.faults.clients import answer_to, body_of
+from tests.faults.processes import MODEL, PREFIX
+from tests.hostile.bodies import BODIES, picture
+from tests.hostile.bodies import body as chat_body
+from tests.hostile.fleet import (
+    CANARY,
+    CHAT,
+    JSON_TYPE,
+    WITHIN_S,
+    HostileFleet,
+    RedisNames,
+    Sink,
+    check,
+)
+from tests.hostile.wires import GET, POST, WIRES
+
+#: `make hostile` plays every row; other runs those that stand for the rest.
+IS_LONG = "HOSTILE_LONG" in os.environ
+SHORT = {
+    "A1",
+    "A13",
+    "A16",
+    "B9",
+    "C2",
+    "C9",
+    "C10",
+    "C17",
+    "C18",
+    "C24",
+    "H2",
+    "H11",
+    "D4",
+    "E2",
+    "E5",
+    "E7",
+}
+BODY_ROWS = [row for row in BODIES if IS_LONG or row in SHORT]
+WIRE_ROWS = [row for row in WIRES if IS_LONG or row in SHORT]
+
+in_the_long_form = pytest.mark.skipif(not IS_LONG, reason="takes a second; `make hostile` plays it")
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+
+@asynccontextmanager
+async def under_attack(fleet: HostileFleet) -> AsyncIterator[None]:
+    canary = asyncio.create_task(fleet.canary())
+    yield
+    await canary
+    await fleet.holds()
+
+
+@pytest.mark.parametrize("row", BODY_ROWS)
+async def test_a_body(fleet: HostileFleet, row: str) -> None:
+    async with under_attack(fleet):
+        for body, statuses in BODIES[row]:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            response = await fleet.client.post(CHAT, headers=JSON_TYPE, **content)
+            check(response, statuses)
+
+
+@pytest.mark.parametrize("row", WIRE_ROWS)
+async def test_bytes_on_the_wire(fleet: HostileFleet, row: str) -> None:
+    async with under_attack(fleet):
+        for data, statuses in WIRES[row]:
+            answer = await fleet.talk(data)
+            status = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
+            assert (int(status[1]) if status else 0) in statuses, (data[:200], answer[:300])
+            assert len(answer) < 16_384
+
+
+async def test_without_a_known_key_nothing_is_answered_d1_d2_d5_d6_d10(fleet: HostileFleet) -> None:
+    """D1, D2, D5, D6, D10: odd keys, on every path of the document and beside it."""
+    paths = (await fleet.client.get("/openapi.json")).json()["paths"]
+    values = ["", "Bearer", "Basic eA==", "Bearer ' OR 1=1--", "Bearer *", "Bearer apikey:*",
+              b"Bearer sk-\xff\xfe", "Bearer " + "x" * 20_000, "Bearer ../" + CANARY]  # fmt: skip
+    async with under_attack(fleet):
+        for path in (*paths, "/docs", "/redoc", "/metrics", "/openapi.json", "/debug", "/v1"):
+            for method in ("GET", "POST", "OPTIONS", "HEAD", "TRACE", "DELETE"):
+                response = await fleet.stranger.request(
+                    method, path.replace("{", "").replace("}", "")
+                )
+                is_probe = path in ("/healthz", "/readyz")
+                assert response.status_code in ({200, 405} if is_probe else {401}), (method, path)
+        for value in values:
+            response = await fleet.stranger.post(CHAT, json={}, headers={"authorization": value})
+            check(response, {401})
+            assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_tenants_do_not_see_each_other_d9_k5(fleet: HostileFleet) -> None:
+    """D9: another tenant's answer is a 404, as is one that was never there."""
+    async with under_attack(fleet):
+        body = body_of("mine", 4)
+        mine = await fleet.client.post(CHAT, json=body, headers={"x-vlm-resumable": "true"})
+        path = mine.headers["x-vlm-stream"]
+        assert (await fleet.client.get(path)).status_code == 200
+        theirs, missing = await fleet.other.get(path), await fleet.other.get(path[:-4] + "0000")
+        for response in (theirs, missing):
+            check(response, {404})
+        assert theirs.content == missing.content
+
+
+async def test_a_key_of_one_request_is_not_reused_c27(fleet: HostileFleet) -> None:
+    """C27: the same idempotency key for another body is a 422, which clients do not send again."""
+    headers = {"idempotency-key": "k" * 20}
+    async with under_attack(fleet):
+        first = await fleet.client.post(CHAT, json=body_of("one", 4), headers=headers)
+        assert first.status_code == 200
+        check(await fleet.client.post(CHAT, json=body_of("two", 4), headers=headers), {422})
+
+
+async def test_no_url_is_fetched_b1_h5(fleet: HostileFleet) -> None:
+    """B1, B5-B7, B10-B14, H5: with remote pictures off no packet leaves, from a picture or from a text."""
+    with Sink() as sink:
+        async with under_attack(fleet):
+            url = f"http://127.0.0.1:{sink.port}/{CANARY}.png"
+            for host in ("127.0.0.1", "localhost", "localhost.", "[::1]", "0", "127.1"):
+                remote = picture(url.replace("127.0.0.1", host))
+                check(await fleet.client.post(CHAT, json=remote), {400})
+            for text in (f"![]({url})", f"<img src={url}>"):
+                check(await fleet.client.post(CHAT, json=chat_body(text)), {200})
+        assert not sink.was_asked()
+
+
+async def test_bodies_beyond_the_limit_are_not_read_j1(fleet: HostileFleet) -> None:
+    async with under_attack(fleet):
+        head = POST + b"content-length: 150000000\r\n\r\n"
+        answers = await asyncio.gather(*(fleet.talk(head) for _ in range(20)))
+        assert all(answer.startswith(b"HTTP/1.1 413 ") for answer in answers)
+
+
+@in_the_long_form
+async def test_slow_and_silent_clients_are_hung_up_on_j2(fleet: HostileFleet) -> None:
+    """Connections without a word, headers and bodies that stop."""
+    pieces = [b"", GET[:40], POST + b"content-length: 9\r\n\r\n{"]
+    connections = [
+        await asyncio.open_connection("127.0.0.1", fleet.port) for _ in range(10) for _ in pieces
+    ]
+    async with under_attack(fleet):
+        for (_, writer), piece in zip(connections, pieces * 10, strict=True):
+            writer.write(piece)
+        await fleet.canary()
+        await asyncio.gather(*(_until_closed(reader) for reader, writer in connections))
+    for _, writer in connections:
+        writer.close()
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):
+                pass
+
+
+@in_the_long_form
+async def test_clients_that_leave_at_any_moment_leave_nothing_j5_k6(fleet: HostileFleet) -> None:
+    """And nobody gets another's tokens: each answer is the one to its own question, as far as it came."""
+
+    async def ask_and_leave(number: int) -> None:
+        text = f"nonce {number}"
+        expected = answer_to(text, 30)
+        seen: list[str] = []
+        async with fleet.client.stream("POST", CHAT, json=body_of(text, 30)) as response:
+            async for line in response.aiter_lines():
+                if len(seen) >= number % 30:
+                    break
+                seen += re.findall(r'"token":"(\w+)', line)
+        assert [token.strip() for token in expected[: len(seen)]] == seen
+
+    async with under_attack(fleet):
+        await asyncio.gather(*(ask_and_leave(number) for number in range(40)))
+
+
+@in_the_long_form
+async def test_names_and_paths_make_no_series_j10(fleet: HostileFleet) -> None:
+    """J10, C25: random paths, methods, models and request ids."""
+    async with under_attack(fleet):
+        for number in range(40):
+            name = f"{CANARY}{number}"
+            check(await fleet.client.get(f"/{name}"), {404})
+            check(await fleet.client.request("PUT", f"/v1/models/{name}"), {405})
+            odd_id = {"x-request-id": f"{CANARY} \t{number}" * 20}
+            response = await fleet.client.post(
+                CHAT, json=chat_body("x", model=name), headers=odd_id
+            )
+            check(response, {404})
+            assert CANARY not in response.headers["x-request-id"]
+
+
+async def test_what_others_write_into_redis_ends_no_process_g4_g6(fleet: HostileFleet) -> None:
+    """Entries without a request, requests that cannot be read, events of nobody."""
+    names, redis = RedisNames, fleet.redis
+    async with under_attack(fleet):
+        for payload in (b"\x80\x04N.", b"{", b"x" * 1_000_000, b'{"v": 99}'):
+            await _forge(fleet, payload)
+        for fields in ({"id": "absent"}, {"odd": CANARY}, {"id": "{*}\n:"}):
+            await redis.xadd(names.queue(MODEL), fields)
+        for mailbox in await redis.keys(f"{PREFIX}:*:mailbox:*"):
+            for events in (b"[", b"[5]", b'[{"type": "delta"}]', b"x" * 1_000_000):
+                await redis.xadd(mailbox, {"events": events})
+
+
+_FORGE = """
+local entry = redis.call('XADD', KEYS[1], '*', 'id', ARGV[1])
+redis.call('HSET', KEYS[2], 'entry', entry, 'payload', ARGV[2], 'state', 'queued', 'attempt', '0', 'failures', '0',
+  'tokens', '0', 'items', '0', 'reply_to', 'nobody', 'enqueued_ms', '0', 'deadline_ms', '99999999999999')
+redis.call('PEXPIRE', KEYS[2], 60000)
+"""
+
+
+async def _forge(fleet: HostileFleet, payload: bytes) -> None:
+    """A queued request that no gateway made."""
+    request_id = f"forged{len(payload)}"
+    keys = (RedisNames.queue(MODEL), RedisNames.request(MODEL, request_id))
+    await fleet.redis.eval(_FORGE, 2, *keys, request_id, payload)
+
+
+async def test_a_queue_of_another_kind_ends_no_process_g10(fleet: HostileFleet) -> None:
+    async with under_attack(fleet):
+        pass
+    queue = RedisNames.queue(MODEL)
+    await fleet.redis.delete(queue)
+    await fleet.redis.set(queue, "no stream", px=60_000)
+    refused = await fleet.client.post(CHAT, json=chat_body())
+    check(refused, {503})
+    await fleet.redis.delete(queue)
+    await fleet.canary()
+    await fleet.holds()
+
+
+async def test_guessing_keys_locks_out_nobody_d8(fleet: HostileFleet) -> None:
+    """The last of all: from here on this address is told to wait."""
+    async with under_attack(fleet):
+        for number in range(100):
+            guess = {"authorization": f"Bearer sk-{number}"}
+            response = await fleet.stranger.get("/v1/models", headers=guess)
+            check(response, {401, 429})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) > 0
