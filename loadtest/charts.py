@@ -11,7 +11,7 @@ from itertools import pairwise
 from loadtest.load_plan import Phase, level_at, phases
 from loadtest.record import Record
 from loadtest.report import percentile
-from loadtest.result import Result, Sight, counted, values_of
+from loadtest.result import Result, Sight, counted, sights, values_of
 from loadtest.svg import Axis, Chart, Point, linear_axis, log_axis
 
 MAX_DOTS = 1500
@@ -71,7 +71,7 @@ def latency_over_time(result: Result, latency: str) -> Figure | None:
     y = log_axis([value for _, value in dots], "", in_time)
     chart = Chart(time_axis(result), y)
     chart.dots(dots[:: len(dots) // MAX_DOTS + 1], "dim")
-    parts = [(part, Sight(result, part).values_s(latency)) for part in slices(result)]
+    parts = [(part.phase, part.values_s(latency)) for part in sights(result, slices(result))]
     for index, (name, share) in enumerate(SHARES.items()):
         points = [
             ((part.start_s + part.end_s) / 2, percentile(values, share))
@@ -129,13 +129,13 @@ def rates_over_time(result: Result) -> Figure:
     }
     if not str(result.objective):
         del rates["good"]
-    sights = [(part, Sight(result, part)) for part in slices(result)]
+    parts = sights(result, slices(result))
     lines = {
-        name: [((part.start_s + part.end_s) / 2, rate(sight)) for part, sight in sights]
+        name: [((part.phase.start_s + part.phase.end_s) / 2, rate(part)) for part in parts]
         for name, rate in rates.items()
     }
     plan = result.plan
-    planned = [(part.start_s, level_at(plan, part.start_s)) for part, _ in sights]
+    planned = [(part.phase.start_s, level_at(plan, part.phase.start_s)) for part in parts]
     if plan.loop == "open":
         lines["planned"] = [*planned, (plan.duration_s, level_at(plan, plan.duration_s))]
     highest = [value for line in lines.values() for _, value in line]
@@ -168,7 +168,7 @@ def open_requests(result: Result) -> Figure:
 
 def throughput_by_load(result: Result) -> Figure | None:
     """What came back for what was offered, phase by phase."""
-    parts = [(phase.level, Sight(result, phase)) for phase in phases(result.plan)]
+    parts = [(part.phase.level, part) for part in sights(result, phases(result.plan))]
     if len(parts) < 2:
         return None
     answered = [(level, sight.answered_rate) for level, sight in parts]
@@ -192,8 +192,10 @@ def throughput_by_load(result: Result) -> Figure | None:
 
 def latency_by_load(result: Result, latency: str) -> Figure | None:
     """The percentiles of a latency, phase by phase."""
-    parts = [(phase.level, Sight(result, phase).values_s(latency)) for phase in phases(result.plan)]
-    parts = [(level, values) for level, values in parts if values]
+    everything = [
+        (part.phase.level, part.values_s(latency)) for part in sights(result, phases(result.plan))
+    ]
+    parts = [(level, values) for level, values in everything if values]
     if len(parts) < 2:
         return None
     lines = {

@@ -17,20 +17,25 @@ from loadtest.record import Profile, Workload
 
 app = typer.Typer()
 
+Users = Annotated[
+    str, typer.Option(help="Users that wait for their answers: 8, steps 2,4,8 or a ramp 1..16.")
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(help="Instead of users, requests/s that arrive at random: 5, 5,10,20 or 1..30."),
+]
+Slo = Annotated[str, typer.Option(help="What is good: ttft=500,tpot=50,e2e=5000, milliseconds.")]
+ApiKey = Annotated[
+    str, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
+]
+
 
 @app.callback(invoke_without_command=True)
 def loadtest(
     context: typer.Context,
     profile: Annotated[Profile, typer.Option(help="What is asked.")] = "mixed",
-    users: Annotated[
-        str, typer.Option(help="Users that wait for their answers: 8, steps 2,4,8 or a ramp 1..16.")
-    ] = "8",
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of users, requests/s that arrive at random: 5, 5,10,20 or 1..30."
-        ),
-    ] = None,
+    users: Users = "8",
+    rate: Rate = None,
     duration: Annotated[float, typer.Option(min=0.5, help="Seconds, all steps together.")] = 30.0,
     warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before them.")] = 1.0,
     host: Annotated[
@@ -40,12 +45,8 @@ def loadtest(
     model: Annotated[
         str, typer.Option(help="Model to ask.", show_default="the server's first")
     ] = "",
-    api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
-    ] = "",
-    slo: Annotated[
-        str, typer.Option(help="What is good: ttft=500,tpot=50,e2e=5000, milliseconds.")
-    ] = "ttft=500,tpot=50",
+    api_key: ApiKey = "",
+    slo: Slo = "ttft=500,tpot=50",
     max_failures: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of failures that is still a success.")
     ] = 0.0,

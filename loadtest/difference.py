@@ -27,6 +27,7 @@ from loadtest.result import (
     counted,
     failure_ratio,
     load_result,
+    sights,
     values_of,
 )
 from loadtest.result_tables import SHARES, in_percent
@@ -73,7 +74,9 @@ def compare(before: Result, after: Result) -> list[Change]:
         "good/s": lambda sight: sight.good_rate,
         "tokens/s": lambda sight: sight.token_rate,
     }
-    found = [rate_change(name, rate, before, after) for name, rate in rates.items()]
+    parts = [sights(run, stretches(run)) for run in (before, after)]
+    wholes = [Sight(run) for run in (before, after)]
+    found = [rate_change(name, rate, parts, wholes) for name, rate in rates.items()]
     kinds = [by_kind(counted(run)) for run in (before, after)]
     for kind in sorted(kinds[0].keys() & kinds[1].keys()):
         for latency in LATENCIES:
@@ -84,14 +87,13 @@ def compare(before: Result, after: Result) -> list[Change]:
     return found
 
 
-def rate_change(name: str, rate: Callable[[Sight], float], before: Result, after: Result) -> Change:
-    """A rate: the sum over stretches of time."""
-    first, second = (
-        [[rate(Sight(run, part))] for part in stretches(run)] for run in (before, after)
-    )
-    return change(
-        name, first, second, sum, rate(Sight(before)), rate(Sight(after)), is_latency=False
-    )
+def rate_change(
+    name: str, rate: Callable[[Sight], float], parts: list[list[Sight]], wholes: list[Sight]
+) -> Change:
+    """A rate of two runs: of each as a whole, and its noise from its stretches of time."""
+    first, second = ([[rate(part)] for part in run] for run in parts)
+    before, after = map(rate, wholes)
+    return change(name, first, second, sum, before, after, is_latency=False)
 
 
 def stretches(result: Result) -> list[Phase]:

@@ -4,8 +4,9 @@ Pure arithmetic over records. The file is JSON; `schema` names its version, and 
 not want to compute it from the records.
 """
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -58,10 +59,14 @@ def load_result(path: Path) -> Result:
 class Sight:
     """A part of a run: what was asked in a stretch of time, and what was answered in it."""
 
-    def __init__(self, result: Result, phase: Phase | None = None) -> None:
+    def __init__(
+        self, result: Result, phase: Phase | None = None, records: Sequence[Record] | None = None
+    ) -> None:
+        """`phase`: None for the whole run. `records`: those that may belong to it; None: any may."""
         self.phase = phase or Phase(0.0, result.plan.duration_s, 0.0)
-        self.asked = [r for r in result.records if self._holds(r.intended_at)]
-        self.answered = [r for r in result.records if not r.error and self._holds(r.ended_at)]
+        records = result.records if records is None else records
+        self.asked = [r for r in records if self._holds(r.intended_at)]
+        self.answered = [r for r in records if not r.error and self._holds(r.ended_at)]
         self.good = [r for r in self.answered if result.objective.is_kept(r)]
         self._kept = [result.objective.is_kept(r) for r in self.asked]
 
@@ -96,6 +101,19 @@ class Sight:
     def values_s(self, latency: str) -> list[float]:
         """All values of a latency of the requests that were asked and answered."""
         return values_of([r for r in self.asked if not r.error], latency)
+
+
+def sights(result: Result, parts: Sequence[Phase]) -> list[Sight]:
+    """Parts that follow each other, each record looked at once or twice."""
+    starts = [part.start_s for part in parts]
+    groups: list[list[Record]] = [[] for _ in parts]
+    for record in result.records:
+        for index in {
+            bisect_right(starts, at_s) - 1 for at_s in (record.intended_at, record.ended_at)
+        }:
+            if index >= 0:
+                groups[index].append(record)
+    return [Sight(result, part, group) for part, group in zip(parts, groups, strict=True)]
 
 
 def kind_of(record: Record) -> str:
@@ -161,10 +179,14 @@ def to_summary(result: Result) -> dict[str, Any]:
         "failure_ratio": failure_ratio(result),
         "kinds": kinds,
         "phases": [
-            {"start_s": p.start_s, "end_s": p.end_s, "level": p.level, **_rates(Sight(result, p))}
-            for p in phases(result.plan)
+            {**_bounds(sight.phase), **_rates(sight)}
+            for sight in sights(result, phases(result.plan))
         ],
     }
+
+
+def _bounds(phase: Phase) -> dict[str, float]:
+    return {"start_s": phase.start_s, "end_s": phase.end_s, "level": phase.level}
 
 
 def _rates(sight: Sight) -> dict[str, float | None]:

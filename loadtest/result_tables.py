@@ -5,7 +5,7 @@ import math
 from loadtest.load_plan import phases
 from loadtest.record import Plan
 from loadtest.report import Table, in_ms, in_number, percentile
-from loadtest.result import LATENCIES, Result, Sight, by_kind, counted, values_of
+from loadtest.result import LATENCIES, Result, Sight, by_kind, counted, sights, values_of
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -42,7 +42,7 @@ def to_rate_table(result: Result) -> Table:
     has_objective = bool(str(result.objective))
     columns += ["good", "share"] if has_objective else []
     table = Table(title, columns)
-    parts = [(f"{phase.level:g}", Sight(result, phase)) for phase in phases(result.plan)]
+    parts = [(f"{part.phase.level:g}", part) for part in sights(result, phases(result.plan))]
     for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
         rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
         delays = [percentile(sight.values_s(latency), 0.9) for latency in ("TTFT", "E2E")]

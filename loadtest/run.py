@@ -88,10 +88,9 @@ def make_load(wanted: Wanted) -> Result:
     try:
         with nullcontext() if wanted.url else run_fleet(wanted.engine) as fleet:
             url = fleet.url if fleet else wanted.url
-            model = wanted.model or first_model(url, wanted.api_key)
-            target = Target(
-                url=url, model=model, timeout_s=wanted.timeout_s, api_key=wanted.api_key
-            )
+            api_key = wanted.api_key if wanted.url else ""  # a fleet of our own has none
+            model = wanted.model or first_model(url, api_key)
+            target = Target(url=url, model=model, timeout_s=wanted.timeout_s, api_key=api_key)
             order = Order(target=target, workload=wanted.workload, plan=wanted.plan)
             records, core_ratio = drive(order)
     except (AnswerError, ServerError, ValueError) as error:
