@@ -12,8 +12,8 @@ from engines.bench.peers.results import Result, Results
 
 #: characters that the tables need
 TABLE_WIDTH = 140
-#: ours, and the file type of llama.cpp with as many bits
-PAIRS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+#: ours, and the file type of llama.cpp with as many bits of the checkpoint's bfloat16, which ours reads as it is stored
+PAIRS = {"float32": "BF16", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 
 def show(console: Console, results: Results) -> None:

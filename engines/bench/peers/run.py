@@ -4,6 +4,7 @@ Called by `vlm bench peers`. What else the machine does falls so on all of them 
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -64,29 +65,28 @@ class Comparison:
             "llama-cpp-python": LLAMA_CPP_VERSION,
         }
 
-    def measure(self) -> list[Result]:
-        """All cells. Raises: PeerFailure, and what installing raises."""
+    def measure(self) -> Iterator[list[Result]]:
+        """All systems at one workload after another. Raises: PeerFailure, and what installing raises."""
         options = {
             "checkpoint": str(self.checkpoint),
             "num_threads": self.options.num_threads,
             "max_batch_size": max(workload.batch_size for workload in self.workloads),
             "files": str(self.options.folder / "gguf" / self.checkpoint.name),
         }
-        cells = [(system, workload) for workload in self.workloads for system in self.systems]
-        seconds: dict[tuple[SystemName, Workload], list[float]] = {cell: [] for cell in cells}
-        turns = [
-            (system, workload)
-            for workload in self.workloads
-            for _ in range(self.options.rounds)
-            for system in self.systems
-        ]
+        console = Console(stderr=True)
         with Fleet(self.systems, self.options.folder, options) as fleet:
-            for system, workload in cells:
-                if workload.task == "decode":  # the first touches weights and chooses caches
-                    fleet.ask(system, workload)
-            for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
-                seconds[cell].append(fleet.ask(*cell))
-        return [self._result(*cell, seconds[cell]) for cell in cells]
+            for workload in track(self.workloads, "measuring", console=console, transient=True):
+                yield self._take_turns(fleet, workload)
+
+    def _take_turns(self, fleet: Fleet, workload: Workload) -> list[Result]:
+        if workload.task == "decode":  # the first touches weights and chooses caches
+            for system in self.systems:
+                fleet.ask(system, workload)
+        seconds: dict[SystemName, list[float]] = {system: [] for system in self.systems}
+        for _ in range(self.options.rounds):
+            for system in self.systems:
+                seconds[system].append(fleet.ask(system, workload))
+        return [self._result(system, workload, seconds[system]) for system in self.systems]
 
     def _result(self, system: SystemName, workload: Workload, seconds: list[float]) -> Result:
         return Result(
@@ -104,11 +104,12 @@ def run(options: PeerOptions, as_json: bool) -> None:
     try:
         comparison = Comparison(options)
         results = Results.read(options.results, comparison.about())
-        results.add(comparison.measure())
+        for part in comparison.measure():
+            results.add(part)
+            if options.results:  # a run that is cut loses no more than it has to
+                options.results.write_text(results.to_json())
     except (PeerFailure, UnsupportedCheckpoint, ValueError, OSError) as error:
         raise SystemExit(f"bench peers: {error}") from None
-    if options.results:
-        options.results.write_text(results.to_json())
     if options.plots:
         write_plots(results, options.plots)
     if as_json:
