@@ -32,7 +32,8 @@ class StepAttention:
         device = plan.slots.device
         decodes = plan.spans[: plan.num_decodes]
         if plan.decode_blocks is not None:
-            self._tables = plan.decode_blocks.view(len(decodes), -1)
+            # the type that graphs use: the kernel is compiled once
+            self._tables = plan.decode_blocks.view(len(decodes), -1).to(torch.int32)
             self._lengths = torch.tensor([span.num_context for span in decodes]).to(device)
         longer = plan.spans[plan.num_decodes :]
         if longer:

@@ -39,7 +39,7 @@ def _cells(table, tokens, seen, kv_head, BLOCK_SIZE: tl.constexpr, K: tl.constex
     return (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * K + kv_head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _attend_part_kernel(
     query,  # (S, K, D)
     keys,  # (slots, K, D)
@@ -100,7 +100,7 @@ def _attend_part_kernel(
     tl.store(part_out + place * D + d, out, mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _attend_part_grouped_kernel(
     query,  # (S, K, G, D)
     keys,  # (slots, K, D)
@@ -249,6 +249,6 @@ def attend_decodes(
 
 
 def choose_num_parts(num_rows: int, max_context: int) -> int:
-    """Enough programs to fill the device, but none with less than a tile."""
-    wanted = min(-(-_WANTED_PROGRAMS // num_rows), -(-max_context // _TILE))
-    return max(1, min(wanted, _MAX_PARTS))
+    """Enough programs to fill the device, none with less than a tile; a power of two, for each number is compiled."""
+    wanted = min(_WANTED_PROGRAMS // num_rows, -(-max_context // _TILE), _MAX_PARTS)
+    return 1 << max(wanted, 1).bit_length() - 1

@@ -50,7 +50,8 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **constants:
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, value in enumerate(args)
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if isinstance(value, torch.Tensor)
+        or (isinstance(value, int) and value % 16 == 0 and names[place] != "table_width")
     }
     source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGET, options=options)

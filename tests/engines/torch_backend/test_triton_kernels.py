@@ -128,7 +128,7 @@ def test_nothing_beyond_a_context_is_looked_at():
 
 @pytest.mark.parametrize(
     ("num_rows", "max_context", "num_parts"),
-    [(32, 4096, 17), (32, 64, 1), (2048, 4096, 1), (1, 1 << 20, 32)],
+    [(32, 4096, 16), (32, 640, 8), (32, 64, 1), (2048, 4096, 1), (1, 1 << 20, 32)],
 )
 def test_contexts_are_split_until_the_device_is_full(
     num_rows: int, max_context: int, num_parts: int
