@@ -96,9 +96,8 @@ def distribution(result: Result, latency: str) -> Figure | None:
     if not values:
         return None
     everything = [value for found in values.values() for value in found]
-    x = log_axis(
-        [value for value in everything if value >= percentile(everything, 0.01)], "", in_time
-    )
+    least = percentile(everything, 0.01)
+    x = log_axis([value for value in everything if value >= least], "", in_time)
     chart = Chart(x, Axis(0.0, 1.0, write=lambda share: f"{share:.0%}"))
     for index, (name, found) in enumerate(values.items()):
         chart.line(list(curve(found)), f"c{index}", name)
