@@ -1,8 +1,7 @@
 // Products of float32 activations with float32, bfloat16 or float16 weights as a checkpoint stores them, row by row.
 //
-// Few tokens: the weights stream from memory once, and are widened in registers (up to two tokens) or, three
-// outputs at a time, in the cache.
-#include <vector>
+// Weights stream from memory once. Up to four tokens they are widened in registers; for more, in the first cache.
+#include <algorithm>
 
 #include "linear.h"
 #include "vectors.h"
@@ -31,74 +30,154 @@ inline __attribute__((always_inline)) void multiply_block(const float* x, int64_
         }
 }
 
-// What a block of tokens and outputs is computed of, and where it goes.
+// What all tokens, a few, and some outputs are computed of, and where that goes.
 template <class W>
 struct Block {
     const float* x;
     const W* weights;
-    int64_t w_stride;
     const Linear& linear;
     Target target;
-    int64_t token, output;
+    int64_t output;
 
     template <int M, int R>
     void compute() const {
         float out[M][R];
         const int64_t num_inputs = linear.num_inputs;
-        multiply_block<M, R>(x + token * num_inputs, num_inputs, weights, w_stride, num_inputs, out);
+        multiply_block<M, R>(x, num_inputs, weights, num_inputs, num_inputs, out);
         for (int m = 0; m < M; m++)
             for (int r = 0; r < R; r++) {
                 const float bias = linear.bias ? linear.bias[output + r] : 0.0f;
-                target.put(token + m, output + r, out[m][r] + bias);
+                target.put(m, output + r, out[m][r] + bias);
             }
     }
 
-    // All tokens, four at a time.
     template <int R>
-    void compute_all(int64_t num_tokens) {
-        for (; token + 4 <= num_tokens; token += 4) compute<4, R>();
-        switch (num_tokens - token) {
+    void compute_all(int64_t num_tokens) const {
+        switch (num_tokens) {
             case 1: return compute<1, R>();
             case 2: return compute<2, R>();
             case 3: return compute<3, R>();
+            case 4: return compute<4, R>();
         }
     }
 };
 
-// R outputs' weights as float32, for several blocks of tokens to read. Shapes: wide (R, stride).
-template <int R, class W>
-void widen(const W* weights, int64_t num_inputs, float* wide, int64_t stride) {
-    for (int r = 0; r < R; r++, weights += num_inputs, wide += stride) {
-        int64_t k = 0;
-        for (; k + LANES <= num_inputs; k += LANES) store(wide + k, load(weights + k));
-        for (; k < num_inputs; k++) wide[k] = scalar(weights[k]);
+constexpr int64_t MAX_DIRECT_TOKENS = 4;
+constexpr int64_t TOKENS = 48, OUTPUTS = 16, INPUTS = 128;  // of a panel, which stays in the first cache
+
+// Rows of eight weights to columns. Shapes: source (8, stride), of which 8 columns; target (8, OUTPUTS).
+template <class W>
+inline void transpose(const W* source, int64_t stride, float* target) {
+    Floats rows[8];
+    for (int r = 0; r < 8; r++) rows[r] = load(source + r * stride);
+#if defined(__AVX2__)
+    __m256 pairs[8], fours[8];
+    for (int r = 0; r < 8; r += 2) {
+        pairs[r] = _mm256_unpacklo_ps((__m256)rows[r], (__m256)rows[r + 1]);
+        pairs[r + 1] = _mm256_unpackhi_ps((__m256)rows[r], (__m256)rows[r + 1]);
     }
+    for (int r = 0; r < 8; r += 4)
+        for (int i = 0; i < 2; i++) {
+            fours[r + 2 * i] = _mm256_shuffle_ps(pairs[r + i], pairs[r + 2 + i], 0x44);
+            fours[r + 2 * i + 1] = _mm256_shuffle_ps(pairs[r + i], pairs[r + 2 + i], 0xee);
+        }
+    for (int k = 0; k < 4; k++) {
+        store(target + k * OUTPUTS, (Floats)_mm256_permute2f128_ps(fours[k], fours[k + 4], 0x20));
+        store(target + (k + 4) * OUTPUTS, (Floats)_mm256_permute2f128_ps(fours[k], fours[k + 4], 0x31));
+    }
+#else
+    for (int r = 0; r < 8; r++)
+        for (int k = 0; k < 8; k++) target[k * OUTPUTS + r] = rows[r][k];
+#endif
 }
 
-constexpr int64_t MAX_DIRECT_TOKENS = 4;
+// Some outputs' weights as float32 columns, lanes being outputs, and what they have come to with some tokens.
+struct Panel {
+    float weights[INPUTS][OUTPUTS];
+    float sums[TOKENS][OUTPUTS];
+
+    template <class W>
+    void widen(const W* source, int64_t stride, int64_t num_outputs, int64_t count) {
+        for (int64_t first = 0; first < OUTPUTS; first += 8) {
+            const W* rows = source + first * stride;
+            int64_t k = 0;
+            if (first + 8 <= num_outputs)
+                for (; k + 8 <= count; k += 8) transpose(rows + k, stride, weights[k] + first);
+            for (; k < count; k++)
+                for (int64_t r = 0; r < 8; r++)
+                    weights[k][first + r] = first + r < num_outputs ? scalar(rows[r * stride + k]) : 0.0f;
+        }
+    }
+
+    template <int M>
+    void add(const float* x, int64_t stride, int64_t count, int64_t token) {
+        Floats local[M][2];
+        for (int m = 0; m < M; m++)
+            for (int half = 0; half < 2; half++) local[m][half] = load(sums[token + m] + 8 * half);
+        for (int64_t k = 0; k < count; k++) {
+            const Floats first = load(weights[k]), second = load(weights[k] + 8);
+            for (int m = 0; m < M; m++) {
+                local[m][0] += first * x[m * stride + k];
+                local[m][1] += second * x[m * stride + k];
+            }
+        }
+        for (int m = 0; m < M; m++)
+            for (int half = 0; half < 2; half++) store(sums[token + m] + 8 * half, local[m][half]);
+    }
+
+    void add_tokens(const float* x, int64_t stride, int64_t count, int64_t num_tokens) {
+        for (int64_t m = 0; m < num_tokens;) {
+            const int64_t left = num_tokens - m;  // six at a time; the last ones in halves, not by ones
+            const int64_t taken = left >= 10 ? 6 : left > 6 ? (left + 1) / 2 : left;
+            const float* rows = x + m * stride;
+            switch (taken) {
+                case 1: add<1>(rows, stride, count, m); break;
+                case 2: add<2>(rows, stride, count, m); break;
+                case 3: add<3>(rows, stride, count, m); break;
+                case 4: add<4>(rows, stride, count, m); break;
+                case 5: add<5>(rows, stride, count, m); break;
+                case 6: add<6>(rows, stride, count, m); break;
+            }
+            m += taken;
+        }
+    }
+};
+
+// Up to TOKENS tokens from first_token on, times up to OUTPUTS outputs from n on.
+template <class W>
+void multiply_panel(const Linear& linear, const float* x, int64_t first_token, int64_t num_tokens, int64_t n,
+                    int64_t num_outputs, Panel& panel, const Target& target) {
+    const int64_t num_inputs = linear.num_inputs;
+    const W* weights = (const W*)linear.weights + n * num_inputs;
+    x += first_token * num_inputs;
+    std::memset(panel.sums, 0, sizeof panel.sums);
+    for (int64_t k = 0; k < num_inputs; k += INPUTS) {
+        const int64_t count = std::min(INPUTS, num_inputs - k);
+        panel.widen(weights + k, num_inputs, num_outputs, count);
+        panel.add_tokens(x + k, num_inputs, count, num_tokens);
+    }
+    for (int64_t m = 0; m < num_tokens; m++)
+        for (int64_t r = 0; r < num_outputs; r++)
+            target.put(first_token + m, n + r, panel.sums[m][r] + (linear.bias ? linear.bias[n + r] : 0.0f));
+}
 
 template <class W>
 void multiply(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start, int64_t stop) {
-    static thread_local std::vector<float> wide;
-    const int64_t num_inputs = linear.num_inputs, wide_stride = num_inputs + LANES;
-    const bool is_direct = sizeof(W) == sizeof(float) || num_tokens <= MAX_DIRECT_TOKENS;
-    if (!is_direct) wide.resize(3 * wide_stride);
-    const W* weights = (const W*)linear.weights + start * num_inputs;
     int64_t n = start;
-    const auto step = [&](int64_t count) { n += count, weights += count * num_inputs; };
-    if (num_tokens == 1)
-        for (; n + 4 <= stop; step(4))
-            Block<W>{x, weights, num_inputs, linear, target, 0, n}.template compute_all<4>(1);
-    for (; n + 3 <= stop; step(3)) {
-        if (is_direct) {
-            Block<W>{x, weights, num_inputs, linear, target, 0, n}.template compute_all<3>(num_tokens);
-        } else {
-            widen<3>(weights, num_inputs, wide.data(), wide_stride);
-            Block<float>{x, wide.data(), wide_stride, linear, target, 0, n}.template compute_all<3>(num_tokens);
-        }
+    if (num_tokens > MAX_DIRECT_TOKENS) {
+        Panel panel;
+        for (; n < stop; n += OUTPUTS)
+            for (int64_t m = 0; m < num_tokens; m += TOKENS)
+                multiply_panel<W>(linear, x, m, std::min(TOKENS, num_tokens - m), n, std::min(OUTPUTS, stop - n), panel,
+                                  target);
+        return;
     }
-    for (; n < stop; step(1))
-        Block<W>{x, weights, num_inputs, linear, target, 0, n}.template compute_all<1>(num_tokens);
+    const W* weights = (const W*)linear.weights;
+    const auto block = [&] { return Block<W>{x, weights + n * linear.num_inputs, linear, target, n}; };
+    if (num_tokens == 1)
+        for (; n + 4 <= stop; n += 4) block().template compute<1, 4>();
+    for (; n + 3 <= stop; n += 3) block().template compute_all<3>(num_tokens);
+    for (; n < stop; n++) block().template compute_all<1>(num_tokens);
 }
 
 }  // namespace

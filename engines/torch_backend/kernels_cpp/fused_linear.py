@@ -1,7 +1,7 @@
 """Linear maps of a decoder layer with what is around them, each group in one call of a C++ kernel.
 
 A group's slow twin is the modules themselves. Which computes is decided here: integers always go to the kernel,
-floating-point weights while the tokens are few; many are torch's, over weights widened strip by strip.
+floating-point weights as long as it is faster than torch over weights widened strip by strip.
 
 Shape letters: M tokens, K inputs, N outputs.
 """
@@ -17,8 +17,9 @@ from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Before, Produ
 from engines.torch_backend.kernels_cpp.packed_linear import PackedLinear
 from engines.torch_backend.models.llama import RMSNorm
 
-#: Tokens up to which the kernel beats torch over the same floating-point weights; measured on AVX2.
-MAX_FLOAT_TOKENS = 48
+#: Tokens up to which the kernel beats torch over the same floating-point weights: measured on AVX2. On AVX-512 torch
+#: has wider registers to work with, and this is a guess.
+MAX_FLOAT_TOKENS = 48 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 256
 _STRIP_WEIGHTS = 1 << 21  # eight MB in float32
 
 

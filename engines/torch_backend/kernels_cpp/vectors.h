@@ -55,7 +55,7 @@ inline Floats load(const Float16* source) {
 
 inline void store(float* target, Floats values) { std::memcpy(target, &values, sizeof values); }
 
-inline Floats all(float value) { return Floats{} + value; }
+inline Floats all(float value) { return value - Floats{}; }  // a sum would not fold: 0 + -0 is 0
 
 inline float scalar(float value) { return value; }
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
 from engines.torch_backend import weights as module
+from engines.torch_backend.kernels_cpp.kernels import load_kernels
 from engines.torch_backend.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_config
@@ -88,6 +89,24 @@ def test_weights_of_the_asked_precision_stay_where_their_file_is_mapped(tiny: Pa
     ranges = mapped_ranges(tiny / "model.safetensors")
     weights = model.language_model.state_dict().values()
     assert all(any(value.data_ptr() in part for part in ranges) for value in weights)
+
+
+def test_kernels_read_the_matrices_of_the_decoder_where_they_are_mapped(tiny: Path) -> None:
+    """In float32, as every other weight is, they would take twice the memory and say the same."""
+    kernels = load_kernels("fast")
+    if kernels is None:
+        pytest.skip("no C++ compiler")
+
+    model = load(tiny, torch.float32, kernels=kernels)
+
+    ranges = mapped_ranges(tiny / "model.safetensors")
+    weights = model.language_model.state_dict()
+    matrices = [value for value in weights.values() if value.dim() == 2]
+    assert matrices
+    assert all(value.dtype is torch.bfloat16 for value in matrices)
+    assert all(any(value.data_ptr() in part for part in ranges) for value in matrices)
+    others = [value for value in model.state_dict().values() if value.dim() != 2]
+    assert {value.dtype for value in others} == {torch.float32}
 
 
 def test_weights_of_another_precision_let_their_file_go(tiny: Path) -> None:
@@ -218,18 +237,22 @@ MEASURE_PEAK = """
 import resource, sys
 from pathlib import Path
 import torch
+from engines.torch_backend.kernels_cpp.kernels import load_kernels
 from engines.torch_backend.models.hf_config import read_config
 from engines.torch_backend.weights import load_model
 from engines.torch_backend.quantization import SCHEMES
 directory = Path(sys.argv[1])
 dtype = getattr(torch, sys.argv[2])
 scheme = SCHEMES.get(sys.argv[3])
+kernels = load_kernels(sys.argv[4])
 torch.set_num_threads(1)
 torch.zeros(8, 8) @ torch.zeros(8, 8)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-model = load_model(directory, read_config(directory), torch.device("cpu"), dtype, scheme)
+model = load_model(
+    directory, read_config(directory), torch.device("cpu"), dtype, scheme, kernels=kernels
+)
 weights = model.state_dict().values()
 touched = [value.view(torch.uint8).flatten()[::64].sum() for value in weights if value.dim()]
 print((peak() - before) / sum(value.nbytes for value in weights))
@@ -246,12 +269,19 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scheme"),
-    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int4")],
+    ("dtype", "scheme", "kernels"),
+    [
+        ("float32", "none", "off"),
+        ("bfloat16", "none", "off"),
+        ("bfloat16", "int4", "off"),
+        ("float32", "int4", "fast"),
+    ],
 )
-def test_memory_peaks_little_above_the_model(large: Path, dtype: str, scheme: str) -> None:
+def test_memory_peaks_little_above_the_model(
+    large: Path, dtype: str, scheme: str, kernels: str
+) -> None:
     """Touched as well as loaded: what is only mapped would weigh nothing."""
-    command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme]
+    command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme, kernels]
     ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     assert ratio <= 1.2
