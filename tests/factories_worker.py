@@ -9,11 +9,12 @@ from typing import Any
 from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, EngineStats
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.mock import MockConfig
+from shared.engine_settings import EngineSettings
 from shared.image_store import ImageStore
 from shared.limits import LimitSettings
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest
 from shared.registry import Registry
-from shared.settings import EngineSettings, WorkerSettings
+from shared.settings import WorkerSettings
 from tests.factories_queue import MODEL, Ends
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.flight_trace import FlightTracer

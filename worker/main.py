@@ -20,11 +20,12 @@ from engines.base import EngineConfig
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.mock import MockConfig
 from engines.picture_decoder import Decode, decode_image
+from shared.engine_settings import EngineSettings
 from shared.image_store import ImageStore
 from shared.redis_client import create_redis
 from shared.registry import Registry
 from shared.request_claims import RequestClaims
-from shared.settings import EngineSettings, Settings
+from shared.settings import Settings
 from shared.tracing import create_tracer
 from worker.decoder_pool import DecoderPool
 from worker.engine_thread import EngineBroken, EngineThread, News

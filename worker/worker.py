@@ -1,4 +1,4 @@
-"""The worker: claims requests that its engine can start, publishes what the engine says, keeps the leases.
+"""The worker: has requests claimed that its engine can start, publishes what the engine says, keeps the leases.
 
 One loop is one named coroutine; `run` starts them all. It must not know how an engine computes.
 """
@@ -13,13 +13,14 @@ from typing import Literal
 from redis.exceptions import RedisError
 
 from engines.factory import LoadedEngine
+from shared.engine_settings import EngineSettings
 from shared.protocol import ErrorCode
 from shared.publication import Claim, Publication
-from shared.redis_client import BLOCK_S
 from shared.registry import Registry, WorkerRecord
 from shared.request_claims import RequestClaims
-from shared.settings import EngineSettings, WorkerSettings
+from shared.settings import WorkerSettings
 from worker.absence import Absence
+from worker.claim_loops import ClaimLoops
 from worker.engine_thread import EngineBroken, EngineThread, News
 from worker.flight_trace import FlightTracer
 from worker.flights import Flights
@@ -29,12 +30,7 @@ from worker.repeat import repeat
 
 logger = logging.getLogger(__name__)
 
-#: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
-MAX_CLAIMS_PER_READ = 8
-#: Interactive requests that pass batch work before the oldest of it, if it is old enough, queues among them.
-PASSED_PER_AGED = 10
 DEADLINE_CHECK_S = 0.25
-REAP_EVERY_S = 600.0
 MIN_RECORD_TTL_S = 5.0
 
 
@@ -69,9 +65,7 @@ class Worker:
         self._absence = Absence()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._batch_waits = asyncio.Event()
-        self._num_passed = 0
-        self._last_reap_at = time.monotonic()
+        self._taking = ClaimLoops(settings, claims, engine, self._flights)
         self._last_contact_at = 0.0
 
     # Life
@@ -82,9 +76,9 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 taking = [
-                    tasks.create_task(self.claim_requests(), name="claim requests"),
-                    tasks.create_task(self.claim_batch_work(), name="claim batch work"),
-                    tasks.create_task(self.reclaim_requests(), name="reclaim requests"),
+                    tasks.create_task(self._taking.claim_requests(), name="claim requests"),
+                    tasks.create_task(self._taking.claim_batch_work(), name="claim batch work"),
+                    tasks.create_task(self._taking.reclaim_requests(), name="reclaim requests"),
                 ]
                 keeping = [
                     tasks.create_task(self.publish_events(), name="publish events"),
@@ -149,65 +143,11 @@ class Worker:
         silent_s = time.monotonic() - self._last_contact_at
         return not self._stopping.is_set() and silent_s < self._record_ttl_s
 
-    # Loops
-
-    async def claim_requests(self) -> None:
-        """Claim what the engine can start soon, and no more."""
-        await repeat(self._claim_once, "claim requests")
-
-    async def _claim_once(self) -> None:
-        while (room := self._limit(self._flights.room())) == 0:
-            await self._flights.wait_for_change()
-        claims = await self.claims.read(room, BLOCK_S)
-        self._flights.take_off(claims)
-        if self.claims.entries.num_batch_left:
-            await self._let_batch_work_in(len(claims))
-
-    async def _let_batch_work_in(self, num_passed: int) -> None:
-        """Wake the other loop; and of requests that pass batch work, let one in so many take an old one along."""
-        self._batch_waits.set()
-        self._num_passed += num_passed
-        if self._num_passed >= PASSED_PER_AGED:
-            self._num_passed = 0
-            await self.claims.entries.age(self._settings.batch_age_s)
-
-    async def claim_batch_work(self) -> None:
-        """Claim batch work while nobody else waits for the room that there is."""
-        await repeat(self._claim_batch_once, "claim batch work")
-
-    async def _claim_batch_once(self) -> None:
-        while not self.claims.entries.num_batch_left:
-            self._batch_waits.clear()
-            await self._batch_waits.wait()
-        while (room := self._limit(self._flights.batch_room())) == 0:
-            await self._flights.wait_for_change()
-        self._flights.take_off(await self.claims.take(room))
-
-    def _limit(self, room: int) -> int:
-        """A few at a time, and none while a step drags on: others may be quicker."""
-        started_at = self._engine.step_started_at
-        if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
-            return 0
-        return min(room, MAX_CLAIMS_PER_READ)
-
     def hear(self, news: list[News]) -> None:
         """Take what the engine's thread has to say."""
         self._flights.hear(news)
 
-    async def reclaim_requests(self) -> None:
-        """Take over what other workers, or lost replies, have left lying."""
-        await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
-
-    async def _reclaim_once(self) -> None:
-        await self.claims.entries.look_at_backlog()
-        if self.claims.entries.num_batch_left:
-            self._batch_waits.set()
-        if room := self._limit(self._flights.room()):
-            self._flights.take_off(await self.claims.reclaim(room))
-        self._flights.take_off(await self.claims.reconcile())
-        if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
-            self._last_reap_at = time.monotonic()
-            await self.claims.reap()
+    # Loops
 
     async def _begin(self, claim: Claim) -> bool:
         """Say that a suspect starts, after Redis is back if it is away. Returns whether it is still ours."""

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from shared.protocol import Finished, GenerateRequest, Priority, SamplingParams
 from tests.factories_queue import Ends, make_request, open_ends
 from tests.factories_worker import Answers, run_worker, token_ids
-from worker.worker import PASSED_PER_AGED
+from worker.claim_loops import PASSED_PER_AGED
 
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
 

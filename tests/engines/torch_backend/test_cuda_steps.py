@@ -19,8 +19,8 @@ from engines.torch_backend.cuda_graph import DecodeGraphs, Drawing, batch_sizes
 from engines.torch_backend.decoder_ops import DecoderOps
 from engines.torch_backend.models.config import VLMConfig
 from engines.torch_backend.quantization import SCHEMES
+from shared.engine_settings import EngineSettings, GpuKernel
 from shared.protocol import SamplingParams
-from shared.settings import EngineSettings, GpuKernel
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
     ModelPair,

@@ -1,0 +1,93 @@
+"""How work comes in: the loops that claim requests, batch work where that leaves room, and what others have left.
+
+Called by the worker, one loop a coroutine. It must not know what becomes of a claim.
+"""
+
+import asyncio
+import time
+
+from shared.redis_client import BLOCK_S
+from shared.request_claims import RequestClaims
+from shared.settings import WorkerSettings
+from worker.engine_thread import EngineThread
+from worker.flights import Flights
+from worker.repeat import repeat
+
+#: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
+MAX_CLAIMS_PER_READ = 8
+#: Interactive requests that pass batch work before the oldest of it, if it is old enough, queues among them.
+PASSED_PER_AGED = 10
+REAP_EVERY_S = 600.0
+
+
+class ClaimLoops:
+    """Brings into the air what the engine has room for."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        claims: RequestClaims,
+        engine: EngineThread,
+        flights: Flights,
+    ) -> None:
+        self._settings = settings
+        self._claims = claims
+        self._engine = engine
+        self._flights = flights
+        self._batch_waits = asyncio.Event()
+        self._num_passed = 0
+        self._last_reap_at = time.monotonic()
+
+    async def claim_requests(self) -> None:
+        """Claim what the engine can start soon, and no more."""
+        await repeat(self._claim_once, "claim requests")
+
+    async def _claim_once(self) -> None:
+        while (room := self._limit(self._flights.room())) == 0:
+            await self._flights.wait_for_change()
+        claims = await self._claims.read(room, BLOCK_S)
+        self._flights.take_off(claims)
+        if self._claims.entries.num_batch_left:
+            await self._let_batch_work_in(len(claims))
+
+    async def _let_batch_work_in(self, num_passed: int) -> None:
+        """Wake the other loop; and of requests that pass batch work, let one in so many take an old one along."""
+        self._batch_waits.set()
+        self._num_passed += num_passed
+        if self._num_passed >= PASSED_PER_AGED:
+            self._num_passed = 0
+            await self._claims.entries.age(self._settings.batch_age_s)
+
+    async def claim_batch_work(self) -> None:
+        """Claim batch work while nobody else waits for the room that there is."""
+        await repeat(self._claim_batch_once, "claim batch work")
+
+    async def _claim_batch_once(self) -> None:
+        while not self._claims.entries.num_batch_left:
+            self._batch_waits.clear()
+            await self._batch_waits.wait()
+        while (room := self._limit(self._flights.batch_room())) == 0:
+            await self._flights.wait_for_change()
+        self._flights.take_off(await self._claims.take(room))
+
+    def _limit(self, room: int) -> int:
+        """A few at a time, and none while a step drags on: others may be quicker."""
+        started_at = self._engine.step_started_at
+        if started_at is not None and time.monotonic() - started_at > self._settings.lease_s / 2:
+            return 0
+        return min(room, MAX_CLAIMS_PER_READ)
+
+    async def reclaim_requests(self) -> None:
+        """Take over what other workers, or lost replies, have left lying."""
+        await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
+
+    async def _reclaim_once(self) -> None:
+        await self._claims.entries.look_at_backlog()
+        if self._claims.entries.num_batch_left:
+            self._batch_waits.set()
+        if room := self._limit(self._flights.room()):
+            self._flights.take_off(await self._claims.reclaim(room))
+        self._flights.take_off(await self._claims.reconcile())
+        if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
+            self._last_reap_at = time.monotonic()
+            await self._claims.reap()
