@@ -43,11 +43,12 @@ inline Floats load(const BFloat16* source) {  // the upper half of a float32
 inline Floats load(const Float16* source) {
 #if defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source));
-#elif defined(__FLT16_MAX__)
-    using Halves = _Float16 __attribute__((vector_size(16)));
-    Halves halves;
-    std::memcpy(&halves, source, sizeof halves);
-    return __builtin_convertvector(halves, Floats);
+#elif defined(__ARM_FP16_FORMAT_IEEE)
+    __fp16 halves[LANES];
+    std::memcpy(halves, source, sizeof halves);
+    Floats values;
+    for (int i = 0; i < LANES; i++) values[i] = halves[i];
+    return values;
 #else
 #error "no half precision here"
 #endif
@@ -82,7 +83,7 @@ inline void store(Float16* target, float value) {
 #if defined(__F16C__)
     target->bits = (uint16_t)_cvtss_sh(value, 0);
 #else
-    const _Float16 half = (_Float16)value;
+    const __fp16 half = (__fp16)value;
     std::memcpy(target, &half, sizeof half);
 #endif
 }
