@@ -149,7 +149,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise HeadersTooLarge
         super().on_headers_complete()
         assert self.parser is not None  # it calls
-        if self.parser.should_upgrade():  # nothing else is spoken here, and what follows is not read
+        # Nothing else is spoken here, and what follows is not read.
+        if self.parser.should_upgrade():
             self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
