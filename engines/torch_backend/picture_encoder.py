@@ -15,8 +15,11 @@ from engines.base import ImageInput, SequenceFailure
 from engines.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.attention import Span
 from engines.torch_backend.encoder_cache import EncoderCache, PictureKey
+from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.models.llava import Llava, PictureSlots
-from engines.torch_backend.models.vision import TowerRun
+
+#: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
+TOKENS_PER_PART = 64
 
 
 class PictureEncoder:
@@ -36,13 +39,14 @@ class PictureEncoder:
         self._device = device
         self._dtype = dtype
         self.seconds_beside_streams: float | None = None
-        self._begun: tuple[PictureKey, TowerRun] | None = None
+        self._begun: tuple[PictureKey, EncodingRun] | None = None
 
     def encode_missing(self, items: list[ScheduledSequence]) -> tuple[float, frozenset[str]]:
         """Encode the pictures that a step reads and the cache does not hold.
 
-        Returns seconds spent, and the requests some of whose pictures are not there yet. Every picture that is
-        there is pinned for its request afterwards. Raises: SequenceFailure.
+        Returns seconds spent, and the requests that must wait for the next step: some of their pictures are not there
+        yet, or took the time that their tokens would take. Every picture that is there is pinned for its request
+        afterwards. Raises: SequenceFailure.
         """
         missing: dict[PictureKey, ImageInput] = {}
         wanted: list[tuple[str, PictureKey, bool]] = []
@@ -57,14 +61,16 @@ class PictureEncoder:
                     self._check(item.sequence, image)
                     missing[key] = image
         started = time.perf_counter()
-        late = self._encode(missing, has_streams=any(_is_stream(item) for item in items))
+        is_limited = self.seconds_beside_streams is not None and any(map(_is_stream, items))
+        late = self._encode(missing, is_limited)
         vision_s = time.perf_counter() - started if missing else 0.0
-        deferred = frozenset(request_id for request_id, key, _ in wanted if key in late)
         for request_id, key, is_known in wanted:
             if key not in late:
                 self.cache.count_query(hit=is_known)
                 self.cache.pin(request_id, key)
-        return vision_s, deferred
+        if not is_limited:
+            return vision_s, frozenset()
+        return vision_s, frozenset(request_id for request_id, key, _ in wanted if key in missing)
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[PictureSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
@@ -97,10 +103,10 @@ class PictureEncoder:
         if not is_fit or image.num_tokens != config.tokens_per_image:
             raise SequenceFailure(sequence.request_id, "A picture was not prepared for this model.")
 
-    def _encode(self, missing: dict[PictureKey, ImageInput], has_streams: bool) -> Set[PictureKey]:
-        """Encode what there is time for; returns what must wait."""
-        if has_streams and missing and self.seconds_beside_streams is not None:
-            done = self._work_on_one(missing, self.seconds_beside_streams)
+    def _encode(self, missing: dict[PictureKey, ImageInput], is_limited: bool) -> Set[PictureKey]:
+        """Encode what there is time for; returns what is not there yet."""
+        if missing and is_limited:
+            done = self._work_on_one(missing, self.seconds_beside_streams or 0.0)
             return missing.keys() - {done}
         pictures = list(missing.items())
         for start in range(0, len(pictures), self._max_batch):
@@ -119,7 +125,8 @@ class PictureEncoder:
         """Go on with the picture that was begun, if it is still wanted; returns the one that is done with."""
         if self._begun is None or self._begun[0] not in missing:
             key, image = next(iter(missing.items()))
-            self._begun = key, TowerRun(self._model.vision_tower, self._pixels([image]))
+            run = EncodingRun(self._model, self._pixels([image]), TOKENS_PER_PART)
+            self._begun = key, run
         key, run = self._begun
         started = before = time.perf_counter()
         longest = 0.0
@@ -130,8 +137,7 @@ class PictureEncoder:
         if not run.is_done:
             return None
         self._begun = None
-        [features] = self._model.multi_modal_projector(run.features())
-        self.cache.put(key, features)
+        self.cache.put(key, run.features[0])
         return key
 
     def _pixels(self, images: list[ImageInput]) -> Tensor:

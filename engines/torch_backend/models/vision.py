@@ -7,6 +7,7 @@ Shape letters: B pictures, P patches, T = P + 1 tokens (the class token first), 
 """
 
 import re
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,45 +79,28 @@ class VisionTower(nn.Module):
 
         Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
         """
-        run = TowerRun(self, pixels)
-        while not run.is_done:
-            run.advance()
-        return run.features()
+        x = self.embed(pixels)
+        read: dict[int, Tensor] = {}
+        for number, block in self.blocks:
+            x = x + block.attn(block.ln_1(x))
+            x = x + block.mlp(block.ln_2(x))
+            if number in self.block_numbers:
+                read[number] = x
+        return self.select(read)
 
-
-class TowerRun:
-    """Pictures on their way through a tower; the way may be left between any two halves of a block."""
-
-    def __init__(self, tower: VisionTower, pixels: Tensor) -> None:
-        """Embed the patches. Shapes: pixels (B, 3, size, size)."""
-        self._tower = tower
-        self._blocks = tower.clip.transformer.resblocks
-        self._x = tower.clip._embeds(pixels)
-        self._num_halves = 0
-        self._read: dict[int, Tensor] = {}
+    def embed(self, pixels: Tensor) -> Tensor:
+        """What the first block gets. Shapes: (B, 3, size, size); returns (B, T, C)."""
+        return self.clip._embeds(pixels)
 
     @property
-    def is_done(self) -> bool:
-        """Whether all blocks are behind."""
-        return self._num_halves == 2 * len(self._blocks)
+    def blocks(self) -> Iterable[tuple[int, Any]]:
+        """open_clip's transformer blocks, numbered from 1."""
+        return enumerate(self.clip.transformer.resblocks, start=1)
 
-    def advance(self) -> None:
-        """Compute the next half of a block: attention, or the feed-forward part."""
-        number, half = divmod(self._num_halves, 2)
-        block: Any = self._blocks[number]
-        if half == 0:
-            self._x = self._x + block.attn(block.ln_1(self._x))
-        else:
-            self._x = self._x + block.mlp(block.ln_2(self._x))
-            if number + 1 in self._tower.block_numbers:
-                self._read[number + 1] = self._x
-        self._num_halves += 1
-
-    def features(self) -> Tensor:
-        """What `VisionTower.forward` returns, when all is done."""
-        layers = [self._read[number] for number in self._tower.block_numbers]
-        features = torch.cat(layers, dim=-1)
-        return features if self._tower.with_class_token else features[:, 1:]
+    def select(self, read: Mapping[int, Tensor]) -> Tensor:
+        """What is read, of the outputs of these blocks. Shapes: (B, T, C) each; returns as `forward`."""
+        features = torch.cat([read[number] for number in self.block_numbers], dim=-1)
+        return features if self.with_class_token else features[:, 1:]
 
 
 #: Hugging Face CLIP names (after an optional `vision_model.`) and open_clip's

@@ -1,12 +1,42 @@
 """Beside running streams a picture is encoded in parts, and nobody waits for it but those who asked about it."""
 
 import pytest
+import torch
 
 from engines.engine import BatchingEngine
+from engines.torch_backend.models.encoding_run import EncodingRun
+from engines.torch_backend.picture_encoder import TOKENS_PER_PART
 from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
 
 PAIR = make_model_pair(make_vlm_config())
-NUM_HALVES = 2 * len(PAIR.ours.vision_tower.clip.transformer.resblocks)
+
+
+def make_run(pixels: torch.Tensor | None = None, tokens_per_part: int = TOKENS_PER_PART):
+    size = PAIR.config.vision.image_size
+    if pixels is None:
+        pixels = torch.zeros(1, 3, size, size)
+    return EncodingRun(PAIR.ours, pixels, tokens_per_part)
+
+
+def count_parts(run: EncodingRun) -> int:
+    num_parts = 0
+    while not run.is_done:
+        run.advance()
+        num_parts += 1
+    return num_parts
+
+
+NUM_PARTS = count_parts(make_run())
+
+
+@pytest.mark.parametrize("tokens_per_part", [1, 3, 1000])
+@torch.inference_mode()
+def test_in_parts_a_picture_is_encoded_as_at_once(tokens_per_part):
+    size = PAIR.config.vision.image_size
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    run = make_run(pixels, tokens_per_part)
+    assert count_parts(run) >= 3 * len(list(PAIR.ours.vision_tower.blocks)) + 1
+    torch.testing.assert_close(run.features, PAIR.ours.encode_images(pixels), rtol=1e-4, atol=1e-4)
 
 
 def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
@@ -34,7 +64,7 @@ def steps_until_first_token(engine: BatchingEngine, request_id: str) -> int:
 def test_a_stream_gets_a_token_with_each_part_of_a_picture(num_pictures, cache_bytes):
     engine = make_streaming_engine(60, encoder_cache_bytes=cache_bytes)
     engine.add(make_request(PAIR.config, "late", [*range(num_pictures), [9]]))
-    assert steps_until_first_token(engine, "late") == num_pictures * NUM_HALVES - 1
+    assert steps_until_first_token(engine, "late") == num_pictures * NUM_PARTS
 
 
 def test_time_for_pictures_is_told_and_questions_to_the_cache_are_counted_once():
@@ -53,7 +83,7 @@ def test_a_picture_that_nobody_wants_any_more_is_left():
     engine.step()
     engine.abort("gone")
     engine.add(make_request(PAIR.config, "late", [2, [9]]))
-    assert steps_until_first_token(engine, "late") == NUM_HALVES - 1
+    assert steps_until_first_token(engine, "late") == NUM_PARTS
 
 
 def test_without_streams_a_picture_is_encoded_at_once():
