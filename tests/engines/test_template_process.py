@@ -89,7 +89,7 @@ def test_known_templates_are_rendered_here() -> None:
     before = children()
     for source in (LLAVA_TEMPLATE, SHAPES.read_text()):
         ChatTemplate(source, "<image>").render(*hello())
-    assert children() == before
+    assert not set(children()) - set(before)
 
 
 def test_a_child_has_nothing_and_ends_with_its_template() -> None:
