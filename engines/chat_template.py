@@ -58,6 +58,7 @@ class ChatTemplate:
         is_known = hashlib.sha256(source.encode()).hexdigest() in KNOWN_TEMPLATES
         renderer = CompiledTemplate if is_known else TemplateProcess
         self._renderer = renderer(source, dict(variables or {}))
+        self.is_quick = is_known  #: rendered here, in less time than another thread would cost
         self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
         if self._content == "string" and not self._is_probe_rendered(f"{image_token}\n{_PROBE}"):
             raise UnusableTemplate("the chat template has no place for pictures")

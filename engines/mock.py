@@ -73,6 +73,7 @@ class MockProcessor:
     """Prompts in a template of its own. Pictures are opened, not decoded: no pixel is looked at."""
 
     max_model_len = MAX_MODEL_LEN
+    is_quick = True
 
     def __init__(self, tokens_per_image: int) -> None:
         self.tokenizer: Tokenizer = MockTokenizer()

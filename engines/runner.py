@@ -98,6 +98,9 @@ class Processor(Protocol):
     tokenizer: Tokenizer
     max_model_len: int
     tokens_per_image: int  #: 0 where it varies
+    is_quick: (
+        bool  #: whether short messages are a prompt in less time than another thread would cost
+    )
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 
 from engines.base import EngineError, InvalidImage, PromptTooLong
 from shared.protocol import ErrorCode
@@ -20,6 +21,8 @@ from worker.outbox import Outbox
 from worker.preprocess import ImageUnavailable, PictureRefused, Preprocessor
 
 logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.25
 
 _CODES: tuple[tuple[type[EngineError], ErrorCode], ...] = (
     (ImageUnavailable, ErrorCode.IMAGE_UNAVAILABLE),
@@ -82,9 +85,11 @@ class Flights:
         return bool(self._parked) or any(flight.is_alone for flight in self._flights.values())
 
     async def wait_for_change(self) -> None:
-        """Until room may have come, or the last one may have landed."""
+        """Until room may have come, or the last one may have landed; a step that says nothing changes it too."""
         self.changed.clear()
-        await self.changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_AGAIN_S):
+                await self.changed.wait()
 
     def take_off(self, claims: Iterable[Claim]) -> None:
         """Begin to work on claims."""

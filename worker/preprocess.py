@@ -75,7 +75,7 @@ class Preprocessor:
             )
         )
         build = self._processor.build_prompt
-        if num_chars <= MAX_INLINE_CHARS:
+        if self._processor.is_quick and num_chars <= MAX_INLINE_CHARS:
             prompt = build(request.messages, images)
         else:
             prompt = await self._in_pool(lambda: build(request.messages, images))

@@ -32,6 +32,7 @@ class TorchProcessor:
         self.tokens_per_image = tokens_per_image
         self._image_processor = image_processor
         self._prompt_builder = prompt_builder
+        self.is_quick = prompt_builder.is_quick
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
