@@ -33,7 +33,7 @@ from gateway.timings import StageClock
 from gateway.translate import find_priority, find_service_tier
 from shared.metrics import GatewayMetrics
 from shared.protocol import ModelCard
-from shared.request_queue import QueueUnavailable
+from shared.request_queue import DuplicateRequest, QueueUnavailable
 from shared.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class ChatCompletions:
             return options, self.streams.follow(context.id, found.model)
         try:
             return options, await self.intake.submit(request, card, context, run.clock)
+        except DuplicateRequest:  # queued by an earlier try that was told nothing of it
+            return options, self.streams.follow(context.id, card.name)
         except BaseException:
             await self.streams.forget(context.id)
             raise

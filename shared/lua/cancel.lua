@@ -8,7 +8,7 @@ for item = 1, #KEYS / 2 - 2 do
   local request, log = KEYS[2 * item + 3], KEYS[2 * item + 4]
   local r = redis.call('HMGET', request, 'state', 'entry', 'backlog', 'place')
   if r[1] == 'queued' or r[1] == 'running' then
-    if r[3] == '' then
+    if not r[3] or r[3] == '' then
       redis.call('XACK', KEYS[1], ARGV[1], r[2])
       redis.call('XDEL', KEYS[1], r[2])
     else

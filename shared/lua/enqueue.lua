@@ -42,7 +42,7 @@ for _, rate in ipairs(rated) do spend(rates, rate, now_ms) end
 
 local timeout_ms = tonumber(ARGV[3])
 local forgotten_at_ms = string.format('%.0f', now_ms + timeout_ms + ARGV[4])
-if is_batch and (redis.call('XLEN', backlog) == 0 or num_waiting() == 0) then
+if is_batch and num_waiting() == 0 then
   redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
 end
 for choice = 1, num_choices do

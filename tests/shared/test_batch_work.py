@@ -157,3 +157,11 @@ async def test_a_take_whose_reply_was_lost_is_found_again(ends):
     await asyncio.sleep(0.002)
     [claim] = await worker.reconcile()
     assert claim.request == request
+
+
+async def test_batch_work_that_comes_and_goes_leaves_one_nudge_at_most(ends):
+    await ends.worker("a").create_group()
+    for _ in range(5):
+        request = await ends.enqueue(make_request(priority=Priority.BATCH))
+        await ends.queue.cancel(MODEL, [request.request_id])
+    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
