@@ -45,7 +45,8 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
             return PrefillLimit(max_tokens, spare_s=spare_s)
         chunk = min(2 * chunk, max_tokens, trial.longest_chunk)
     share = (MAX_SLOWDOWN * alone - fast_s) / (seconds - fast_s)
-    num_tokens = max(1, int(fast_chunk + share * (chunk - fast_chunk)))
+    # A floor, for one noisy start must not slow all prompts of a worker's life to a token a step.
+    num_tokens = max(_SMALLEST_CHUNK, int(fast_chunk + share * (chunk - fast_chunk)))
     num_streams = min(_NUM_STREAMS, trial.most_streams)
     if num_streams == 1:
         return PrefillLimit(num_tokens, spare_s=spare_s)

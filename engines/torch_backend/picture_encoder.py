@@ -19,7 +19,7 @@ from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.models.llava import Llava, PictureSlots
 
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
-TOKENS_PER_PART = 64
+TOKENS_PER_PART = 150
 
 
 class PictureEncoder:
@@ -130,13 +130,14 @@ class PictureEncoder:
         key, run = self._begun
         started = before = time.perf_counter()
         longest = 0.0
+        self._begun = None  # and put back below: a run that raised cannot go on
         while not run.is_done and (not longest or before - started + longest <= seconds):
             run.advance()
             now = time.perf_counter()
             longest, before = max(longest, now - before), now
         if not run.is_done:
+            self._begun = key, run
             return None
-        self._begun = None
         self.cache.put(key, run.features[0])
         return key
 

@@ -141,13 +141,13 @@ class TorchRunner:
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )
         sequence.block_ids = list(range(num_blocks))
+        if self._cuda is not None:  # first: a graph that cannot be captured is found out here
+            self._cuda.warm_up()
         for _ in range(2):
             self.run(Batch([ScheduledSequence(sequence, sequence.num_pending_tokens)]))
             sequence.num_computed_tokens = sequence.num_tokens
             sequence.token_ids.append(0)
         self._encoder_cache.clear()
-        if self._cuda is not None:
-            self._cuda.warm_up()
 
     def _run(self, items: list[ScheduledSequence]) -> StepResult:
         if self._cuda is not None and (decoded := self._cuda.decode(items)) is not None:
@@ -159,6 +159,8 @@ class TorchRunner:
         if deferred:
             order = [p for p in order if items[p].sequence.request_id not in deferred]
             ordered = [items[place] for place in order]
+            if not ordered:
+                return StepResult([None] * len(items), vision_s, deferred)
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
         hidden = self._forward(ordered, plan)

@@ -61,9 +61,9 @@ def test_the_limit_is_what_fills_the_time_that_a_step_may_take(monkeypatch):
     assert limit.beside(11) == pytest.approx(2 * limit.num_tokens, abs=1)
 
 
-def test_there_is_always_progress(monkeypatch):
+def test_there_is_always_progress_however_slow_the_machine_was_when_it_was_measured(monkeypatch):
     limit = measure(monkeypatch, 0.01, 0.0, 1.0)
-    assert limit.beside(1) == 1
+    assert limit.beside(1) == 4
 
 
 def test_where_prompts_cost_little_there_is_no_limit(monkeypatch):

@@ -37,6 +37,7 @@ def compile_library(directory: Path, cache: Path | None = None) -> Path:
     try:
         folder = cache or _cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder)
         library = folder / f"{name}.so"
         with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -60,14 +61,22 @@ def _tuning_flag() -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user without a home
+        raise CannotCompile(f"no cache folder: {error}") from None
     return Path(base) / "vlm-fleet" / "kernels"
 
 
+def _check_private(folder: Path) -> None:
+    """What lies there is run as ours. Raises: CannotCompile if others may write there."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CannotCompile(f"others may write to {folder}; name another with XDG_CACHE_HOME")
+
+
 def _fingerprint(compiler: str, flags: list[str], files: list[Path]) -> str:
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    ).stdout
+    version = _run([compiler, "--version"])
     parts = [compiler, version, " ".join(flags), _processor()]
     parts += [f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -100,9 +109,12 @@ def _compile(command: list[str], sources: list[Path], library: Path) -> None:
     logger.info("compiled CPU kernels in %.1f s: %s", time.perf_counter() - started, library)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     try:
-        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+        return done.stdout
     except subprocess.CalledProcessError as error:
         raise CannotCompile(f"{command[0]} failed: {error.stderr.strip()[:500]}") from None
     except subprocess.TimeoutExpired:

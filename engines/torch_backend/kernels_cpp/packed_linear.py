@@ -74,9 +74,10 @@ def pack_linears(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) -> N
 
     Those without a right kernel become what torch computes with in `dtype`.
     """
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, QuantizedLinear):
-            continue
+    names = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    for name in names:  # nothing here may keep what is replaced: it is as large as the model
+        module = model.get_submodule(name)
+        assert isinstance(module, QuantizedLinear)
         if _kinds(module) <= kernels.kinds:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, PackedLinear(module))

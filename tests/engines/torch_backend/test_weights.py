@@ -233,8 +233,9 @@ def test_the_memory_that_is_asked_for_is_what_the_weights_take(
     assert taken <= needed <= 1.2 * taken
 
 
+# Not `ru_maxrss`: a child begins with its parent's.
 MEASURE_PEAK = """
-import resource, sys
+import re, sys
 from pathlib import Path
 import torch
 from engines.torch_backend.kernels_cpp.kernels import load_kernels
@@ -248,7 +249,8 @@ kernels = load_kernels(sys.argv[4])
 torch.set_num_threads(1)
 torch.zeros(8, 8) @ torch.zeros(8, 8)
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
 before = peak()
 model = load_model(
     directory, read_config(directory), torch.device("cpu"), dtype, scheme, kernels=kernels
@@ -284,4 +286,5 @@ def test_memory_peaks_little_above_the_model(
     command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme, kernels]
     ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    assert ratio <= 1.2
+    # Packing unpacks one matrix at a time to floats; here one is a fifteenth of what the model is in four bits.
+    assert ratio <= (1.35 if (scheme, kernels) == ("int4", "fast") else 1.2)
