@@ -286,5 +286,5 @@ def test_memory_peaks_little_above_the_model(
     command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme, kernels]
     ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    # Packing unpacks one matrix at a time to floats; here one is a fifteenth of what the model is in four bits.
-    assert ratio <= (1.35 if (scheme, kernels) == ("int4", "fast") else 1.2)
+    # Packing has one matrix at a time twice and leaves holes, 1.3 to 1.6 at this size; with all of both 2.0 to 2.4.
+    assert ratio <= (1.8 if (scheme, kernels) == ("int4", "fast") else 1.2)
