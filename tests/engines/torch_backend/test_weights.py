@@ -286,5 +286,7 @@ def test_memory_peaks_little_above_the_model(
     command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme, kernels]
     ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    # Packing has one matrix at a time twice and leaves holes, 1.3 to 1.6 at this size; with all of both 2.0 to 2.4.
-    assert ratio <= (1.8 if (scheme, kernels) == ("int4", "fast") else 1.2)
+    # About 15 MB go beside whatever the size is, much for four bits of this one. Packing has one matrix at a time twice
+    # and leaves holes, 1.3 to 1.6 here; with all of both it is 2.0 to 2.4.
+    most = {("int4", "off"): 1.3, ("int4", "fast"): 1.8}
+    assert ratio <= most.get((scheme, kernels), 1.2)
