@@ -155,8 +155,7 @@ def _attend_part_grouped_kernel(
         total = total * shrink + tl.sum(weights, axis=1)
         if IS_INT8:
             weights *= tl.load(value_scales + cells, mask=seen, other=0.0)[None, :]
-        product = tl.dot(weights.to(PRODUCT), value, input_precision="ieee")
-        out = out * shrink[:, None] + product
+        out = out * shrink[:, None] + tl.dot(weights.to(PRODUCT), value, input_precision="ieee")
         best = new_best
     places = rows * P + part
     tl.store(part_max + places, best, mask=g < G)
@@ -200,7 +199,6 @@ def attend_decodes(
     part_shape = (num_sequences, num_heads, num_parts)
     part_out = query.new_empty((*part_shape, head_dim), dtype=torch.float32)
     part_max, part_sum = (query.new_empty(part_shape, dtype=torch.float32) for _ in range(2))
-    out = query.new_empty(num_sequences, num_heads * head_dim)
     block_d = triton.next_power_of_2(head_dim)
     constants = {
         "BLOCK_SIZE": pool.block_size,
@@ -234,6 +232,13 @@ def attend_decodes(
         num_warps=4,
         num_stages=2,
     )
+    return _join(part_out, part_max, part_sum, query.dtype)
+
+
+def _join(part_out: Tensor, part_max: Tensor, part_sum: Tensor, dtype: torch.dtype) -> Tensor:
+    """Shapes: parts (S, H, P, D), maxima and sums (S, H, P); returns (S, H * D)."""
+    num_sequences, num_heads, num_parts, head_dim = part_out.shape
+    out = part_out.new_empty(num_sequences, num_heads * head_dim, dtype=dtype)
     _join_kernel[(num_sequences * num_heads,)](
         part_out,
         part_max,
@@ -242,7 +247,7 @@ def attend_decodes(
         D=head_dim,
         P=num_parts,
         BLOCK_P=triton.next_power_of_2(num_parts),
-        BLOCK_D=block_d,
+        BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=1,
     )
     return out
