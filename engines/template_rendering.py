@@ -69,6 +69,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """A `generation` block is its content; the marks serve training only."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

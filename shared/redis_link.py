@@ -61,12 +61,15 @@ class _Wire(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
+        """Whether commands can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The loop has a connection for us."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        """Gather replies; the last one that is wanted ends the exchange."""
         self._parser.feed(data)
         try:
             while (reply := self._parser.gets()) is not False:
@@ -83,6 +86,7 @@ class _Wire(asyncio.Protocol):
             self._finish(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits learns that no reply comes."""
         self.fail(ConnectionError("Redis closed the connection"))
 
     def fail(self, error: Exception) -> None:
@@ -113,6 +117,7 @@ class _Wire(asyncio.Protocol):
         self.fail(TimeoutError("Redis did not answer in time"))
 
     async def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        """`start`, awaited. Raises: ConnectionError, TimeoutError (of redis)."""
         answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self.start(commands, timeout_s, partial(_set, answer))
         try:

@@ -26,6 +26,7 @@ class _Draft:
     terminal: Finished | Failed | None = None
 
     def add(self, event: GenerateEvent) -> None:
+        """Say one thing more."""
         if isinstance(event, Delta):
             self.deltas.append(event)
         elif isinstance(event, Started):
@@ -34,6 +35,7 @@ class _Draft:
             self.terminal = event
 
     def events(self) -> tuple[GenerateEvent, ...]:
+        """What was said, tokens in one piece."""
         parts: list[GenerateEvent] = []
         if self.started is not None:
             parts.append(self.started)
