@@ -23,6 +23,7 @@ from gateway.exchange import ABORT_KEY
 from gateway.services import Services
 from shared.settings import Settings
 
+_STATUS_LINE = b"HTTP/1.1 "
 _BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
 _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 
@@ -34,32 +35,40 @@ class HeadersTooLarge(Exception):
 
 
 class JoinedWrites:
-    """A transport that joins the writes of one loop turn: status line and body are one system call.
+    """A transport that joins a status line and what follows it to one system call, made at once.
 
-    Closed, it waits `send_timeout_s` for the client to read what was sent, and then drops it.
+    At once: what the gateway notes of a request after its answer shall not keep the client waiting. Closed, it waits
+    `send_timeout_s` for the client to read what was sent, and then drops it.
     """
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, send_timeout_s: float
     ) -> None:
+        transport.set_write_buffer_limits(0)  # else uvloop keeps small writes to a turn's end
         self._transport = transport
         self._loop = loop
         self._send_timeout_s = send_timeout_s
-        self._pieces: list[bytes] = []
+        self._head = b""  #: waits for its body, until this loop turn ends
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send at the end of this loop turn."""
-        if not self._pieces:
+        """Send; a status line goes with the write that follows it."""
+        if not self._head and data.startswith(_STATUS_LINE):
+            self._head = data
             self._loop.call_soon(self._flush)
-        self._pieces.append(data)
+        else:
+            self._send(data)
 
     def _flush(self) -> None:
-        pieces, self._pieces = self._pieces, []
-        if pieces and not self._transport.is_closing():
-            self._transport.write(b"".join(pieces))
+        if self._head:
+            self._send(b"")
+
+    def _send(self, data: bytes) -> None:
+        head, self._head = self._head, b""
+        if not self._transport.is_closing():
+            self._transport.write(head + data)
 
     def close(self) -> None:
         """Send what is left, then close."""

@@ -67,6 +67,7 @@ class _Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop has a connection for us."""
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(0)  # else uvloop keeps writes to a turn's end
 
     def data_received(self, data: bytes) -> None:
         """Gather replies; the last one that is wanted ends the exchange."""
