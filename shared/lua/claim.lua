@@ -17,7 +17,7 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function claim(entry, request, log, is_new, read_nonce)
   local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
     'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items')
-  local state, attempt, failures = r[1], r[2], r[3]
+  local state, attempt, failures, is_first = r[1], r[2], r[3], r[2] == '0'
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
     redis.call('XACK', queue, group, entry)
     redis.call('XDEL', queue, entry)
@@ -43,7 +43,7 @@ local function claim(entry, request, log, is_new, read_nonce)
     verdict = 'exhausted'
   end
   return {verdict, tonumber(attempt), tonumber(failures), r[8], r[9],
-    redis.call('LRANGE', log, 0, -1), now_ms - tonumber(r[7]), remaining_ms}
+    is_first and {} or redis.call('LRANGE', log, 0, -1), now_ms - tonumber(r[7]), remaining_ms}
 end
 
 local function claim_new(after, count, requests, logs)

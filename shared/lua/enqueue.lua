@@ -57,5 +57,7 @@ for choice = 1, num_choices do
     'deadline_ms', string.format('%.0f', now_ms + timeout_ms))
   redis.call('PEXPIRE', request, timeout_ms + ARGV[4])
 end
-for key = 1, 4 do redis.call('PEXPIRE', KEYS[key], ARGV[5]) end
+-- Places come and go with the requests, the queue stays: its life is renewed when half of it is over.
+local first = (is_batch or redis.call('PTTL', queue) < ARGV[5] / 2) and 1 or 3
+for key = first, 4 do redis.call('PEXPIRE', KEYS[key], ARGV[5]) end
 return {'ok'}

@@ -43,8 +43,7 @@ for item = 1, (#KEYS - 5) / 2 do
     else
       remove(entry)
       leave(KEYS[4], KEYS[5], r[4])
-      redis.call('HSET', request, 'state', state, 'tokens', string.format('%d', r[3] + count))
-      redis.call('HDEL', request, 'payload')
+      redis.call('HSET', request, 'state', state, 'tokens', string.format('%d', r[3] + count), 'payload', '')
       redis.call('RPUSH', log, events)
       redis.call('PEXPIRE', log, keep_ms)
       redis.call('PEXPIRE', request, keep_ms)

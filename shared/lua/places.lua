@@ -3,14 +3,21 @@
 -- held: hash of tokens, and of each tenant that holds a place tokens:{tenant} and requests:{tenant}
 -- A request is counted exactly while its place is in the set. So a repeated call changes nothing, and whoever dies
 -- without a word is counted no longer than Redis remembers the request.
-local function add(held, field, amount)
-  if redis.call('HINCRBY', held, field, amount) <= 0 then redis.call('HDEL', held, field) end
-end
-
 local function count(held, tenant, tokens, requests)
-  add(held, 'tokens', tokens)
-  add(held, 'tokens:' .. tenant, tokens)
-  add(held, 'requests:' .. tenant, requests)
+  local fields = {'tokens', 'tokens:' .. tenant, 'requests:' .. tenant}
+  local amounts = {tokens, tokens, requests}
+  local sums = redis.call('HMGET', held, unpack(fields))
+  local kept, gone = {}, {}
+  for i, field in ipairs(fields) do
+    local sum = (tonumber(sums[i]) or 0) + amounts[i]
+    if sum > 0 then
+      kept[#kept + 1], kept[#kept + 2] = field, string.format('%.0f', sum)
+    elseif sums[i] then
+      gone[#gone + 1] = field
+    end
+  end
+  if #kept > 0 then redis.call('HSET', held, unpack(kept)) end
+  if #gone > 0 then redis.call('HDEL', held, unpack(gone)) end
 end
 
 local function enter(places, held, tokens, tenant, id, until_ms)
