@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -109,6 +110,9 @@ class WorkerProcess:
             loaded = await self._load_engine(stack)
             worker = self._create_worker(stack, loaded)
             self._worker = worker
+            # Model and libraries live as long as the process: no collection shall stop streams to look at them.
+            gc.collect()
+            gc.freeze()
             logger.info(
                 "worker %s is ready: %s; health on port %d",
                 worker.worker_id, loaded.card.name, port,
