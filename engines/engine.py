@@ -123,7 +123,7 @@ class BatchingEngine(Engine):
             return outputs
         self.budget.note_success()
         self._note_step(batch, result, started_at)
-        self.scheduler.update(batch, result.choices, result.deferred)
+        self.scheduler.update(batch, result.choices, result.deferred, result.late)
         return outputs + self._collect_outputs(batch, result)
 
     def has_work(self) -> bool:

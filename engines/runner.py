@@ -28,12 +28,14 @@ class StepResult:
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
     `vision_s` is the part of the step that went into encoding pictures. `deferred` are the requests whose share
-    was left for a later step, because their picture is not encoded yet.
+    was left for a later step, because of a picture of theirs; of these, `late` are the ones whose picture is not
+    encoded yet, so that the next step beside streams leaves them too.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
     deferred: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
 
 
 class ModelRunner(Protocol):

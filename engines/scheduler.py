@@ -1,21 +1,21 @@
 """Who computes how many tokens in the next step.
 
-Called by the engine. It must not know tensors, text or clocks. One loop over one token budget:
-the running sequences, oldest first, then the waiting ones. Prefill in chunks, prefix hits,
-preemption and taking over a request are the same thing: `num_computed_tokens` has to catch up with
-`num_tokens`. Among running and waiting alike, batch work stands behind all interactive work. Beside
-sequences that draw token after token, prompts have a smaller budget, so that streams stay smooth.
+Called by the engine. It must not know tensors, text or clocks. One loop over one token budget: the running sequences,
+oldest first, then the waiting ones. Prefill in chunks, prefix hits, preemption and taking over a request are the same
+thing: `num_computed_tokens` has to catch up with `num_tokens`. Among running and waiting alike, batch work stands
+behind all interactive work. Beside interactive streams prompts have a smaller budget, so that these stay smooth.
 """
 
 from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import takewhile
 
 from engines.block_manager import BlockManager
 from engines.prefill_limit import PrefillLimit
 from engines.runner import TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
-from shared.protocol import FinishReason
+from shared.protocol import FinishReason, Priority
 
 
 @dataclass(slots=True)
@@ -31,18 +31,17 @@ class _Budget:
             num_pending = min(num_pending, self.num_prefill_tokens)
         return min(num_pending, self.num_tokens)
 
-    def take(self, num_new: int, num_pending: int) -> None:
+    def take(self, num_new: int, num_pending: int, *, is_late: bool = False) -> None:
         self.num_tokens -= num_new
-        if num_pending > 1:
+        if num_pending > 1 and not is_late:
             self.num_prefill_tokens -= num_new
 
 
 class Scheduler:
     """Owns every sequence from `add` until it is finished or removed.
 
-    No sequence waits for ever: the oldest running one can always take every block from the younger
-    ones, `add` is only given sequences whose longest form fits into the pool, and a batch sequence
-    lets a limited number pass.
+    No sequence waits for ever: the oldest running one can always take every block from the younger ones, `add` is only
+    given sequences whose longest form fits into the pool, and a batch sequence lets a limited number pass.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class Scheduler:
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
         self._encoding: set[str] = set()  # hashes of the pictures that this step encodes
+        self._late: Set[str] = frozenset()  # requests whose pictures the step before did not finish
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind all others that do not yield to it."""
@@ -93,11 +93,14 @@ class Scheduler:
         batch: Batch,
         choices: list[TokenChoice | None],
         deferred: Set[str] = frozenset(),
+        late: Set[str] = frozenset(),
     ) -> list[Sequence]:
         """Note what a step has computed; returns the sequences that it finished, blocks freed.
 
-        The shares of the `deferred` requests were not computed, and are scheduled again.
+        The shares of the `deferred` requests were not computed, and are scheduled again. Those of the `late` ones
+        will not be computed beside streams then either, and take no prompt tokens from others.
         """
+        self._late = late
         finished: list[Sequence] = []
         block_size = self.blocks.block_size
         for item, choice in zip(batch.items, choices, strict=True):
@@ -152,26 +155,33 @@ class Scheduler:
         self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
 
     def _make_way(self) -> None:
-        """Take seats and blocks from batch sequences, the youngest first, for interactive ones that wait."""
-        if not (self.waiting and self.running):
+        """Take seat and blocks from batch sequences, the youngest first, for the interactive one that waits first.
+
+        For one a step, whose prompt may take all of it; from nobody if all of theirs would be too little.
+        """
+        if not self.waiting or next(iter(self.waiting.values())).yields:
             return
-        num_wanted = sum(not sequence.yields for sequence in self.waiting.values())
-        while num_wanted and self.running:
-            victim = next(reversed(self.running.values()))
-            has_seats = num_wanted <= self.max_num_seqs - len(self.running)
-            if not victim.yields or (has_seats and self._has_blocks_for_next()):
+        victims = list(takewhile(lambda s: s.yields, reversed(self.running.values())))
+        num_held = sum(len(victim.block_ids) for victim in victims)
+        if not (victims and self._has_room_for_next(len(victims), num_held)):
+            return
+        for victim in victims:
+            if self._has_room_for_next():
                 return
             self._preempt(victim)
 
-    def _has_blocks_for_next(self) -> bool:
+    def _has_room_for_next(self, num_leaving: int = 0, num_freed: int = 0) -> bool:
+        """Whether who waits first finds seat and blocks, once so many have left and freed so many."""
+        num_running = len(self.running) - num_leaving
+        if num_running == self.max_num_seqs:
+            return False
         sequence = next(iter(self.waiting.values()))
         prefix = self.blocks.find_prefix(sequence)
-        return self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running))
+        return self.blocks.can_admit(sequence, prefix, num_spare_blocks=num_running - num_freed)
 
     def _new_budget(self) -> _Budget:
         num_prefill_tokens = self.max_num_batched_tokens
-        num_streams = sum(s.num_pending_tokens == 1 for s in self.running.values())
-        if self.prefill_limit is not None and num_streams:
+        if self.prefill_limit and (num_streams := sum(map(_is_stream, self.running.values()))):
             num_prefill_tokens = self.prefill_limit.beside(num_streams)
         return _Budget(self.max_num_batched_tokens, num_prefill_tokens)
 
@@ -191,7 +201,7 @@ class Scheduler:
             fits = start + num_new <= len(sequence.block_ids) * block_size
             if fits or self._reserve(sequence, start + num_new):
                 batch.items.append(ScheduledSequence(sequence, num_new))
-                budget.take(num_new, num_pending)
+                budget.take(num_new, num_pending, is_late=sequence.request_id in self._late)
                 if num_new > 1:
                     self.blocks.promise(sequence, num_new)
 
@@ -225,10 +235,15 @@ class Scheduler:
             self.blocks.promise(sequence, num_new)
 
     def _note_pass(self, started: Sequence) -> None:
-        """Whoever was started before a batch sequence has passed it."""
-        passed = next((s for s in self.waiting.values() if s.yields), None)
-        if passed is not None and not started.yields:
-            passed.num_passes += 1
+        """Whoever was started has passed the first batch sequence that waits, and the first within its prompt."""
+        if started.yields:
+            return
+        begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
+        for queue, sequences in ((self.running, begun), (self.waiting, self.waiting.values())):
+            passed = next((s for s in sequences if s.yields), None)
+            if passed is not None:
+                passed.num_passes += 1
+                _enter(queue, passed)
 
     def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
         """Shorten a share so that it does not reach into a picture that this step cannot encode.
@@ -265,6 +280,11 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         _enter(self.waiting, sequence, first=True)
         self.num_preemptions += 1
+
+
+def _is_stream(sequence: Sequence) -> bool:
+    """Whether somebody waits for its next token."""
+    return sequence.num_pending_tokens == 1 and sequence.priority is Priority.INTERACTIVE
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Things of the engine core with defaults, for tests that care about one of their properties."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, ImageInput
@@ -86,11 +87,19 @@ def shares(batch: Batch) -> dict[str, int]:
     return {item.sequence.request_id: item.num_new_tokens for item in batch.items}
 
 
-def run_step(scheduler: Scheduler, token_id: int = 7) -> Batch:
-    """Schedule and update as if a model had drawn `token_id` for everybody."""
+def run_step(
+    scheduler: Scheduler,
+    token_id: int = 7,
+    deferred: Set[str] = frozenset(),
+    late: Set[str] = frozenset(),
+) -> Batch:
+    """Schedule and update as if a model had drawn `token_id` for everybody whom it did not defer."""
     batch = scheduler.schedule()
-    choices = [TokenChoice(token_id) if item.samples else None for item in batch.items]
-    scheduler.update(batch, choices)
+    choices = [
+        TokenChoice(token_id) if item.samples and item.sequence.request_id not in deferred else None
+        for item in batch.items
+    ]
+    scheduler.update(batch, choices, deferred, late)
     scheduler.check_integrity()
     return batch
 

@@ -17,6 +17,7 @@ from engines.torch_backend.attention import Span
 from engines.torch_backend.encoder_cache import EncoderCache, PictureKey
 from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.models.llava import Llava, PictureSlots
+from shared.protocol import Priority
 
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
 TOKENS_PER_PART = 150
@@ -41,12 +42,14 @@ class PictureEncoder:
         self.seconds_beside_streams: float | None = None
         self._begun: tuple[PictureKey, EncodingRun] | None = None
 
-    def encode_missing(self, items: list[ScheduledSequence]) -> tuple[float, frozenset[str]]:
+    def encode_missing(
+        self, items: list[ScheduledSequence]
+    ) -> tuple[float, frozenset[str], frozenset[str]]:
         """Encode the pictures that a step reads and the cache does not hold.
 
-        Returns seconds spent, and the requests that must wait for the next step: some of their pictures are not there
-        yet, or took the time that their tokens would take. Every picture that is there is pinned for its request
-        afterwards. Raises: SequenceFailure.
+        Returns seconds spent, the requests that must wait for the next step, as their pictures took the time that
+        their tokens would take, and which of these have pictures that are not there yet. Every picture that is there
+        is pinned for its request afterwards. Raises: SequenceFailure.
         """
         missing: dict[PictureKey, ImageInput] = {}
         wanted: list[tuple[str, PictureKey, bool]] = []
@@ -69,8 +72,12 @@ class PictureEncoder:
                 self.cache.count_query(hit=is_known)
                 self.cache.pin(request_id, key)
         if not is_limited:
-            return vision_s, frozenset()
-        return vision_s, frozenset(request_id for request_id, key, _ in wanted if key in missing)
+            return vision_s, frozenset(), frozenset()
+        deferred, unready = (
+            frozenset(request_id for request_id, key, _ in wanted if key in keys)
+            for keys in (missing, late)
+        )
+        return vision_s, deferred, unready
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[PictureSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
@@ -148,8 +155,9 @@ class PictureEncoder:
 
 
 def _is_stream(item: ScheduledSequence) -> bool:
-    """Whether somebody waits for this step's token."""
-    return item.num_new_tokens == 1 and item.samples
+    """Whether somebody waits for this step's token; nobody does for batch work."""
+    is_interactive = item.sequence.priority is Priority.INTERACTIVE
+    return is_interactive and item.num_new_tokens == 1 and item.samples
 
 
 def _key(sequence: Sequence, image: ImageInput) -> PictureKey:

@@ -155,12 +155,12 @@ class TorchRunner:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s, deferred = self._pictures.encode_missing(ordered)
+        vision_s, deferred, late = self._pictures.encode_missing(ordered)
         if deferred:
             order = [p for p in order if items[p].sequence.request_id not in deferred]
             ordered = [items[place] for place in order]
             if not ordered:
-                return StepResult([None] * len(items), vision_s, deferred)
+                return StepResult([None] * len(items), vision_s, deferred, late)
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
         hidden = self._forward(ordered, plan)
@@ -169,7 +169,7 @@ class TorchRunner:
         for place, choice in zip(order, drawn, strict=True):
             choices[place] = choice
         self._pictures.let_go(ordered)
-        return StepResult(choices, vision_s, deferred)
+        return StepResult(choices, vision_s, deferred, late)
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: returns (N, C)."""

@@ -8,8 +8,10 @@ from engines import prefill_limit
 from engines.prefill_limit import MAX_SLOWDOWN, PrefillLimit, measure_prefill_limit
 from engines.runner import StepResult
 from engines.sequence import Batch
+from shared.protocol import Priority
 from tests.factories_engine import (
     make_engine,
+    make_image,
     make_request,
     make_scheduler,
     make_sequence,
@@ -83,6 +85,30 @@ def test_prompts_are_cut_beside_streams_and_not_alone():
         {"a": 1, "b": 2, "c": 4},
     ]
     assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 6}
+
+
+def test_batch_streams_are_not_kept_smooth():
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
+    scheduler.add(make_sequence(4, "batch", priority=Priority.BATCH))
+    run_step(scheduler)
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="interactive"))
+    assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 20}
+
+
+def test_who_waits_for_a_picture_leaves_the_prompt_tokens_to_those_behind():
+    """They are given back one step late, and taken again once the picture is there."""
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
+    scheduler.add(make_sequence(4, "stream"))
+    run_step(scheduler)
+    scheduler.add(make_sequence(10, "picture", images=(make_image(2, 4),)))
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="text"))
+    waits = {"deferred": {"picture"}, "late": {"picture"}}
+    assert shares(run_step(scheduler, **waits)) == {"stream": 1, "picture": 6}
+    both = {"stream": 1, "picture": 6, "text": 6}
+    assert shares(run_step(scheduler, **waits)) == both
+    assert shares(run_step(scheduler, deferred={"picture"})) == both
+    assert shares(run_step(scheduler)) == {"stream": 1, "picture": 6}
+    assert shares(run_step(scheduler)) == {"stream": 1, "picture": 4, "text": 2}
 
 
 def test_more_streams_leave_more_to_prompts():

@@ -186,6 +186,60 @@ def test_a_batch_sequence_is_passed_a_limited_number_of_times():
     assert num_newcomers >= MAX_PASSES
 
 
+def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
+    """Newcomers without end, each with a picture behind its first tokens, of which a step encodes one."""
+    scheduler = make_scheduler(max_images_per_step=1, enable_prefix_cache=False)
+    batch = make_batch(12, images=(make_image(4, 4, "batch"),), max_output_tokens=1)
+    scheduler.add(make_sequence(12, "n", images=(make_image(4, 4, "n"),), max_output_tokens=1))
+    scheduler.add(batch)
+    num_newcomers = 0
+    while batch.finish_reason is None:
+        image = make_image(4, 4, f"n{num_newcomers}")
+        newcomer = make_sequence(12, f"n{num_newcomers}", images=(image,), max_output_tokens=1)
+        scheduler.add(newcomer)
+        num_newcomers += 1
+        run_step(scheduler)
+        assert batch.num_computed_tokens > 0
+        assert num_newcomers < MAX_PASSES + 10
+
+
+def test_a_batch_stream_is_passed_by_nobody_and_yields_its_seat_however_many_come():
+    scheduler = make_scheduler(max_num_seqs=3)
+    scheduler.add(make_batch(4))
+    run_step(scheduler)
+    for number in range(MAX_PASSES + 2):
+        scheduler.add(
+            make_sequence(token_ids=[number] * 4, request_id=f"n{number}", max_output_tokens=1)
+        )
+        assert shares(run_step(scheduler))["batch"] == 1
+    for number in range(3):
+        scheduler.add(make_sequence(token_ids=[99 + number] * 4, request_id=f"late-{number}"))
+    run_step(scheduler)
+    run_step(scheduler)
+    assert list(scheduler.waiting) == ["batch"]
+
+
+def test_way_is_made_for_no_more_than_can_be_started():
+    scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=8)
+    for name in "abcd":
+        scheduler.add(make_batch(4, name))
+    while len(scheduler.running) < 4:
+        run_step(scheduler)
+    for number in range(4):
+        scheduler.add(make_sequence(token_ids=[9 + number] * 8, request_id=f"n{number}"))
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 1, "n0": 5}
+    assert list(scheduler.waiting) == ["n1", "n2", "n3", "d"]
+
+
+def test_no_way_is_made_for_one_that_would_not_fit_even_then():
+    scheduler = make_scheduler(num_blocks=8, enable_prefix_cache=False)
+    scheduler.add(make_sequence(16, "interactive"))
+    scheduler.add(make_batch(4))
+    run_step(scheduler)
+    scheduler.add(make_sequence(16, "large"))
+    assert shares(run_step(scheduler)) == {"interactive": 1, "batch": 1}
+
+
 def test_a_newcomer_waits_until_all_its_tokens_fit():
     scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=4)
     scheduler.add(make_sequence(4, "a"))

@@ -1,11 +1,14 @@
 """Beside running streams a picture is encoded in parts, and nobody waits for it but those who asked about it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engines.engine import BatchingEngine
 from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.picture_encoder import TOKENS_PER_PART
+from shared.protocol import Priority
 from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
 
 PAIR = make_model_pair(make_vlm_config())
@@ -92,3 +95,20 @@ def test_without_streams_a_picture_is_encoded_at_once():
     engine.step()  # the stream's last token
     [output] = engine.step()
     assert (output.request_id, len(output.token_ids)) == ("late", 1)
+
+
+def test_batch_streams_do_not_keep_a_picture_from_being_encoded_at_once():
+    engine = make_engine(PAIR)
+    engine.runner.limit_pictures(0.0)
+    stream = make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=20)
+    engine.add(replace(stream, priority=Priority.BATCH))
+    engine.step()
+    engine.add(make_request(PAIR.config, "late", [1, [9]]))
+    assert steps_until_first_token(engine, "late") == 0
+
+
+def test_a_prompt_behind_a_picture_does_not_wait_for_it():
+    engine = make_streaming_engine(60, max_mixed_prefill_tokens=3)
+    engine.add(make_request(PAIR.config, "picture", [1, [9]]))
+    engine.add(make_request(PAIR.config, "text", [[1, 2, 3, 4, 5]]))
+    assert steps_until_first_token(engine, "text") == 2 < NUM_PARTS
