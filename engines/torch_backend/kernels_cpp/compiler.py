@@ -1,7 +1,8 @@
 """From C++ sources to a shared library made for this machine's processor, kept in the user's cache folder.
 
 A library is named by the hash of all that it comes from (sources, flags, compiler, processor), written beside its
-place and renamed into it: workers that start together compile once, and never load half a file. Knows no kernels.
+place and renamed into it: workers that start together compile once, and never load half a file. It ends with the hash
+of itself: what a power loss has damaged would end the process that loads it, and is compiled again. Knows no kernels.
 """
 
 import fcntl
@@ -22,6 +23,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")  # fmt: skip
 _CPUINFO = Path("/proc/cpuinfo")
 _TIMEOUT_S = 300
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class CannotCompile(Exception):
@@ -39,10 +41,11 @@ def compile_library(directory: Path, cache: Path | None = None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
         library = folder / f"{name}.so"
-        with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.is_file():
-                _compile([compiler, *flags], sources, library)
+        if not _is_whole(library):
+            with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not _is_whole(library):  # nobody made it while we waited
+                    _compile([compiler, *flags], sources, library)
     except OSError as error:
         raise CannotCompile(f"no place for compiled kernels: {error}") from None
     return library
@@ -92,6 +95,22 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether it is there and ends with the hash of all before."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    body, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
+    return hashlib.sha256(body).digest() == seal
+
+
+def _seal(library: Path) -> None:
+    """Loaders pass over what follows the last section."""
+    body = library.read_bytes()
+    library.write_bytes(body + hashlib.sha256(body).digest())
+
+
 def _compile(command: list[str], sources: list[Path], library: Path) -> None:
     """All sources at once, then linked."""
     started = time.perf_counter()
@@ -105,6 +124,7 @@ def _compile(command: list[str], sources: list[Path], library: Path) -> None:
             list(pool.map(_run, commands))
         output = Path(scratch) / library.name
         _run([*command, "-shared", *map(str, objects), "-o", str(output)])
+        _seal(output)
         output.replace(library)
     logger.info("compiled CPU kernels in %.1f s: %s", time.perf_counter() - started, library)
 

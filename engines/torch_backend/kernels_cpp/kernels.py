@@ -1,7 +1,7 @@
 """Which C++ kernels this process has: compiled or found, probed, and put together in one value.
 
 Called by the loader. A machine without a compiler, or with a kernel that computes something else than its slow
-twin, loses speed and nothing else; one line in the log says so. Knows no models.
+twin, loses speed and nothing else; one line in the log says which there are. Knows no models.
 """
 
 import logging
@@ -50,8 +50,10 @@ def load_kernels(mode: Mode) -> CpuKernels | None:
         return None
     bits = _BITS[mode]
     kernels = CpuKernels(library, right_kinds(library, bits), attention_is_right(library), bits)
-    wrong = [kind.name.lower() for kind in Kind if kind not in kernels.kinds]
-    wrong += [] if kernels.has_attention else ["attention"]
+    is_right = {kind.name.lower(): kind in kernels.kinds for kind in Kind}
+    is_right["attention"] = kernels.has_attention
+    logger.info("CPU kernels (%s): %s", mode, ", ".join(n for n in is_right if is_right[n]))
+    wrong = [name for name in is_right if not is_right[name]]
     if wrong:
         logger.warning("CPU kernels that compute wrong are left out: %s", ", ".join(wrong))
     return kernels

@@ -1,5 +1,6 @@
 """Libraries are compiled once, by whoever comes first, and a machine that cannot is told why."""
 
+import fcntl
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
@@ -59,6 +60,35 @@ def test_a_changed_header_makes_another_library(
 
     assert [before, after] == compiled
     assert CDLL(str(after)).answer() == 43
+
+
+@needs_compiler
+def test_a_library_that_is_there_waits_for_nobody(sources: Path, tmp_path: Path):
+    found = compile_library(sources, tmp_path / "cache")
+    with ThreadPoolExecutor(1) as pool, open(found.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        again = pool.submit(compile_library, sources, tmp_path / "cache")
+        try:
+            assert again.result(timeout=20) == found
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty"])
+def test_a_damaged_library_is_made_anew(
+    sources: Path, tmp_path: Path, compiled: list[Path], damage: str
+):
+    found = compile_library(sources, tmp_path / "cache")
+    whole = found.read_bytes()
+    half = len(whole) // 2
+    found.write_bytes(
+        {"cut": whole[:half], "zeros": whole[:half] + bytes(half), "empty": b""}[damage]
+    )
+
+    assert compile_library(sources, tmp_path / "cache") == found
+    assert compiled == [found, found]
+    assert CDLL(str(found)).answer() == 42
 
 
 @needs_compiler
