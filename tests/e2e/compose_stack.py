@@ -9,14 +9,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 from typing import Any
 
 from loadtest.fleet import ROOT, free_port
 
 PROJECT = f"vlm-test-{os.getpid()}"
 IMAGE = "vlm-fleet:mock"
+DOCKERFILE = ROOT / "config/Dockerfile"
 WITHIN_S = 120.0
+BUILD_S = 280.0
 PAUSE_S = 0.2
 _CLAIMS = """
 import re, urllib.request
@@ -52,14 +53,18 @@ def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
 class ComposeStack:
     """The running stack."""
 
-    def __init__(self, command: list[str], port: int) -> None:
+    def __init__(self, command: list[str], port: int, variables: dict[str, str]) -> None:
         self._command = [*command, "--project-name", PROJECT]
-        self._environment = {**os.environ, "GATEWAY_PORT": str(port)}
+        self._environment = {**os.environ, "GATEWAY_PORT": str(port), **variables}
         self.url = f"http://127.0.0.1:{port}"
 
     def compose(self, *arguments: str) -> None:
         subprocess.run(
-            [*self._command, *arguments], check=True, cwd=ROOT, env=self._environment, timeout=280
+            [*self._command, *arguments],
+            check=True,
+            cwd=ROOT,
+            env=self._environment,
+            timeout=BUILD_S,
         )
 
     def up(self, *arguments: str) -> None:
@@ -108,18 +113,28 @@ class ComposeStack:
         finally:
             connection.close()
 
+    def logs(self, container: str) -> str:
+        """What a container has said on stderr, where our logs go."""
+        done = subprocess.run(["docker", "logs", container], capture_output=True, text=True)
+        done.check_returncode()
+        return done.stderr
+
     def claims(self, worker: str) -> float:
         """Requests that a worker has claimed, as its metrics say."""
         return float(docker("exec", worker, "python", "-c", _CLAIMS))
 
 
+def build(image: str, *arguments: str) -> None:
+    """Make an image of the code as it is."""
+    command = ["build", "--quiet", "--network", "host", "--file", str(DOCKERFILE), "--tag", image]
+    docker(*command, *arguments, ".", timeout_s=BUILD_S)
+
+
 @contextmanager
-def run_stack(command: list[str]) -> Iterator[ComposeStack]:
-    """The stack as `docker compose up` makes it."""
-    dockerfile = str(Path("config") / "Dockerfile")
-    build = ["--network", "host", "--file", dockerfile, "--tag", IMAGE, "."]
-    docker("build", "--quiet", *build, timeout_s=280)
-    stack = ComposeStack(command, free_port())
+def run_stack(command: list[str], **variables: str) -> Iterator[ComposeStack]:
+    """The stack as `docker compose up` makes it with these variables set."""
+    build(IMAGE)
+    stack = ComposeStack(command, free_port(), variables)
     try:
         stack.up()
         yield stack

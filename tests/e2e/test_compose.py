@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from loadtest.fleet import ROOT
 from shared.settings_loading import load_settings
+from tests.e2e.compose_stack import DOCKERFILE
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
@@ -39,7 +41,7 @@ def test_profiles_add_workers_with_the_real_engine(monkeypatch):
     for name in WORKERS[1:]:
         service = SERVICES[name]
         assert service["image"] == "vlm-fleet:torch"
-        assert service["build"]["args"] == {"ENGINE": "torch"}
+        assert service["build"]["args"]["ENGINE"] == "torch"
         assert service["networks"]["default"]["aliases"] == ["worker"]
         assert service["read_only"]
     assert settings_of("worker-shapes", monkeypatch).engine.device == "auto"
@@ -60,6 +62,14 @@ def test_files_that_are_mounted_are_there():
     assert len(files) >= 3
     assert all((ROOT / file).exists() for file in files)
     assert all(volume.endswith(":ro") for volume in mounted if volume.startswith("./"))
+
+
+def test_what_the_image_keeps_for_later_lies_on_volumes_of_every_worker():
+    named = re.findall(r"(HF_HOME|XDG_CACHE_HOME|TRITON_CACHE_DIR)=(\S+)", DOCKERFILE.read_text())
+    assert len(named) == 3
+    for worker in WORKERS:
+        targets = [volume.split(":")[1] for volume in SERVICES[worker]["volumes"]]
+        assert all(any(Path(kept).is_relative_to(at) for at in targets) for _, kept in named)
 
 
 def test_grafana_finds_the_dashboard_and_its_prometheus():

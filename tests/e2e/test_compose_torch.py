@@ -1,0 +1,82 @@
+"""The image with the real engine, in the compose stack: kernels are compiled in it, once, and traces go out.
+
+On demand, as PyPI's torch is gigabytes: `COMPOSE_TORCH=1`. `TORCH_ARGS` are pip's options for it, as in the Makefile.
+"""
+
+import os
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from loadtest.client import ChatClient
+from loadtest.fleet import ROOT
+from loadtest.pictures import to_png_url
+from loadtest.scenarios import picture_part, text_part, to_body
+from tests.e2e.compose_stack import ComposeStack, build, compose_command, docker, run_stack
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif("COMPOSE_TORCH" not in os.environ, reason="on demand: COMPOSE_TORCH=1"),
+]
+
+IMAGE = "vlm-fleet:torch"
+SAMPLE = ROOT / "engines/shapes/samples/shapes.png"
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[ComposeStack]:
+    command = compose_command()
+    if not command:
+        pytest.skip("no docker engine with compose runs here")
+    torch_args = os.environ.get("TORCH_ARGS", "")
+    build(IMAGE, "--build-arg", "ENGINE=torch", "--build-arg", f"TORCH_ARGS={torch_args}")
+    with run_stack(command, COMPOSE_PROFILES="shapes", VLM_TRACES__EXPORT="otlp") as stack:
+        yield stack
+
+
+def question() -> dict:
+    content = [
+        picture_part(to_png_url(SAMPLE.read_bytes())),
+        text_part("How many shapes are there?"),
+    ]
+    return {**to_body("shapes", content, 8, stream=False), "temperature": 0}
+
+
+def test_the_built_in_model_sees_the_sample(stack):
+    with ChatClient(stack.url) as client:
+        assert client.ask(question()).text == "3"
+
+
+def test_kernels_are_compiled_once_for_all_workers(stack):
+    [first] = stack.containers("worker-shapes")
+    said = stack.logs(first)
+    assert "compiled CPU kernels in" in said
+    assert "CPU kernels (fast): float32, bfloat16, float16, int8, int4" in said
+    assert "attention" in said.split("CPU kernels (fast)")[1].split("\n")[0]
+
+    stack.up("--scale", "worker-shapes=2")
+    [second] = set(stack.containers("worker-shapes")) - {first}
+    said = stack.logs(second)
+    assert "compiled CPU kernels" not in said
+    assert "CPU kernels (fast)" in said
+
+
+def test_an_answer_names_its_trace(stack):
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=question(), timeout=60)
+    flags = int(answer.headers["traceparent"].rpartition("-")[2], 16)
+    assert flags & 1, "sampled"
+
+
+def test_triton_finds_what_it_compiles_launchers_with(stack):
+    [worker, *_] = stack.containers("worker-shapes")
+    code = """
+import os, pathlib, subprocess, sysconfig
+source = pathlib.Path(os.environ["TRITON_CACHE_DIR"]) / "launcher.c"
+source.parent.mkdir(exist_ok=True)
+source.write_text("#include <Python.h>")
+command = ["gcc", "-c", str(source), "-I", sysconfig.get_path("include"), "-o", str(source.with_suffix(".o"))]
+print(subprocess.run(command).returncode)
+"""
+    assert docker("exec", worker, "python", "-c", code) == "0"
