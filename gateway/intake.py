@@ -15,10 +15,11 @@ from gateway.errors import InvalidRequest
 from gateway.exchange import Exchange
 from gateway.generation import Generation
 from gateway.images import ImageLoader, ImageSource, LoadedImage
-from gateway.key_limits import KeyLimits, possible_tokens
+from gateway.key_limits import KeyLimits, PossibleTokens, possible_tokens
 from gateway.models import ModelDirectory
 from gateway.request_body import decode_request, read_body
 from gateway.schemas import ChatCompletionRequest
+from gateway.settlements import Settlements, Taken
 from gateway.timings import StageClock
 from gateway.translate import (
     check_model,
@@ -54,6 +55,7 @@ class Intake:
         loader: ImageLoader,
         image_store: ImageStore,
         dispatcher: Dispatcher,
+        settlements: Settlements,
         metrics: GatewayMetrics,
     ) -> None:
         self.gateway_id = gateway_id
@@ -64,6 +66,7 @@ class Intake:
         self.loader = loader
         self.image_store = image_store
         self.dispatcher = dispatcher
+        self.settlements = settlements
         self.metrics = metrics
         self._holder_numbers = itertools.count()
 
@@ -115,16 +118,16 @@ class Intake:
             stream=bool(request.stream),
         )
         requests = split_choices(generate, count)
-        num_tokens = possible_tokens(generate, card)
+        possible = possible_tokens(generate, card)
         if not images:
-            return await self._enqueue(requests, num_tokens, clock)
+            return await self._enqueue(requests, possible, clock)
         pictures = {image.ref.sha256: image.data for image in images}
         digests = list(pictures)  # the bytes need not live as long as the request
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
             await self.image_store.put_all(pictures.items(), ttl_s, holder)
-            generation = await self._enqueue(requests, num_tokens, clock)
+            generation = await self._enqueue(requests, possible, clock)
         except BaseException:
             self.image_store.release_soon(digests, holder)
             raise
@@ -133,16 +136,26 @@ class Intake:
         return generation
 
     async def _enqueue(
-        self, requests: list[GenerateRequest], num_tokens: int, clock: StageClock
+        self, requests: list[GenerateRequest], possible: PossibleTokens, clock: StageClock
     ) -> Generation:
         clock.submitted_at = time.perf_counter()
         first = requests[0]
         bounds = self.key_limits.bounds(first.priority)
         timeout_s = self.settings.request_timeout_s
         try:
-            return await self.dispatcher.submit(requests, timeout_s, num_tokens, bounds)
+            generation = await self.dispatcher.submit(requests, timeout_s, possible.total, bounds)
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, first.model, first.cache_salt) from None
+        if bounds.max_tenant_tokens_per_minute:
+            taken = Taken(
+                first.model,
+                first.cache_salt,
+                tuple(request.request_id for request in requests),
+                possible.num_answer_tokens,
+                bounds.max_tenant_tokens_per_minute,
+            )
+            generation.when_closed(lambda _: self.settlements.add(taken))
+        return generation
 
     async def _load_images(
         self, sources: list[ImageSource], clock: StageClock

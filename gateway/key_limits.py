@@ -1,13 +1,15 @@
 """What a request may come to, what may be open of one model in the whole fleet, and what the refused are told.
 
 Tokens are those that a request may come to: its text at four characters a token, its pictures, and the longest answer
-that it allows. Redis counts, in the call that queues the request, so that any number of gateways admit as much as one.
+that it allows. Redis counts, in the call that queues the request, so that any number of gateways admit as much as one;
+of a key's minute an answer takes in the end what it came to (`settlements`).
 A key beyond its own limits gets 429, a fleet beyond its own 503. It must not know HTTP or Redis.
 """
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gateway.errors import Overloaded
 from shared.limits import LimitSettings
@@ -16,7 +18,7 @@ from shared.request_queue import Bounds, QueueRefused
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose pictures vary
-#: Of an answer whose length the client leaves open.
+#: Of an answer whose length the client leaves open, until it has ended.
 OPEN_ANSWER_TOKENS = 512
 #: Tenants of models that are remembered as refused.
 MAX_REFUSED = 10_000
@@ -53,7 +55,7 @@ class KeyLimits:
         return self._bounds[priority]
 
     def check(self, model: str, tenant: str) -> None:
-        """Refuse without asking Redis whom it has told to wait, as its minute cannot end earlier.
+        """Refuse without asking Redis whom it has told to wait for requests, as that minute cannot end earlier.
 
         Raises: KeyLimitExceeded.
         """
@@ -70,7 +72,8 @@ class KeyLimits:
         """What the client is told."""
         if not refused.reason.startswith("key_"):
             return self._overloaded(refused.reason)
-        if refused.wait_s and len(self._refused) < MAX_REFUSED:
+        # Tokens may be given back at any moment.
+        if refused.reason == "key_requests" and len(self._refused) < MAX_REFUSED:
             self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
         return self._key_limit_exceeded(refused.reason, refused.wait_s)
 
@@ -98,11 +101,25 @@ def to_bounds(limits: LimitSettings, priority: Priority) -> Bounds:
     )
 
 
-def possible_tokens(request: GenerateRequest, card: ModelCard) -> int:
-    """What a request may come to, and never more than the model holds."""
+@dataclass(frozen=True, slots=True)
+class PossibleTokens:
+    """What a request may come to: at least one token, and no more than its model holds."""
+
+    num_prompt_tokens: int
+    num_answer_tokens: int
+
+    @property
+    def total(self) -> int:
+        """Of prompt and answer."""
+        return self.num_prompt_tokens + self.num_answer_tokens
+
+
+def possible_tokens(request: GenerateRequest, card: ModelCard) -> PossibleTokens:
+    """Prompt and answer, as far as the model holds them."""
     parts = [part for message in request.messages for part in message.parts]
     num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
     per_image = card.tokens_per_image or TOKENS_PER_IMAGE
     answer = request.sampling.max_tokens or OPEN_ANSWER_TOKENS
-    num_tokens = num_chars // CHARS_PER_TOKEN + per_image * len(request.images) + answer
-    return max(1, min(num_tokens, card.max_model_len))
+    num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(request.images)
+    num_prompt = min(num_prompt, card.max_model_len - 1)
+    return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))

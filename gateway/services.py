@@ -10,6 +10,7 @@ from gateway.images import ImageLoader
 from gateway.intake import Intake
 from gateway.key_limits import KeyLimits
 from gateway.models import ModelDirectory
+from gateway.settlements import Settlements
 from shared.image_store import ImageStore
 from shared.mailbox import Mailbox
 from shared.metrics import GatewayMetrics
@@ -46,6 +47,7 @@ class Services:
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
         )
+        self.settlements = Settlements(self.queue)
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)
         self.intake = self._create_intake()
@@ -61,6 +63,7 @@ class Services:
             loader=self.loader,
             image_store=self.image_store,
             dispatcher=self.dispatcher,
+            settlements=self.settlements,
             metrics=self.metrics,
         )
 
@@ -70,6 +73,7 @@ class Services:
     async def start(self) -> None:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""
         self.dispatcher.start()
+        self.settlements.start()
         self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")
 
     async def stop(self) -> None:
@@ -78,6 +82,7 @@ class Services:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
         await self.dispatcher.stop()
+        await self.settlements.stop()
         await self.mailbox.close()
         for part in (self.queue, self.image_store, self.registry):
             await part.close()

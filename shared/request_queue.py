@@ -14,7 +14,7 @@ from shared.protocol import GenerateEvent, GenerateRequest, decode_events, encod
 from shared.redis_client import retry_idempotent
 from shared.redis_keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
 from shared.redis_link import Part, RedisSender
-from shared.scripts import CANCEL, ENQUEUE
+from shared.scripts import CANCEL, ENQUEUE, SETTLE
 
 
 class QueueError(Exception):
@@ -124,6 +124,27 @@ class RequestQueue:
         arguments = (GROUP, to_ms(AFTER_END_S))
         try:
             await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+
+    async def settle(
+        self,
+        model: str,
+        tenant: str,
+        request_ids: Sequence[str],
+        *,
+        num_taken: int,
+        tokens_per_minute: int,
+    ) -> bool:
+        """Let a tenant's minute know what answers came to, for each of which `num_taken` tokens were taken.
+
+        False if one of them has not ended, and this is to be called again. Raises: QueueUnavailable.
+        """
+        keys = [self._keys.rates(model, tenant)]
+        keys += [self._keys.request(model, request_id) for request_id in request_ids]
+        arguments = (tokens_per_minute, num_taken)
+        try:
+            return await retry_idempotent(lambda: self._sender.run(SETTLE, keys, arguments)) == 1
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
 

@@ -1,6 +1,7 @@
 -- Prelude: what a tenant may take a minute. After `places`.
 -- rates: hash of two instants (ms), requests and tokens: when all that was taken is earned again
 -- There is at most a minute's worth; where one is left, more may be taken, into debt, which is waited for later.
+-- Less than nothing is given back: what a request turned out not to need.
 local MINUTE_MS = 60000
 
 local function owed_ms(rates, rate, now_ms)
@@ -15,7 +16,7 @@ end
 
 local function spend(rates, rate, now_ms)
   if rate.most == 0 then return end
-  local until_ms = now_ms + owed_ms(rates, rate, now_ms) + rate.amount * MINUTE_MS / rate.most
+  local until_ms = now_ms + math.max(0, owed_ms(rates, rate, now_ms) + rate.amount * MINUTE_MS / rate.most)
   redis.call('HSET', rates, rate.field, string.format('%.3f', until_ms))
   if redis.call('PTTL', rates) < until_ms - now_ms then
     redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))

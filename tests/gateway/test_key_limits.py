@@ -3,12 +3,14 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.errors import Overloaded
 from gateway.key_limits import (
     TOKENS_PER_IMAGE,
     KeyLimitExceeded,
     KeyLimits,
+    PossibleTokens,
     possible_tokens,
     to_bounds,
 )
@@ -16,6 +18,10 @@ from shared.limits import LimitSettings
 from shared.protocol import ModelCard, Priority, SamplingParams
 from shared.request_queue import REASONS, QueueRefused
 from tests.factories_gateway import (
+    CARD,
+    CHAT,
+    Answer,
+    RunningGateway,
     make_body,
     make_settings,
     run_gateway_on_socket,
@@ -45,13 +51,15 @@ def test_tokens_are_those_of_text_pictures_and_the_longest_answer(per_image, cou
     card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, tokens_per_image=per_image)
     images = (make_image("a"), make_image("b"))
     request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
-    assert possible_tokens(request, card) == 10 + 2 * counted + 10
+    assert possible_tokens(request, card) == PossibleTokens(10 + 2 * counted, 10)
 
 
 def test_a_request_never_comes_to_more_than_the_model_holds():
     card = ModelCard("m", 1, max_model_len=100, vocab_size=9)
-    assert possible_tokens(make_request(sampling=SamplingParams(max_tokens=500)), card) == 100
-    assert possible_tokens(make_request("", sampling=SamplingParams(max_tokens=1)), card) == 1
+    assert possible_tokens(make_request(sampling=SamplingParams(max_tokens=500)), card).total == 100
+    long = make_request("x" * 1000, sampling=SamplingParams(max_tokens=500))
+    assert possible_tokens(long, card) == PossibleTokens(99, 1)
+    assert possible_tokens(make_request("", sampling=SamplingParams(max_tokens=1)), card).total == 1
 
 
 def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():
@@ -83,9 +91,10 @@ def test_a_key_that_has_to_wait_is_not_asked_about_again_until_then():
     limits.check("m", "a")
 
 
-def test_places_that_may_be_free_at_any_moment_are_asked_about_again():
+@pytest.mark.parametrize(("reason", "wait_s"), [("key_open", 0.0), ("key_tokens", 11.2)])
+def test_what_may_be_free_at_any_moment_is_asked_about_again(reason, wait_s):
     limits, _ = make_limits(max_key_open_requests=1)
-    limits.to_error(QueueRefused("key_open", 0.0), "m", "a")
+    limits.to_error(QueueRefused(reason, wait_s), "m", "a")
     limits.check("m", "a")
 
 
@@ -137,3 +146,82 @@ async def test_two_gateways_let_a_key_keep_as_many_open_as_one(redis_server, red
         worker.script = usual
         assert (await two.chat()).status_code == 200
         asking[1].cancel()
+
+
+@pytest.fixture
+async def roomy_worker(redis_server, redis_prefix):
+    """Of a model that holds long answers."""
+    async with run_worker(
+        redis_server, redis_prefix, replace(CARD, max_model_len=100_000)
+    ) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def limited(redis_server, redis_prefix, roomy_worker):
+    """A gateway whose keys have 1000 tokens a minute."""
+    limits = {"max_key_tokens_per_minute": 1000}
+    settings = make_settings(redis_server, redis_prefix, limits=limits)
+    async with run_gateway_on_socket(settings) as gateway:
+        yield gateway
+
+
+async def say_much(answer: Answer) -> None:
+    """3000 tokens: three minutes' worth."""
+    await answer.start()
+    await answer.finish(*["on "] * 3000)
+
+
+async def settled(gateway: RunningGateway) -> None:
+    while gateway.services.settlements.num_open:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 2}])
+async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(
+    limited, roomy_worker, body
+):
+    """Else it would get many times its tokens of each minute, for ever."""
+    roomy_worker.script = say_much
+    assert (await limited.chat(make_body(**body))).status_code == 200
+    await settled(limited)
+    refused = await limited.chat()
+    assert refused.status_code == 429
+    minutes = 3 * body.get("n", 1) - 1
+    assert 60 * minutes - 5 < int(refused.headers["retry-after"]) <= 60 * minutes + 1
+
+
+async def test_a_key_gets_back_what_an_answer_did_not_take(limited, roomy_worker):
+    for _ in range(3):
+        assert (await limited.chat(make_body(max_tokens=900))).status_code == 200
+        await settled(limited)
+
+
+async def test_a_key_that_leaves_pays_for_what_was_said_until_then(limited, roomy_worker):
+    usual, roomy_worker.script = roomy_worker.script, say_nothing
+    body = make_body(stream=True, max_tokens=5000)
+    async with limited.client.stream("POST", CHAT, json=body):
+        pass
+    await roomy_worker.cancelled.wait()
+    await settled(limited)
+    roomy_worker.script = usual
+    assert (await limited.chat()).status_code == 200
+
+
+async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(limited, roomy_worker):
+    is_left = asyncio.Event()
+
+    async def say_much_later(answer: Answer) -> None:
+        await answer.start()
+        await is_left.wait()
+        await answer.finish(*["on "] * 3000)
+
+    roomy_worker.script = say_much_later
+    body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
+    async with limited.client.stream("POST", CHAT, json=body, headers=headers):
+        pass
+    while not limited.services.settlements.num_open:
+        await asyncio.sleep(0.01)
+    is_left.set()
+    await settled(limited)
+    assert (await limited.chat()).status_code == 429

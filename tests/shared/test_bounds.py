@@ -12,6 +12,7 @@ from tests.factories_queue import (
     MODEL,
     Ends,
     enqueue,
+    make_delta,
     make_finished,
     make_request,
     open_ends,
@@ -165,3 +166,39 @@ async def test_no_tenant_gets_more_than_its_share_when_tokens_are_scarce(ends):
     with pytest.raises(QueueRefused, match="key_share"):
         await ask("greedy", 10)
     await ask("modest", 40)
+
+
+async def settle(ends: Ends, request_id: str, num_taken: int, per_minute: int) -> bool:
+    return await ends.queue.settle(
+        MODEL, "", [request_id], num_taken=num_taken, tokens_per_minute=per_minute
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "wait_s"), [(0, None), (90, 31), (150, 91)])
+async def test_an_answer_is_settled_once_when_it_has_ended(ends, num_tokens, wait_s):
+    """90 tokens were taken of 60 a minute."""
+    options = {"max_tenant_tokens_per_minute": 60}
+    request = await ends.enqueue(num_tokens=90, **options)
+    worker = ends.worker("a")
+    claim = await ends.claim(worker)
+    assert not await settle(ends, request.request_id, 90, 60)
+    deltas = [make_delta(claim, 0, *range(num_tokens))] if num_tokens else []
+    end = make_finished(claim, num_tokens)
+    await worker.publish([publication(claim, 1, 0, *deltas, end)])
+    for _ in range(2):
+        assert await settle(ends, request.request_id, 90, 60)
+    if wait_s is None:
+        await ends.enqueue(num_tokens=1, **options)
+        return
+    refused = await refusal(ends.queue, num_tokens=1, **options)
+    assert refused.wait_s == pytest.approx(wait_s, abs=1)
+    assert 0 < await ends.redis.pttl(ends.keys.rates(MODEL, "")) <= 1000 * (wait_s + 60)
+
+
+async def test_what_is_given_back_leaves_no_key_that_lives_for_ever(ends):
+    request = await ends.enqueue(num_tokens=5, max_tenant_tokens_per_minute=60)
+    await ends.queue.cancel(MODEL, [request.request_id])
+    await ends.redis.delete(ends.keys.rates(MODEL, ""))
+    assert await settle(ends, request.request_id, 5, 60)
+    assert await ends.redis.exists(ends.keys.rates(MODEL, "")) == 0
+    assert await settle(ends, "unknown", 5, 60)
