@@ -3,13 +3,15 @@
 Called by the report. What is drawn comes from a result; how it looks from the page's style sheet.
 """
 
+import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
 from loadtest.load_plan import Phase, level_at, phases
-from loadtest.record import Record
+from loadtest.record import Latency, Record
 from loadtest.report import percentile
 from loadtest.result import Result, Sight, counted, sights, values_of
 from loadtest.svg import Axis, Chart, Point, linear_axis, log_axis
@@ -18,7 +20,9 @@ MAX_DOTS = 1500
 MAX_CURVE_POINTS = 200
 MOST_SLICES = 40
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+MAX_LINE_POINTS = 500
 MOST_FAULTS = 5  # with a color of their own
+OTHERS = "other failures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +62,64 @@ def slices(result: Result) -> list[Phase]:
     return [Phase(i * length_s, (i + 1) * length_s, 0.0) for i in range(number)]
 
 
-def latency_over_time(result: Result, latency: str) -> Figure | None:
-    """Every request as a dot, and the percentiles of each slice of time."""
-    dots = [
-        (record.intended_at, value)
-        for record in counted(result)
-        if record.intended_at < result.plan.duration_s
-        for value in record.latencies_s().get(latency, [])
+def latency_over_time(result: Result, latency: Latency) -> Figure | None:
+    """Requests as dots, and the percentiles of each slice of time."""
+    parts = [
+        (
+            part.phase,
+            [
+                (r.intended_at, value)
+                for r in part.asked
+                if not r.error
+                for value in r.values_s(latency)
+            ],
+        )
+        for part in sights(result, slices(result))
     ]
-    if not dots:
+    parts = [(phase, dots) for phase, dots in parts if dots]
+    if not parts:
         return None
-    y = log_axis([value for _, value in dots], "", in_time)
+    y = log_axis([value for _, dots in parts for _, value in dots], "", in_time)
     chart = Chart(time_axis(result), y)
-    chart.dots(dots[:: len(dots) // MAX_DOTS + 1], "dim")
-    parts = [(part.phase, part.values_s(latency)) for part in sights(result, slices(result))]
+    shown = thin([dots for _, dots in parts])
+    chart.dots(shown, "dim")
+    ordered = [(phase, sorted(value for _, value in dots)) for phase, dots in parts]
     for index, (name, share) in enumerate(SHARES.items()):
         points = [
-            ((part.start_s + part.end_s) / 2, percentile(values, share))
-            for part, values in parts
-            if values
+            ((phase.start_s + phase.end_s) / 2, percentile(values, share))
+            for phase, values in ordered
         ]
         chart.line(points, f"c{index}", name)
     title = f"{latency} over time"
+    number = sum(len(dots) for _, dots in parts)
     note = "Each dot is a request at the moment when it was meant to be sent. Logarithmic."
+    if len(shown) < number:
+        note += f" Dots: {len(shown):,} of {number:,}, the slowest of each slice of time among them; lines: all."
     return Figure(
         title, chart.to_svg(title), note, {f"c{i}": name for i, name in enumerate(SHARES)}
     )
 
 
-def distribution(result: Result, latency: str) -> Figure | None:
+def thin(groups: Sequence[Sequence[Point]]) -> list[Point]:
+    """Every so many-th point, so that about MAX_DOTS are left, and the highest of each group."""
+    everything = [point for group in groups for point in group]
+    step = math.ceil(len(everything) / MAX_DOTS)
+    if step < 2:
+        return everything
+    return sorted({*everything[::step], *(max(group, key=_height) for group in groups)})
+
+
+def peaks(points: Sequence[Point]) -> list[Point]:
+    """The highest of every so many that follow each other, so that at most MAX_LINE_POINTS are left."""
+    size = math.ceil(len(points) / MAX_LINE_POINTS) or 1
+    return [max(points[i : i + size], key=_height) for i in range(0, len(points), size)]
+
+
+def _height(point: Point) -> float:
+    return point[1]
+
+
+def distribution(result: Result, latency: Latency) -> Figure | None:
     """Of each scenario the share of values below each value."""
     groups: dict[str, list[Record]] = {}
     for record in counted(result):
@@ -95,9 +128,8 @@ def distribution(result: Result, latency: str) -> Figure | None:
     values = {name: found for name, found in values.items() if found}
     if not values:
         return None
-    everything = [value for found in values.values() for value in found]
-    least = percentile(everything, 0.01)
-    x = log_axis([value for value in everything if value >= least], "", in_time)
+    usual = [value for found in values.values() for value in found[len(found) // 100 :]]
+    x = log_axis(usual, "", in_time)
     chart = Chart(x, Axis(0.0, 1.0, write=lambda share: f"{share:.0%}"))
     for index, (name, found) in enumerate(values.items()):
         chart.line(list(curve(found)), f"c{index}", name)
@@ -157,11 +189,13 @@ def open_requests(result: Result) -> Figure:
         number += change
         if 0 <= at_s <= result.plan.duration_s:
             points.append((at_s, number))
-    points = points[:: len(points) // 500 + 1]
     chart = Chart(time_axis(result), linear_axis([value for _, value in points], ""))
-    chart.line(points, "c0")
+    shown = peaks(points)
+    chart.line(shown, "c0")
     title = "Requests on their way"
     note = "Meant to be sent and not answered yet. In an open loop it grows when the server is too slow."
+    if len(shown) < len(points):
+        note += f" {len(shown):,} of {len(points):,} moments, peaks among them."
     return Figure(title, chart.to_svg(title), note, {})
 
 
@@ -189,7 +223,7 @@ def throughput_by_load(result: Result) -> Figure | None:
     return Figure(title, chart.to_svg(title), note, legend)
 
 
-def latency_by_load(result: Result, latency: str) -> Figure | None:
+def latency_by_load(result: Result, latency: Latency) -> Figure | None:
     """The percentiles of a latency, phase by phase."""
     everything = [
         (part.phase.level, part.values_s(latency)) for part in sights(result, phases(result.plan))
@@ -231,28 +265,29 @@ def draw_marked(
 
 
 def failures_over_time(result: Result) -> Figure | None:
-    """How often what failed in each slice of time."""
+    """How often what failed in each slice of time; the rarest count together."""
     failed = [record for record in result.records if record.error]
     if not failed:
         return None
-    counts: dict[str, int] = {}
+    ranked = [name for name, _ in Counter(record.error for record in failed).most_common()]
+    rare = set(ranked[MOST_FAULTS - 1 :]) if len(ranked) > MOST_FAULTS else set()
+    parts = slices(result)
+    starts = [part.start_s for part in parts]
+    counts: Counter[tuple[str, int]] = Counter()
     for record in failed:
-        counts[record.error] = counts.get(record.error, 0) + 1
-    names = sorted(counts, key=lambda name: -counts[name])[:MOST_FAULTS]
-    edges = [part.start_s for part in slices(result)] + [result.plan.duration_s]
-    edges[0], edges[-1] = float("-inf"), float("inf")
-    stacks = [
-        [sum(r.error == name and start <= r.ended_at < end for r in failed) for name in names]
-        for start, end in pairwise(edges)
-    ]
-    chart = Chart(time_axis(result), linear_axis([sum(stack) for stack in stacks], ""))
-    for part, stack in zip(slices(result), stacks, strict=True):
+        index = max(0, bisect_right(starts, record.ended_at) - 1)
+        counts[OTHERS if record.error in rare else record.error, index] += 1
+    names = [name for name in ranked if name not in rare] + [OTHERS] * bool(rare)
+    heights = [sum(counts[name, index] for name in names) for index in range(len(parts))]
+    chart = Chart(time_axis(result), linear_axis(heights, ""))
+    for index, part in enumerate(parts):
         low = 0
-        for index, number in enumerate(stack):
-            if number:
-                title = f"{number} x {names[index]}"
-                chart.bar(part.start_s, part.end_s, low, low + number, f"e{index}", title)
+        for style, name in enumerate(names):
+            if number := counts[name, index]:
+                title = f"{number} x {name}"
+                chart.bar(part.start_s, part.end_s, low, low + number, f"e{style}", title)
                 low += number
     title = "Failures over time"
-    legend = {f"e{index}": f"{counts[name]:,} x {name}" for index, name in enumerate(names)}
+    totals = [sum(counts[name, index] for index in range(len(parts))) for name in names]
+    legend = {f"e{i}": f"{totals[i]:,} x {name}" for i, name in enumerate(names)}
     return Figure(title, chart.to_svg(title), "Failed requests in each slice of time.", legend)

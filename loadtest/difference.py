@@ -17,10 +17,9 @@ from pathlib import Path
 import msgspec
 
 from loadtest.load_plan import Phase
-from loadtest.record import Record
+from loadtest.record import LATENCIES, Latency, Record
 from loadtest.report import Table, in_ms, in_number, percentile, show
 from loadtest.result import (
-    LATENCIES,
     Result,
     Sight,
     by_kind,
@@ -102,7 +101,7 @@ def stretches(result: Result) -> list[Phase]:
     return [Phase(n * length_s, (n + 1) * length_s, 0.0) for n in range(NUM_BLOCKS)]
 
 
-def to_blocks(result: Result, records: Sequence[Record], latency: str) -> Blocks:
+def to_blocks(result: Result, records: Sequence[Record], latency: Latency) -> Blocks:
     """The values of one latency by stretch, thinned where they are very many."""
     groups: list[list[Record]] = [[] for _ in range(NUM_BLOCKS)]
     for record in records:

@@ -26,6 +26,7 @@ from loadtest.result import (
 from loadtest.result_tables import describe_load, in_percent, to_latency_table, to_rate_table
 
 PAGE = Template((Path(__file__).parent / "report.html").read_text())
+MAX_FAULT_ROWS = 50
 STYLE = (Path(__file__).parent / "report.css").read_text()
 
 
@@ -158,8 +159,11 @@ def failure_section(result: Result) -> str:
     if figure is None:
         return f"<h2>Failures</h2><p>None: {len(result.records):,} answers were complete and right.</p>"
     table = Table("Failures", ["what", "requests"])
-    for fault, number in failures(result).most_common():
+    ranked = failures(result).most_common()
+    for fault, number in ranked[:MAX_FAULT_ROWS]:
         table.add(fault, f"{number:,}")
+    if rest := ranked[MAX_FAULT_ROWS:]:
+        table.add(f"{len(rest):,} other kinds", f"{sum(number for _, number in rest):,}")
     return section("Failures", [figure], table)
 
 

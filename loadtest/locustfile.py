@@ -18,7 +18,7 @@ from locust.exception import StopUser
 
 from loadtest.asking import Asker, first_model
 from loadtest.client import AnswerError
-from loadtest.record import Order, Plan, Record, Target, Workload
+from loadtest.record import LATENCIES, Order, Plan, Record, Target, Workload
 from loadtest.scenarios import (
     PROFILES,
     Conversation,
@@ -161,8 +161,8 @@ def tell_locust(environment: Environment, record: Record) -> None:
     if record.error:
         fire(environment, "E2E", name, record.e2e_s, error=AnswerError(record.error))
         return
-    for latency, values_s in record.latencies_s().items():
-        for value_s in values_s:
+    for latency in LATENCIES:
+        for value_s in record.values_s(latency):
             fire(environment, latency, name, value_s)
 
 

@@ -5,10 +5,12 @@ additions that only a client can make: they begin at the moment when the request
 waiting for a free client is not hidden; and E2E ends with the last byte received.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
+Latency = Literal["TTFT", "TPOT", "ITL", "E2E"]
+LATENCIES: tuple[Latency, ...] = get_args(Latency)
 Profile = Literal["mixed", "text", "picture", "repeated", "several", "conversation"]
 
 
@@ -50,11 +52,14 @@ class Record(msgspec.Struct, omit_defaults=True):
             return None
         return (self.ended_at - self.first_text_at) / (self.num_output_tokens - 1)
 
-    def latencies_s(self) -> dict[str, list[float]]:
-        """The values of each latency that was measured."""
-        values = {"TTFT": self.ttft_s, "TPOT": self.tpot_s, "E2E": self.e2e_s}
-        found = {name: [value] for name, value in values.items() if value is not None}
-        return found | ({"ITL": self.itl_s} if self.itl_s else {})
+    def values_s(self, latency: Latency) -> list[float]:
+        """What was measured of a latency: nothing, one value, or of ITL many."""
+        if latency == "ITL":
+            return self.itl_s
+        value = (
+            self.e2e_s if latency == "E2E" else self.ttft_s if latency == "TTFT" else self.tpot_s
+        )
+        return [] if value is None else [value]
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,11 +15,10 @@ import msgspec
 
 from loadtest.load_plan import Phase, phases
 from loadtest.objective import Objective
-from loadtest.record import Plan, Record, Workload
+from loadtest.record import LATENCIES, Latency, Plan, Record, Workload
 from loadtest.report import percentile
 
 SCHEMA = "vlm-loadtest/1"
-LATENCIES = ("TTFT", "TPOT", "ITL", "E2E")
 STREAMED, WHOLE = "streamed", "whole"
 
 
@@ -98,7 +97,7 @@ class Sight:
         """Of the requests that were asked those that were answered right and in time; None without any."""
         return fmean(self._kept) if self._kept else None
 
-    def values_s(self, latency: str) -> list[float]:
+    def values_s(self, latency: Latency) -> list[float]:
         """All values of a latency of the requests that were asked and answered."""
         return values_of([r for r in self.asked if not r.error], latency)
 
@@ -129,9 +128,9 @@ def by_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
     return dict(sorted(groups.items()))
 
 
-def values_of(records: Iterable[Record], latency: str) -> list[float]:
+def values_of(records: Iterable[Record], latency: Latency) -> list[float]:
     """All values of one latency."""
-    return [value for record in records for value in record.latencies_s().get(latency, [])]
+    return [value for record in records for value in record.values_s(latency)]
 
 
 def counted(result: Result) -> list[Record]:
@@ -167,7 +166,7 @@ def to_summary(result: Result) -> dict[str, Any]:
             **{
                 latency: _statistics(values)
                 for latency in LATENCIES
-                if (values := values_of(records, latency))
+                if (values := sorted(values_of(records, latency)))
             },
         }
         for kind, records in by_kind(counted(result)).items()

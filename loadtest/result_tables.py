@@ -3,11 +3,12 @@
 import math
 
 from loadtest.load_plan import phases
-from loadtest.record import Plan
+from loadtest.record import LATENCIES, Latency, Plan
 from loadtest.report import Table, in_ms, in_number, percentile
-from loadtest.result import LATENCIES, Result, Sight, by_kind, counted, sights, values_of
+from loadtest.result import Result, Sight, by_kind, counted, sights, values_of
 
 SHARES = (0.5, 0.9, 0.99)
+SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # of a phase
 
 
 def in_percent(ratio: float | None) -> str:
@@ -29,7 +30,7 @@ def to_latency_table(result: Result) -> Table:
     table = Table("Latencies, ms", ["kind", "latency", "values", *shares])
     for kind, records in by_kind(counted(result)).items():
         for latency in LATENCIES:
-            if values_s := values_of(records, latency):
+            if values_s := sorted(values_of(records, latency)):
                 cells = [in_ms(percentile(values_s, share)) for share in SHARES]
                 table.add(kind, latency, f"{len(values_s):,}", *cells)
     return table
@@ -45,7 +46,7 @@ def to_rate_table(result: Result) -> Table:
     parts = [(f"{part.phase.level:g}", part) for part in sights(result, phases(result.plan))]
     for name, sight in [*(parts if len(parts) > 1 else []), ("whole run", Sight(result))]:
         rates = [sight.offered_rate, sight.answered_rate, sight.token_rate]
-        delays = [percentile(sight.values_s(latency), 0.9) for latency in ("TTFT", "E2E")]
+        delays = [percentile(sight.values_s(latency), 0.9) for latency in SHOWN]
         cells = [*map(in_number, rates), *map(in_ms, delays)]
         if has_objective:
             cells += [in_number(sight.good_rate), in_percent(sight.good_ratio)]

@@ -2,12 +2,14 @@
 
 import random
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
 
 import vlm
+from loadtest import charts
 from loadtest.html_report import to_html
 from loadtest.objective import Objective
 from loadtest.result import Result
@@ -84,6 +86,46 @@ def test_every_question_has_its_plot():
         "Stages", "Failures over time",
     ):  # fmt: skip
         assert title in headings
+
+
+def long_run() -> Result:
+    """20,000 requests of 16 tokens in 400 s, one of which waited for a minute, and each failure another one."""
+    draw = random.Random(0)
+    records = []
+    for index in range(20_000):
+        at, e2e_s = index / 50, 60.0 if index == 7_777 else 0.2 + draw.random()
+        one = record(at, e2e_s=e2e_s, stages_s=STAGES)
+        if index % 2:
+            one = record(at, e2e_s=e2e_s, ttft_s=e2e_s / 2, stages_s=STAGES, itl_s=[0.01] * 15)
+        if index % 20 == 0:
+            one.error = f"status 503: {index}"
+        records.append(one)
+    return result(records, Objective(ttft_s=0.5), duration_s=400.0)
+
+
+def test_page_of_a_long_run_is_small_and_says_what_it_leaves_out():
+    run = long_run()
+    began_s = time.process_time()
+    text = to_html(run)
+    assert time.process_time() - began_s < 6  # about 1 s on an idle core
+    assert len(text) < 500_000
+    dots = r"Dots: (1,\d+) of 19,000, the slowest of each slice of time among them; lines: all\."
+    assert re.search(dots, text)
+    assert "moments, peaks among them." in text
+    assert "950 other kinds" in text
+    assert "996 x other failures" in text
+
+
+def test_thinned_dots_keep_the_highest_and_a_peak_stays_a_peak():
+    points = [(float(index), float(index % 7)) for index in range(20_000)]
+    points[12_345] = (12_345.0, 99.0)
+    groups = [points[:10_000], points[10_000:]]
+    assert (12_345.0, 99.0) in charts.thin(groups)
+    assert len(charts.thin(groups)) <= charts.MAX_DOTS + len(groups)
+    assert charts.thin([points[:1000]]) == points[:1000]
+    assert (12_345.0, 99.0) in charts.peaks(points)
+    assert len(charts.peaks(points)) <= charts.MAX_LINE_POINTS
+    assert charts.peaks([]) == []
 
 
 def test_constant_load_has_no_plot_against_load():

@@ -6,6 +6,7 @@ import pytest
 
 from loadtest.load_plan import Phase
 from loadtest.objective import Objective
+from loadtest.record import LATENCIES
 from loadtest.result import (
     ResultError,
     Sight,
@@ -30,7 +31,8 @@ def test_latencies_begin_when_the_request_was_meant_to_be_sent():
 
 def test_one_token_has_no_time_per_further_token():
     assert record(ttft_s=0.1, num_output_tokens=1).tpot_s is None
-    assert record().latencies_s() == {"E2E": [pytest.approx(0.1)]}
+    measured = {latency: record().values_s(latency) for latency in LATENCIES}
+    assert measured == {"TTFT": [], "TPOT": [], "ITL": [], "E2E": [pytest.approx(0.1)]}
 
 
 def test_warm_up_counts_for_nothing_but_failures():
