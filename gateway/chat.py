@@ -174,16 +174,21 @@ class ChatCompletions:
         context.is_detached = True
         options = replace(options, last_event_id=last_event_id(context))
         record = to_record(request, card.name, context, options, run.created)
-        if not await self.streams.claim(context.id, record):
+        is_new = await self.streams.claim(context.id, record)
+        if not is_new:
             found = await self.streams.find_same(context.id, record)
             run.created = found.created
-            return options, self.streams.follow(context.id, found.model)
+            if await self.streams.is_known(context.id, found.model):
+                return options, self.streams.follow(context.id, found.model)
         try:
             return options, await self.intake.submit(request, card, context, run.clock)
-        except DuplicateRequest:  # queued by an earlier try that was told nothing of it
+        except DuplicateRequest:  # queued by a try that was told nothing of it, or that came first
             return options, self.streams.follow(context.id, card.name)
+        except QueueUnavailable:  # it may be queued: a retry finds out
+            raise
         except BaseException:
-            await self.streams.forget(context.id)
+            if is_new:
+                await self.streams.forget(context.id)
             raise
 
 

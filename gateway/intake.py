@@ -34,7 +34,7 @@ from shared.image_store import ImageStore
 from shared.limits import LimitSettings
 from shared.metrics import GatewayMetrics
 from shared.protocol import GenerateRequest, ModelCard
-from shared.request_queue import QueueRefused
+from shared.request_queue import QueueRefused, QueueUnavailable
 from shared.settings import GatewaySettings
 
 #: Pictures that nobody releases outlive their request's deadline by that much.
@@ -128,8 +128,10 @@ class Intake:
             ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
             await self.image_store.put_all(pictures.items(), ttl_s, holder)
             generation = await self._enqueue(requests, possible, clock)
-        except BaseException:
-            self.image_store.release_soon(digests, holder)
+        except BaseException as error:
+            may_run = context.is_detached and isinstance(error, QueueUnavailable)
+            if not may_run:
+                self.image_store.release_soon(digests, holder)
             raise
         if not context.is_detached:  # else a worker may need them yet
             generation.when_closed(lambda _: self.image_store.release_soon(digests, holder))

@@ -108,6 +108,11 @@ def _unknown() -> NotFound:
     return NotFound("There is no such stream, or it ended too long ago.", code="stream_not_found")
 
 
+def _choice(request_id: str) -> str:
+    """The id of a detached request's only choice."""
+    return f"{request_id}-0"
+
+
 class Streams:
     """The records of detached requests, and followers of their logs."""
 
@@ -144,9 +149,13 @@ class Streams:
             )
         return record
 
+    async def is_known(self, request_id: str, model: str) -> bool:
+        """Whether the request is queued, runs, or ended within the last minute. Raises: QueueUnavailable."""
+        return await self.queue.state(model, _choice(request_id)) is not None
+
     def follow(self, request_id: str, model: str) -> Generation:
         """The events of a request from its first, as its log has them; closing it cancels nothing."""
-        choice = f"{request_id}-0"
+        choice = _choice(request_id)
 
         def stop(_: Generation) -> None:
             task.cancel()
@@ -179,7 +188,7 @@ class Streams:
         state = await self.queue.state(generation.model, choice)
         if state is None:
             if time.monotonic() - since > BEGINS_WITHIN_S:
-                await self.queue.forget(choice.removesuffix("-0"))  # the next retry begins anew
+                await self.queue.forget(choice.removesuffix("-0"))  # let nobody wait for it again
                 generation.fail(0, ErrorCode.WORKER_LOST, "The request was lost.")
         elif state.state == "cancelled":
             generation.fail(0, ErrorCode.CANCELLED, "The request was cancelled.")

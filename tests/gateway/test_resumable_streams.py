@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import pytest
 
 from shared.image_store import ImageStore
+from shared.request_queue import QueueUnavailable, RequestQueue
 from tests.factories_gateway import (
     CHAT,
     Answer,
@@ -236,21 +237,77 @@ async def test_a_log_that_cannot_be_read_ends_its_followers(gateway, worker, red
     assert response.json()["error"]["code"] == "worker_lost"
 
 
-async def test_a_key_whose_request_was_lost_is_free_for_the_next_retry(
-    gateway, worker, redis, redis_prefix, monkeypatch
-):
-    monkeypatch.setattr("gateway.streams.BEGINS_WITHIN_S", 0.1)
+async def test_a_retry_whose_request_was_lost_begins_anew(gateway, worker, redis, redis_prefix):
     key = {"idempotency-key": "order-69"}
     assert (await gateway.chat(headers=key)).status_code == 200
     for kind in ("request", "log"):
         async for name in redis.scan_iter(match=f"{redis_prefix}:*:{kind}:*"):
             await redis.delete(name)
 
-    lost = await gateway.chat(headers=key)
+    assert (await gateway.chat(headers=key)).status_code == 200
+    assert len(worker.answers) == 2
+
+
+async def test_readers_of_a_lost_request_are_told(
+    gateway, worker, redis, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr("gateway.streams.BEGINS_WITHIN_S", 0.1)
+    Paced(worker).go(6)
+    async with begun(gateway) as (response, events):
+        await read_until(events, 1)
+    for kind in ("request", "log"):
+        async for name in redis.scan_iter(match=f"{redis_prefix}:*:{kind}:*"):
+            await redis.delete(name)
+
+    lost = await take_up(gateway, response, None)
 
     assert lost.status_code == 503
     assert lost.json()["error"]["code"] == "worker_lost"
-    assert (await gateway.chat(headers=key)).status_code == 200
+
+
+@contextmanager
+def unavailable(queue: RequestQueue, *, is_queued: bool):
+    """Redis fails as a request is queued: before it was, or just after."""
+    enqueue = queue.enqueue
+
+    async def fail(*arguments, **options) -> None:
+        if is_queued:
+            await enqueue(*arguments, **options)
+        raise QueueUnavailable("no reply")
+
+    queue.enqueue = fail
+    yield
+    queue.enqueue = enqueue
+
+
+async def test_a_retry_joins_what_was_queued_though_nobody_knew(gateway, other, worker):
+    """And only a retry: the key stands for that request."""
+    script = Paced(worker)
+    key = {"idempotency-key": "order-71"}
+    with unavailable(gateway.services.queue, is_queued=True):
+        assert (await gateway.chat(headers=key)).status_code == 503
+    assert (await other.chat(make_body("something else"), headers=key)).status_code == 422
+    script.go(6)
+    retry = await other.chat(headers=key)
+    assert retry.json()["choices"][0]["message"]["content"] == "".join(WORDS)
+    assert len(worker.answers) == 1
+
+
+async def test_a_retry_does_not_wait_for_what_was_never_queued(gateway, other, worker):
+    key = {"idempotency-key": "order-72"}
+    with unavailable(gateway.services.queue, is_queued=False):
+        assert (await gateway.chat(headers=key)).status_code == 503
+    assert (await other.chat(headers=key, timeout=5)).status_code == 200
+
+
+async def test_what_may_be_queued_keeps_its_pictures(gateway, worker, redis, redis_prefix):
+    key = {"idempotency-key": "order-73"}
+    parts = [{"type": "image_url", "image_url": {"url": data_url()}}]
+    body = make_body(messages=[{"role": "user", "content": parts}])
+    with unavailable(gateway.services.queue, is_queued=True):
+        assert (await gateway.chat(body, headers=key)).status_code == 503
+    [image] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:image:*}}")]
+    assert await redis.pttl(image) > 60_000
 
 
 async def test_a_detached_request_keeps_its_pictures_when_its_client_leaves(
