@@ -7,10 +7,13 @@ The last line is a number: the share of a core that making the load has taken. N
 Started by `loadtest.run`, so that greenlets and the patched sockets of Locust stay apart from everything else.
 """
 
+import os
 import random
 import resource
 import sys
 import time
+from functools import partial
+from typing import BinaryIO
 
 import gevent
 import msgspec
@@ -30,13 +33,14 @@ def main() -> None:
     """Do what the order says."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     allow_many_connections()
-    asker = Asker(order, write)
+    out = claim_standard_output()
+    asker = Asker(order, partial(write, out))
     began_at, used_s = time.perf_counter(), time.process_time()
     if order.plan.loop == "open":
         run_open_loop(asker)
     else:
         run_closed_loop(asker)
-    write((time.process_time() - used_s) / (time.perf_counter() - began_at))
+    write(out, (time.process_time() - used_s) / (time.perf_counter() - began_at))
 
 
 def allow_many_connections() -> None:
@@ -45,10 +49,17 @@ def allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def write(line: Record | float) -> None:
+def claim_standard_output() -> BinaryIO:
+    """Standard output for records alone; what any library prints from now on goes to standard error."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return out
+
+
+def write(out: BinaryIO, line: Record | float) -> None:
     """One line; at once, for those who watch."""
-    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-    sys.stdout.buffer.flush()
+    out.write(msgspec.json.encode(line) + b"\n")
+    out.flush()
 
 
 class ProfileUser(ChatUser):

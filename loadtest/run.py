@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from loadtest.report import show
 from loadtest.result import Result, failure_ratio, failures
 from loadtest.result_tables import in_percent, progress_words, to_latency_table, to_rate_table
 
+DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
 MAX_LINES = 20  # of failures on the screen
 BUSY_RATIO = 0.8  # of a core; a client that needs more measures itself
@@ -108,27 +109,54 @@ def make_load(wanted: Wanted) -> Result:
     )
 
 
+@dataclass(slots=True)
+class Heard:
+    """What the process that makes the load has said so far."""
+
+    records: list[Record] = field(default_factory=list)
+    core_ratio: float | None = None  #: the last line
+    stray: str = ""  #: a line that is neither
+
+    def listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Take line after line until the process ends; a stray one ends it, for records may be lost."""
+        decoder = msgspec.json.Decoder(Record | float)
+        assert process.stdout is not None
+        for text in process.stdout:
+            try:
+                line = decoder.decode(text)
+            except msgspec.DecodeError:
+                self.stray = text[:200].decode(errors="replace").strip()
+                process.kill()
+                return
+            if isinstance(line, Record):
+                self.records.append(line)
+            else:
+                self.core_ratio = line
+
+
 def drive(order: Order) -> tuple[list[Record], float]:
     """The records of a load and the share of a core that making it took. Raises: LoadTestError."""
-    records: list[Record] = []
-    ratios: list[float] = []
+    heard = Heard()
     with TemporaryFile() as complaints, driver(order, complaints.fileno()) as process:
-        reader = Thread(target=collect, args=(process, records, ratios))
+        reader = Thread(target=heard.listen, args=(process,))
         reader.start()
-        watch(reader, order.plan, records)
+        watch(reader, order.plan, heard.records)
+        if heard.stray:
+            raise LoadTestError(f"what makes the load wrote what is no record: {heard.stray}")
         if process.wait():
             complaints.seek(0)
             raise LoadTestError(complaints.read()[-2000:].decode(errors="replace"))
-    return records, ratios[-1]
+    if heard.core_ratio is None:
+        raise LoadTestError("what makes the load ended early")
+    return heard.records, heard.core_ratio
 
 
 @contextmanager
 def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
     """The process that makes the load; it has its order, and does not outlive us."""
-    command = [sys.executable, "-m", "loadtest.drive"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True
+        DRIVER, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True
     ) as process:
         try:
             assert process.stdin is not None
@@ -137,18 +165,6 @@ def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
-
-
-def collect(process: subprocess.Popen[bytes], records: list[Record], ratios: list[float]) -> None:
-    """Take line after line until the process ends."""
-    decoder = msgspec.json.Decoder(Record | float)
-    assert process.stdout is not None
-    for text in process.stdout:
-        line = decoder.decode(text)
-        if isinstance(line, Record):
-            records.append(line)
-        else:
-            ratios.append(line)
 
 
 def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:

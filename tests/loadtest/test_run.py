@@ -1,14 +1,19 @@
 """`vlm loadtest` as a command: every kind of question, both loops, honest files and an honest exit code."""
 
+import subprocess
+import sys
+
+import msgspec
 import pytest
 from click.testing import Result as Done
 from typer.testing import CliRunner
 
 import vlm
+from loadtest.fleet import ROOT
 from loadtest.objective import Objective
-from loadtest.record import Plan, Workload
+from loadtest.record import Order, Plan, Target, Workload
 from loadtest.result import Result, Sight, by_kind, counted, load_result
-from loadtest.run import Outputs, Wanted, run
+from loadtest.run import LoadTestError, Outputs, Wanted, drive, run
 from loadtest.scenarios import PROFILES
 from tests.loadtest.factories import record, result
 from tests.loadtest.fake_server import FakeServer, stream
@@ -116,6 +121,36 @@ def test_client_that_has_no_time_left_says_so(monkeypatch, capsys, ratio, warns)
 def test_server_that_is_not_there_is_one_line():
     done = CliRunner().invoke(vlm.app, ["loadtest", "--host", "http://127.0.0.1:9"])
     assert (done.exit_code, done.stderr) == (1, "connection: ConnectionRefusedError\n")
+
+
+SAYS = "import sys; sys.stdin.read(); say = lambda *lines: print(*lines, sep='\\n', flush=True)\n"
+LINE = msgspec.json.encode(record()).decode()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (f"say({LINE!r}, 'warning: <stray>', *[{LINE!r}] * 5000, '0.5')", "no record: warning: <stray>"),
+        (f"say({LINE!r})", "ended early"),
+        ("sys.exit('it broke')", "it broke"),
+        ("say('{')\nimport time; time.sleep(60)", "no record: {"),
+    ],
+)  # fmt: skip
+def test_driver_that_goes_wrong_ends_the_test_with_its_words(monkeypatch, code, message):
+    monkeypatch.setattr("loadtest.run.DRIVER", [sys.executable, "-c", SAYS + code])
+    target = Target(url="http://127.0.0.1:9", model="mock")
+    with pytest.raises(LoadTestError, match=message):
+        drive(Order(target=target, workload=Workload(), plan=Plan()))
+
+
+def test_what_a_library_prints_is_not_among_the_records():
+    code = (
+        "from loadtest.drive import claim_standard_output, write\n"
+        "out = claim_standard_output()\nprint('hello', flush=True)\nwrite(out, 0.5)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0.5\n", "hello\n")
 
 
 def test_missing_locust_is_one_line(monkeypatch):
