@@ -8,7 +8,6 @@ fleet hears of it.
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,7 @@ class ChatCompletions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every way out is counted once."""
         context = context_of(scope)
-        exchange = Exchange(scope, receive, send, self.settings.send_timeout_s)
+        exchange = Exchange(receive, send)
         run = ChatRun(StageClock(context.received_at))
         if self.tracer is not None:
             run.trace = RequestTrace(self.tracer, context)
@@ -247,8 +246,7 @@ def to_api_error(error: Exception) -> ApiError | None:
 
 async def fail(exchange: Exchange, error: ApiError) -> None:
     """Tell the client: by a status before the answer has begun, by an event without `[DONE]` after."""
-    with suppress(ClientGone):
-        if exchange.has_started:
-            await exchange.write(error_frame(error), is_last=True)
-        else:
-            await exchange.answer(error.status, error.headers(), error.body())
+    if exchange.has_started:
+        await exchange.write(error_frame(error), is_last=True)
+    else:
+        await exchange.answer(error.status, error.headers(), error.body())

@@ -49,7 +49,7 @@ class Reply:
 
 
 async def send_whole(reply: Reply) -> None:
-    """Gather the answer, then send it. Raises: ApiError, ClientGone, Gone."""
+    """Gather the answer, then send it. Raises: ApiError, Gone."""
     recorder = reply.recorder
     choices = [GatheredChoice() for _ in reply.generation.choices]
     while not recorder.is_complete:
@@ -69,7 +69,7 @@ async def send_whole(reply: Reply) -> None:
 
 
 async def send_stream(reply: Reply, settings: GatewaySettings) -> None:
-    """Send chunks as they come. Raises: ApiError, ClientGone, Gone; before the status line or after it."""
+    """Send chunks as they come. Raises: ApiError, Gone; before the status line or after it."""
     generation, recorder, exchange = reply.generation, reply.recorder, reply.exchange
     include_usage, with_logprobs = reply.options.include_usage, reply.options.with_logprobs
     last_id = reply.options.last_event_id

@@ -39,7 +39,7 @@ class ResumeStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one reader. The request itself is counted where it came in."""
         context = context_of(scope)
-        exchange = Exchange(scope, receive, send, self.settings.send_timeout_s)
+        exchange = Exchange(receive, send)
         error: ApiError | None = None
         try:
             with self.admission:

@@ -19,7 +19,6 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.errors import InvalidRequest
-from gateway.exchange import ABORT_KEY
 from gateway.services import Services
 from shared.settings import Settings
 
@@ -109,7 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads less than it is sent: give it its time."""
+        """The client reads less than it is sent: give it its time, and then hang up, which ends its request."""
         super().pause_writing()
         self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
 
@@ -143,7 +142,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._in_headers, self._in_body, self._num_received = True, False, 0
-        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """A request ends; the next may begin in the same read."""

@@ -96,9 +96,30 @@ async def test_a_client_that_does_not_read_is_let_go(gateway, worker, changes):
     async with asyncio.timeout(20):
         await worker.cancelled.wait()
     await wait_for(lambda: is_idle(gateway) and not gateway.server.server_state.tasks)
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_requests_total{model="tiny",outcome="cancelled"} 1.0' in text
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.6}}])
+async def test_a_client_that_reads_slowly_gets_its_whole_answer(gateway, worker, changes):
+    """However often it is waited for, if each time it reads within its time."""
+
+    async def flood(answer: Answer) -> None:
+        await answer.start()
+        for _ in range(40):
+            await answer.say("x" * 200_000)
+        await answer.finish()
+
+    worker.script = flood
+    num_bytes = 0
+    async with gateway.client.stream("POST", CHAT, json=make_body(stream=True)) as response:
+        async for data in response.aiter_raw(2_000_000):
+            num_bytes += len(data)
+            await asyncio.sleep(0.2)
+    assert num_bytes > 40 * 200_000
 
 
 async def test_one_failed_choice_ends_the_others(gateway, worker):
