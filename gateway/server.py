@@ -1,7 +1,8 @@
 """The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
 
-uvicorn's fast parser takes headers of any size and waits for ever for requests, and for clients to read; here all are bounded. At SIGTERM the
-server first refuses new work while it still answers, so that `/readyz` can say 503 and open requests finish.
+uvicorn's fast parser takes headers of any size and waits for ever for requests, and for clients to read; here all are
+bounded. At SIGTERM the server first refuses new work while it still answers, so that `/readyz` can say 503 and open
+requests finish.
 
 A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
 request is cancelled. Whoever wants an answer keeps the connection open.
@@ -16,7 +17,8 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import InvalidRequest
 from gateway.services import Services
@@ -159,6 +161,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # Nothing else is spoken here, and what follows is not read.
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the words of all other errors."""
@@ -185,6 +189,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+
+
+def without_chunks(cycle: RequestResponseCycle) -> Send:
+    """The `send` for HTTP/1.0, which knows no chunks: an answer of unknown length ends with its connection."""
+    send_as_told, has_length = cycle.send, False
+
+    async def send(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send_as_told(message)
+
+    return send
 
 
 class DrainingServer(uvicorn.Server):

@@ -126,6 +126,28 @@ async def test_requests_one_after_the_other_share_a_connection(gateway):
     assert answer.count(b"HTTP/1.1 200 OK") == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
+    gateway, worker, stream
+):
+    """Also where it asks to keep the connection: nothing else would end a stream."""
+    body = json.dumps(make_body(stream=stream)).encode()
+    answer = await talk(
+        gateway,
+        b"POST /v1/chat/completions HTTP/1.0\r\nconnection: keep-alive\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body),
+    )
+    head, _, said = answer.partition(b"\r\n\r\n")
+    assert b" 200 OK" in head
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    if stream:
+        assert said.startswith(b"data: {")
+        assert said.endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(said)["choices"][0]["message"]["content"] == "Hello you"
+
+
 async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
     body = json.dumps(make_body("x" * 60_000)).encode()
     first = (
