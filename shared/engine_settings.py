@@ -55,7 +55,8 @@ class EngineSettings(Group):
         description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
-        default="none", description="Weights of the decoder."
+        default="none",
+        description="Weights of the decoder; with CPU kernels the vision tower's are int8 then.",
     )
     max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Sequences that share a step.")
     max_num_batched_tokens: int = Field(

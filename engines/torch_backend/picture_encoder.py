@@ -15,7 +15,9 @@ from engines.base import ImageInput, SequenceFailure
 from engines.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.attention import Span
 from engines.torch_backend.encoder_cache import EncoderCache, PictureKey
-from engines.torch_backend.models.encoding_run import EncodingRun
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels
+from engines.torch_backend.kernels_cpp.tower import cpu_maps
+from engines.torch_backend.models.encoding_run import EncodingRun, encode, plain_maps
 from engines.torch_backend.models.llava import Llava, PictureSlots
 from shared.protocol import Priority
 
@@ -33,9 +35,13 @@ class PictureEncoder:
         max_batch: int,
         device: torch.device,
         dtype: torch.dtype,
+        kernels: CpuKernels | None = None,
     ) -> None:
+        """`kernels` compute tower and projector where there are some."""
         self.cache = cache
         self._model = model
+        self._maps = plain_maps(model) if kernels is None else cpu_maps(model, kernels, dtype)
+        self._has_kernels = kernels is not None
         self._max_batch = max_batch
         self._device = device
         self._dtype = dtype
@@ -79,6 +85,12 @@ class PictureEncoder:
         )
         return vision_s, deferred, unready
 
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pictures at once, cache aside. Shapes: (B, 3, size, size); returns (B, P, C)."""
+        return (
+            encode(self._maps, pixels) if self._has_kernels else self._model.encode_images(pixels)
+        )
+
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[PictureSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
         slots = []
@@ -118,7 +130,7 @@ class PictureEncoder:
         pictures = list(missing.items())
         for start in range(0, len(pictures), self._max_batch):
             part = pictures[start : start + self._max_batch]
-            features = self._model.encode_images(self._pixels([image for _, image in part]))
+            features = self.encode(self._pixels([image for _, image in part]))
             for (key, _), picture in zip(part, features, strict=True):
                 # a copy of its own, so that evicting one picture frees its memory
                 self.cache.put(key, picture.clone())
@@ -132,7 +144,7 @@ class PictureEncoder:
         """Go on with the picture that was begun, if it is still wanted; returns the one that is done with."""
         if self._begun is None or self._begun[0] not in missing:
             key, image = next(iter(missing.items()))
-            run = EncodingRun(self._model, self._pixels([image]), TOKENS_PER_PART)
+            run = EncodingRun(self._maps, self._pixels([image]), TOKENS_PER_PART)
             self._begun = key, run
         key, run = self._begun
         started = before = time.perf_counter()

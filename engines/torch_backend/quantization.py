@@ -1,8 +1,8 @@
 """Weight-only quantization of the decoder's linears: int8 per output channel, int4 per group of inputs.
 
 Used by the loader. A scheme is two functions: `quantize_state_dict` turns weights into what `swap_linears`
-puts in the place of `nn.Linear`. Embeddings, output head, vision tower and projector keep their precision, and
-so does a linear whose width no group divides.
+puts in the place of `nn.Linear`. Embeddings, output head, vision tower and projector keep their precision (CPU
+kernels have the last two in int8, see `pack_tower`), and so does a linear whose width no group divides.
 
 Shape letters: K inputs, N outputs, G groups of inputs.
 """

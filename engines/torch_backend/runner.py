@@ -42,7 +42,7 @@ class TorchRunner:
     ) -> None:
         """Take a loaded model and allocate its caches. `num_threads` 0 leaves torch's choice.
 
-        `kernels` are those that the model was loaded for; they compute its decoder.
+        `kernels` are those that the model was loaded for; they compute it.
 
         `free_before_load` is the memory that was free before the weights came, in bytes: pages of mapped ones
         count as free still.
@@ -78,7 +78,7 @@ class TorchRunner:
         )
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
-            self.model, self._encoder_cache, config.max_images_per_step, device, dtype
+            self.model, self._encoder_cache, config.max_images_per_step, device, dtype, kernels
         )
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
-from engines.torch_backend.kernels_cpp.packed_linear import pack_linears
+from engines.torch_backend.kernels_cpp.packed_linear import pack_linears, pack_tower
 from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
@@ -30,8 +30,8 @@ class ModelTooLarge(Exception):
 class WeightReader:
     """Reads tensors to a device, and quantizes those that a scheme applies to.
 
-    `dtype` None keeps every tensor's own; so do the decoder's matrices of the types in `kept`, which C++ kernels
-    read as they are stored. `quantize_s` is the part of the time that went into quantizing.
+    `dtype` None keeps every tensor's own; so do matrices of the types in `kept`, which C++ kernels read as they are
+    stored. `quantize_s` is the part of the time that went into quantizing.
     """
 
     def __init__(
@@ -64,10 +64,9 @@ class WeightReader:
 
 
 def dtype_as_kept(stored: StoredTensor, kept: frozenset[torch.dtype]) -> torch.dtype | None:
-    """The type of a matrix of the decoder that is used as it is stored; None for what is converted."""
-    is_decoder = not any(part in stored.name for part in ("vision_tower", "multi_modal_projector"))
-    is_kept = is_decoder and len(stored.shape) == 2 and stored.float_dtype in kept
-    return stored.float_dtype if is_kept else None
+    """The type of a matrix that is used as it is stored; None for what is converted."""
+    is_matrix = len(stored.shape) == 2 and "position_embedding" not in stored.name
+    return stored.float_dtype if is_matrix and stored.float_dtype in kept else None
 
 
 def load_model(
@@ -83,7 +82,8 @@ def load_model(
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
-    `kernels`, the decoder's weights are in the forms that these read, and `CpuDecoder` computes it.
+    `kernels`, matrices are in the forms that these read, and `CpuDecoder` and `cpu_maps` compute with them; tower and
+    projector are in int8 then, if the decoder is in few bits.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_tensors(directory)
@@ -104,6 +104,8 @@ def load_model(
     started = time.perf_counter()
     if kernels is not None:
         pack_linears(model, kernels, dtype)
+        if form is not None:
+            pack_tower(model, kernels)
     elif form is not None:
         form.prepare(model)
     if scheme is not None and seconds is not None:

@@ -27,7 +27,12 @@ class Ours:
     """The engine in one precision."""
 
     def __init__(
-        self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int
+        self,
+        checkpoint: Path,
+        precision: str,
+        num_threads: int,
+        max_batch_size: int,
+        device: str = "cpu",
     ) -> None:
         """Load and warm up. Raises: what loading raises."""
         is_dtype = precision in ("float32", "bfloat16")
@@ -40,7 +45,7 @@ class Ours:
         )
         spec = EngineSpec(
             model=str(checkpoint),
-            device="cpu",
+            device=device,
             dtype=precision if is_dtype else "auto",
             quantization="none" if is_dtype else precision,
             num_threads=num_threads,
@@ -50,6 +55,7 @@ class Ours:
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self._engine, self._runner = engine, engine.runner
+        self._device = torch.device(device)
         self._config = engine.runner.model.config
         self._num_context = self._config.tokens_per_image + NUM_TEXT_TOKENS
         self._generator = torch.Generator().manual_seed(0)
@@ -79,10 +85,12 @@ class Ours:
 
     def picture(self) -> float:
         """As the runner encodes it, cache aside."""
-        pixels = self._pixels()[None]
+        pixels = self._pixels()[None].to(self._device, self._runner._dtype)
         started = time.perf_counter()
         with torch.inference_mode():
-            self._runner.model.encode_images(pixels)
+            self._runner._pictures.encode(pixels)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
 
     def first_token(self) -> float:
@@ -100,9 +108,17 @@ class Ours:
             EngineRequest(self._next_id(), last.prompt_token_ids, last.sampling, last.images)
         )
 
-    def _run(self, request: EngineRequest) -> float:
+    def serve(self, batch_size: int, num_steps: int) -> float:
+        """All added at once."""
+        requests = [
+            self._request(NUM_TEXT_TOKENS, num_steps, with_picture=True) for _ in range(batch_size)
+        ]
+        return self._run(*requests)
+
+    def _run(self, *requests: EngineRequest) -> float:
         started = time.perf_counter()
-        self._engine.add(request)
+        for request in requests:
+            self._engine.add(request)
         while self._engine.has_work():
             for output in self._engine.step():
                 assert output.error is None, output.error
@@ -145,8 +161,8 @@ class _SkippingRunner:
 def _fill_with_noise(runner: TorchRunner) -> None:
     """Untouched memory is one page of zeros, read from the cache; and it could be anything."""
     pool, text = runner._kv_pool, runner.model.config.text
-    slots = torch.arange(pool.num_blocks * pool.block_size)
+    slots = torch.arange(pool.num_blocks * pool.block_size, device=runner._device)
     shape = (len(slots), text.num_kv_heads, text.head_dim)
-    noise = torch.randn(shape).to(runner._dtype)
+    noise = torch.randn(shape).to(runner._device, runner._dtype)
     for layer in range(text.num_layers):
         pool.write(layer, slots, noise, noise)

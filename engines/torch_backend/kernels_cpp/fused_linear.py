@@ -1,4 +1,4 @@
-"""Linear maps of a decoder layer with what is around them, each group in one call of a C++ kernel.
+"""Linear maps of one input with what is around them, each group in one call of a C++ kernel.
 
 A group's slow twin is the modules themselves. Which computes is decided here: integers always go to the kernel,
 floating-point weights as long as it is faster than torch over weights widened strip by strip.
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Before, Product, Weights
 from engines.torch_backend.kernels_cpp.packed_linear import PackedLinear
+from engines.torch_backend.models.activation import quick_gelu
 from engines.torch_backend.models.llama import RMSNorm
 
 #: Tokens up to which the kernel beats torch over the same floating-point weights: measured on AVX2. On AVX-512 torch
@@ -24,7 +25,7 @@ _STRIP_WEIGHTS = 1 << 21  # eight MB in float32
 
 
 class FusedLinear:
-    """Linear maps of one input, side by side, with a norm or a gate before them."""
+    """Linear maps of one input, side by side, with a norm, a gate or an activation before them."""
 
     def __init__(
         self,
@@ -33,12 +34,15 @@ class FusedLinear:
         dtype: torch.dtype,
         norm: RMSNorm | None = None,
         gate: Callable[[Tensor], Tensor] | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """`dtype` is that of torch's products. `gate`: inputs are pairs (g, u), and gate(g) * u is multiplied."""
         self._modules = modules
         self._dtype = dtype
         self._norm = norm
         self._gate = gate
+        self._activation = activation
+        self._is_prepared = False  # by the kernel
         self._product: Product | None = None
         self._max_tokens = 0
         weights = [_to_weights(module) for module in modules]
@@ -51,6 +55,9 @@ class FusedLinear:
             before, gain, eps = Before.RMS_NORM, norm.weight.float(), norm.eps
         elif gate is F.silu:
             before = Before.SILU_GATE
+        elif activation is quick_gelu:
+            before = Before.QUICK_GELU
+        self._is_prepared = before is not Before.NOTHING
         self._product = Product(kernels.library, usable, kernels.bits, before, gain, eps)
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
@@ -58,9 +65,7 @@ class FusedLinear:
         if self._product is None or x.shape[0] > self._max_tokens:
             y = self._by_torch(self._prepare(x))
             return y if add_to is None else add_to.add_(y)
-        if self._gate is not None and self._gate is not F.silu:
-            x = self._prepare(x)
-        return self._product(x, add_to)
+        return self._product(x if self._is_prepared else self._prepare(x), add_to)
 
     def _prepare(self, x: Tensor) -> Tensor:
         if self._norm is not None:
@@ -68,7 +73,7 @@ class FusedLinear:
         if self._gate is not None:
             gated, factor = x.chunk(2, dim=1)
             return self._gate(gated) * factor
-        return x
+        return x if self._activation is None else self._activation(x)
 
     def _by_torch(self, x: Tensor) -> Tensor:
         x = x.to(self._dtype)

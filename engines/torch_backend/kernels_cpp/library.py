@@ -39,6 +39,7 @@ class Before(IntEnum):
     NOTHING = 0
     RMS_NORM = 1
     SILU_GATE = 2
+    QUICK_GELU = 3
 
 
 class LinearStruct(ctypes.Structure):

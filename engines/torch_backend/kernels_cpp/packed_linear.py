@@ -16,6 +16,7 @@ from engines.torch_backend.kernels_cpp.packing import (
     unpack_int4,
     unpack_int8,
 )
+from engines.torch_backend.quantization import SCHEMES
 from engines.torch_backend.quantized_linear import (
     Int4Linear,
     Int8Linear,
@@ -84,6 +85,31 @@ def pack_linears(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) -> N
         else:
             module.to(dtype)
             module.prepare()
+
+
+def pack_tower(model: nn.Module, kernels: CpuKernels) -> None:
+    """Linears of tower and projector in int8, one after another: what they were is dropped."""
+    if Kind.INT8 not in kernels.kinds:
+        return
+    names = [name for name, module in model.named_modules() if _is_of_tower(name, module)]
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, PackedLinear(_to_int8(linear)))
+
+
+def _is_of_tower(name: str, module: nn.Module) -> bool:
+    is_part = name.startswith(("vision_tower.", "multi_modal_projector."))
+    return is_part and isinstance(module, nn.Linear)
+
+
+def _to_int8(linear: nn.Linear) -> Int8Linear:
+    quantized = Int8Linear(tuple(linear.weight.shape), linear.bias, torch.float32)
+    weight = linear.weight.detach()  # or the scales would keep all that they were computed of
+    parts = SCHEMES["int8"].quantize(weight, torch.float32)
+    quantized.load_state_dict(parts, assign=True, strict=False)
+    return quantized
 
 
 def _kinds(linear: QuantizedLinear) -> set[Kind]:

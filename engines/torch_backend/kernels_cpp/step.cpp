@@ -1,4 +1,4 @@
-// The linear maps of a decoder with what is around them: a norm or a gate before, an addition after. One team of
+// Linear maps with what is around them: a norm, a gate or an activation before, an addition after. One team of
 // threads for each call from Python.
 #include <omp.h>
 
@@ -9,7 +9,7 @@
 #include "linear.h"
 #include "vectors.h"
 
-enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE };
+enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE, QUICK_GELU };
 
 // One call's inputs. Mirrored by `StepStruct` in library.py.
 struct Step {
@@ -50,6 +50,15 @@ void gate(const float* x, int64_t width, float* out) {
     for (; i < width; i++) out[i] = x[i] / (1.0f + std::exp(-x[i])) * factor[i];
 }
 
+void quick_gelu(const float* x, int64_t width, float* out) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const Floats value = load(x + i);
+        store(out + i, value / (1.0f + exp(value * -1.702f)));
+    }
+    for (; i < width; i++) out[i] = x[i] / (1.0f + std::exp(-1.702f * x[i]));
+}
+
 // Room that a calling thread keeps from call to call.
 struct Workspace {
     std::vector<float> inputs;
@@ -85,6 +94,7 @@ class Product {
         float* into = room_.inputs.data() + token * width;
         if (step_.before == RMS_NORM) normalize(step_.x + token * width, step_.gain, step_.eps, width, into);
         if (step_.before == SILU_GATE) gate(step_.x + token * 2 * width, width, into);
+        if (step_.before == QUICK_GELU) quick_gelu(step_.x + token * width, width, into);
         if (linear_.kind < INT8) return;
         const int64_t num_groups = integers_.num_groups, place = token * num_groups;
         char* integers = (char*)room_.integers.data() + place * linear_.group * (step_.bits / 8);

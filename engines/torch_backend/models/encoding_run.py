@@ -1,26 +1,89 @@
 """Pictures on their way through tower and projector, in parts: beside running streams nobody waits for a whole one.
 
-Used by the picture encoder; `Llava.encode_images` does the same at once. It must not know caches or clocks.
+Used by the picture encoder. What a part is computed by are `PictureMaps`: of a loaded model, the plain ones here, its
+slow twin. It must not know caches or clocks.
+
+Shape letters: B pictures, T tokens of a picture, t of them in a part, P patches, C channels.
 """
 
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.vision import VisionTower, mix_values, split_heads
+
+
+class BlockMaps(Protocol):
+    """What a block of the tower does to each token by itself."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """Norm; queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
+        ...
+
+    def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The stream with what attention gave. Shapes: (B, t, C), kept."""
+        ...
+
+    def add_feed(self, x: Tensor) -> Tensor:
+        """The stream after the feed-forward part. Shapes: (B, t, C), kept."""
+        ...
+
+
+class PlainBlock:
+    """As the modules compute it."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    def project(self, x: Tensor) -> Tensor:
+        """Norm; queries, keys and values."""
+        return self._block.attn.in_proj(self._block.ln_1(x))
+
+    def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The stream with what attention gave."""
+        return x + self._block.attn.out_proj(mixed)
+
+    def add_feed(self, x: Tensor) -> Tensor:
+        """The stream after the feed-forward part."""
+        return x + self._block.mlp(self._block.ln_2(x))
+
+
+@dataclass(frozen=True, slots=True)
+class PictureMaps:
+    """What a picture goes through. `blocks` are the tower's, in order."""
+
+    tower: VisionTower
+    blocks: Sequence[BlockMaps]
+    projector: Callable[[Tensor], Tensor]
+
+
+def plain_maps(model: Llava) -> PictureMaps:
+    """The model's modules."""
+    tower = model.vision_tower
+    blocks = [PlainBlock(block) for _, block in tower.blocks]
+    return PictureMaps(tower, blocks, model.multi_modal_projector)
+
+
+def encode(maps: PictureMaps, pixels: Tensor) -> Tensor:
+    """Pictures at once. Shapes: (B, 3, size, size); returns (B, P, C)."""
+    run = EncodingRun(maps, pixels, maps.tower.num_tokens)
+    while not run.is_done:
+        run.advance()
+    return run.features
 
 
 class EncodingRun:
     """`advance` until it `is_done`; then `features` are there. A part is one product of so many tokens."""
 
-    def __init__(self, model: Llava, pixels: Tensor, tokens_per_part: int) -> None:
+    def __init__(self, maps: PictureMaps, pixels: Tensor, tokens_per_part: int) -> None:
         """Shapes: pixels (B, 3, size, size)."""
         self.is_done = False
         self.features = torch.empty(0)  #: (B, P, C) in the end
-        self._model = model
+        self._maps = maps
         self._size = tokens_per_part
         self._parts = self._compute(pixels)
         next(self._parts)
@@ -33,10 +96,10 @@ class EncodingRun:
 
     def _compute(self, pixels: Tensor) -> Iterator[None]:
         yield
-        tower = self._model.vision_tower
+        tower = self._maps.tower
         x = tower.embed(pixels)
         read: dict[int, Tensor] = {}
-        for number, block in tower.blocks:
+        for number, block in enumerate(self._maps.blocks, start=1):
             x = yield from self._attend(block, x)
             x = yield from self._feed(block, x)
             if number in tower.block_numbers:
@@ -44,32 +107,32 @@ class EncodingRun:
         projected = []
         for piece in tower.select(read).split(self._size, dim=1):
             yield
-            projected.append(self._model.multi_modal_projector(piece))
-        self.features = torch.cat(projected, dim=1)
+            projected.append(self._maps.projector(piece))
+        self.features = _joined(projected).to(pixels.dtype)
 
-    def _attend(self, block: Any, x: Tensor) -> Generator[None, None, Tensor]:
-        """A block's attention. Shapes: (B, T, width), kept."""
-        attention = block.attn
-        inputs = []
-        for piece in x.split(self._size, dim=1):
+    def _attend(self, block: BlockMaps, x: Tensor) -> Generator[None, None, Tensor]:
+        """A block's attention. Shapes: (B, T, C), kept."""
+        pieces = x.split(self._size, dim=1)
+        projected = []
+        for piece in pieces:
             yield
-            normed = block.ln_1(piece)
-            inputs.append(
-                functional.linear(normed, attention.in_proj_weight, attention.in_proj_bias)
-            )
-        heads = torch.cat(inputs, dim=1).unflatten(-1, (3, attention.num_heads, -1))
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # (B, heads, T, head width) each
+            projected.append(block.project(piece))
+        queries, keys, values = split_heads(_joined(projected), self._maps.tower.num_heads)
         outputs = []
-        for piece in queries.split(self._size, dim=2):
+        for piece, part in zip(pieces, queries.split(self._size, dim=2), strict=True):
             yield
-            mixed = functional.scaled_dot_product_attention(piece, keys, values)
-            outputs.append(attention.out_proj(mixed.transpose(1, 2).flatten(2)))
-        return x + torch.cat(outputs, dim=1)
+            outputs.append(block.add_mixed(piece, mix_values(part, keys, values)))
+        return _joined(outputs)
 
-    def _feed(self, block: Any, x: Tensor) -> Generator[None, None, Tensor]:
-        """A block's feed-forward part. Shapes: (B, T, width), kept."""
+    def _feed(self, block: BlockMaps, x: Tensor) -> Generator[None, None, Tensor]:
+        """A block's feed-forward part. Shapes: (B, T, C), kept."""
         outputs = []
         for piece in x.split(self._size, dim=1):
             yield
-            outputs.append(piece + block.mlp(block.ln_2(piece)))
-        return torch.cat(outputs, dim=1)
+            outputs.append(block.add_feed(piece))
+        return _joined(outputs)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Pieces along the tokens; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from open_clip.transformer import LayerNorm, VisionTransformer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engines.torch_backend.models.activation import ACTIVATIONS
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
@@ -29,6 +30,34 @@ class Activation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: any, kept."""
         return self.function(x)
+
+
+class TowerAttention(nn.Module):
+    """What open_clip's blocks do in `attn`, with modules for linear maps, which others may stand in for."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.in_proj = nn.Linear(width, 3 * width)  # queries, keys, values
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (B, T, C), kept."""
+        queries, keys, values = split_heads(self.in_proj(x), self.num_heads)
+        return self.out_proj(mix_values(queries, keys, values))
+
+
+def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys, values. Shapes: (B, T, 3 C); returns three (B, heads, T, C / heads)."""
+    by_head = projected.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    queries, keys, values = by_head.unbind(0)
+    return queries, keys, values
+
+
+def mix_values(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of some queries to everything. Shapes: (B, heads, t, D), (B, heads, T, D); returns (B, t, C)."""
+    mixed = F.scaled_dot_product_attention(queries, keys, values)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
@@ -58,6 +87,8 @@ class VisionTower(nn.Module):
         super().__init__()
         self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
         self.with_class_token = with_class_token
+        self.num_heads = config.num_heads
+        self.num_tokens = config.num_patches + 1  #: of a picture, T
         self.clip = VisionTransformer(
             image_size=config.image_size,
             patch_size=config.patch_size,
@@ -68,8 +99,10 @@ class VisionTower(nn.Module):
             mlp_ratio=(config.intermediate_size + 0.5) / config.hidden_size,
             act_layer=partial(Activation, config.hidden_act),
             norm_layer=partial(LayerNorm, eps=config.layer_norm_eps),
-            block_type="custom",  # its blocks call scaled_dot_product_attention
+            block_type="custom",  # its blocks have their attention in `attn`
         )
+        for _, block in self.blocks:
+            block.attn = TowerAttention(config.hidden_size, config.num_heads)
         # what follows the last layer serves CLIP's own picture-text score
         self.clip.ln_post = nn.Identity()
         self.clip.proj = None
@@ -125,7 +158,7 @@ _UNREAD = ("post_layernorm.", "embeddings.position_ids")
 def open_clip_name(name: str) -> str | None:
     """open_clip's name of a Hugging Face CLIP vision parameter, without prefixes.
 
-    Query, key and value projections have one name together, `attn.in_proj_*`. None: of no use here.
+    Query, key and value projections have one name together, `attn.in_proj.*`. None: of no use here.
     Raises: UnsupportedCheckpoint on a name that CLIP does not have.
     """
     if name in _NAMES:
@@ -137,7 +170,7 @@ def open_clip_name(name: str) -> str | None:
         raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
     block, module, kind = match.groups()
     if module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        return f"transformer.resblocks.{block}.attn.in_proj_{kind}"
+        return f"transformer.resblocks.{block}.attn.in_proj.{kind}"
     if module not in _BLOCK_NAMES:
         raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
     return f"transformer.resblocks.{block}.{_BLOCK_NAMES[module]}.{kind}"
@@ -154,7 +187,7 @@ def map_vision_weights(weights: dict[str, Tensor], num_blocks: int) -> dict[str,
         block = _BLOCK.match(name)
         if target is None or (block and int(block.group(1)) >= num_blocks):
             continue
-        if ".in_proj_" not in target:
+        if ".in_proj." not in target:
             mapped[target] = tensor
         elif target not in mapped:
             mapped[target] = _joined_projections(weights, name)

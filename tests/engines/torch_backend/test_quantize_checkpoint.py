@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode, load_kernels
 from engines.torch_backend.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_config
@@ -21,21 +22,31 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(directory: Path, scheme: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Llava:
-    chosen = SCHEMES[scheme] if scheme else None
-    return load_model(directory, read_config(directory), torch.device("cpu"), dtype, chosen)
+def load(
+    directory: Path,
+    scheme: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: CpuKernels | None = None,
+) -> Llava:
+    chosen, config = SCHEMES[scheme] if scheme else None, read_config(directory)
+    return load_model(directory, config, torch.device("cpu"), dtype, chosen, kernels=kernels)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 31, 50_000])
+@pytest.mark.parametrize("mode", ["off", "fast"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_saved_and_loaded_again_it_is_what_loading_makes_of_the_original(
-    tiny: Path, tmp_path: Path, scheme: str, max_shard_bytes: int
+    tiny: Path, tmp_path: Path, scheme: str, mode: Mode, max_shard_bytes: int
 ) -> None:
+    kernels = load_kernels(mode)
     before, after = quantize_checkpoint(
         tiny, tmp_path / "q", scheme, max_shard_bytes=max_shard_bytes
     )
 
-    expected, found = load(tiny, scheme).state_dict(), load(tmp_path / "q").state_dict()
+    expected, found = (
+        model.state_dict()
+        for model in (load(tiny, scheme, kernels=kernels), load(tmp_path / "q", kernels=kernels))
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert after < before

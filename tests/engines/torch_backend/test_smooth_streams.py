@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.engine import BatchingEngine
-from engines.torch_backend.models.encoding_run import EncodingRun
+from engines.torch_backend.models.encoding_run import EncodingRun, plain_maps
 from engines.torch_backend.picture_encoder import TOKENS_PER_PART
 from shared.protocol import Priority
 from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
@@ -18,7 +18,7 @@ def make_run(pixels: torch.Tensor | None = None, tokens_per_part: int = TOKENS_P
     size = PAIR.config.vision.image_size
     if pixels is None:
         pixels = torch.zeros(1, 3, size, size)
-    return EncodingRun(PAIR.ours, pixels, tokens_per_part)
+    return EncodingRun(plain_maps(PAIR.ours), pixels, tokens_per_part)
 
 
 def count_parts(run: EncodingRun) -> int:

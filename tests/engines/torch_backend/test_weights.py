@@ -263,10 +263,12 @@ print((peak() - before) / sum(value.nbytes for value in weights))
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """370 MB of weights."""
+    """370 MB of weights, a quarter of them the tower's."""
     directory = tmp_path_factory.mktemp("weights") / "large"
-    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
-    make_checkpoint("tiny", directory, changes={"text_config": text})
+    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5}
+    changes = {"text_config": text, "vision_config": vision}
+    make_checkpoint("tiny", directory, changes=changes)
     return directory
 
 
@@ -277,6 +279,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bfloat16", "none", "off"),
         ("bfloat16", "int4", "off"),
         ("float32", "int4", "fast"),
+        ("float32", "int8", "fast"),
     ],
 )
 def test_memory_peaks_little_above_the_model(
