@@ -69,6 +69,7 @@ def bench_peers(
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each system.")] = 2,
+    device: Annotated[str, typer.Option(help="cpu, or cuda without llama.cpp.")] = "cpu",
     results: Annotated[
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
@@ -83,6 +84,7 @@ def bench_peers(
         workloads=tuple(workloads.split(",")),
         rounds=rounds,
         num_threads=threads,
+        device=device,
         results=results,
         plots=plots,
     )

@@ -35,7 +35,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """A second of reading and multiplying."""
     cpu = cpu_name()
     return Machine(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        device=device_name(device),
         cpu=cpu,
         num_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
@@ -43,6 +43,11 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
         bytes_per_s=_measure_bandwidth(device),
         flops_per_s=_measure_arithmetic(device, dtype),
     )
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -23,14 +23,17 @@ _MAX_STEPS = 128
 class HuggingFace:
     """The model in one precision, with one kind of cache."""
 
-    def __init__(self, checkpoint: Path, precision: str, mode: str, num_threads: int) -> None:
+    def __init__(
+        self, checkpoint: Path, precision: str, mode: str, num_threads: int, device: str = "cpu"
+    ) -> None:
         """Load. Raises: what transformers raises."""
         torch.set_num_threads(num_threads)
+        self._device = torch.device(device)
         self._dtype = getattr(torch, precision)
         self._config = read_config(checkpoint)
         disable_progress_bar()
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=self._dtype)
-        self._model = model.eval()
+        self._model = model.eval().to(self._device)  # pyright: ignore[reportArgumentType]
         self._is_static: dict[int, bool] = {}  # by batch size, where it is known
         self._is_compiled = mode == "compiled"
         self._step: Any = torch.compile(model.forward) if self._is_compiled else model.forward
@@ -47,7 +50,7 @@ class HuggingFace:
 
     def _decode(self, batch_size: int, num_steps: int, is_static: bool) -> float:
         cache = self._filled_cache(batch_size, is_static)
-        token_ids = torch.full((batch_size, 1), 5)
+        token_ids = torch.full((batch_size, 1), 5, device=self._device)
         token_ids = self._next_tokens(token_ids, cache)  # unmeasured: the first one may compile
         started = time.perf_counter()
         for _ in range(num_steps):
@@ -68,25 +71,48 @@ class HuggingFace:
         pixels = self._pixels()
         started = time.perf_counter()
         self._model.get_image_features(pixel_values=pixels)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
 
     @torch.inference_mode()
     def first_token(self) -> float:
         """One forward pass with the picture."""
-        slots = torch.full((1, self._config.tokens_per_image), self._config.image_token_id)
-        token_ids = torch.cat([slots, self._text(NUM_TEXT_TOKENS)], dim=1)
-        pixels = self._pixels()
+        inputs = self._prompts(1)
         started = time.perf_counter()
-        self._first(input_ids=token_ids, pixel_values=pixels)
+        self._first(**inputs)
         return time.perf_counter() - started
 
     def repeat(self) -> float:
         """Nothing is remembered between calls of `generate`: the same as a new picture."""
         return self.first_token()
 
-    def _first(self, **inputs: Tensor) -> int:
-        output = self._model(**inputs, logits_to_keep=1)
-        return int(output.logits[0, -1].argmax())
+    @torch.inference_mode()
+    def serve(self, batch_size: int, num_steps: int) -> float:
+        """One batch, which nobody joins or leaves, with the static cache: the best that it can do."""
+        inputs = self._prompts(batch_size)
+        cache = self._static_cache(num_steps)
+        started = time.perf_counter()
+        token_ids = self._first(**inputs, past_key_values=cache)
+        for _ in range(num_steps - 1):
+            token_ids = self._next_tokens(token_ids, cache)
+        return time.perf_counter() - started
+
+    def _first(self, **inputs: Any) -> Tensor:
+        logits = self._model(**inputs, logits_to_keep=1).logits
+        next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+        next_ids.tolist()
+        return next_ids
+
+    def _prompts(self, batch_size: int) -> dict[str, Tensor]:
+        """A new picture and text for each."""
+        shape = (batch_size, self._config.tokens_per_image)
+        slots = torch.full(shape, self._config.image_token_id, device=self._device)
+        text = self._text(NUM_TEXT_TOKENS, batch_size)
+        return {
+            "input_ids": torch.cat([slots, text], dim=1),
+            "pixel_values": self._pixels(batch_size),
+        }
 
     def _next_tokens(self, token_ids: Tensor, cache: DynamicCache | StaticCache) -> Tensor:
         logits = self._step(input_ids=token_ids, past_key_values=cache).logits
@@ -97,18 +123,23 @@ class HuggingFace:
     def _filled_cache(self, batch_size: int, is_static: bool) -> DynamicCache | StaticCache:
         text, cache = self._config.text, DynamicCache(config=self._model.config)
         if is_static:
-            length = self._num_context + _MAX_STEPS
-            cache = StaticCache(config=self._model.config, max_cache_len=length)
+            cache = self._static_cache(_MAX_STEPS)
         shape = (batch_size, text.num_kv_heads, self._num_context - 1, text.head_dim)
-        noise = torch.randn(shape, generator=self._generator).to(self._dtype)
+        noise = torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
         for layer in range(text.num_layers):
             cache.update(noise.clone(), noise.clone(), layer)
         return cache
 
-    def _text(self, count: int) -> Tensor:
-        high = self._config.text.vocab_size - 64
-        return torch.randint(3, high, (1, count), generator=self._generator)
+    def _static_cache(self, num_steps: int) -> StaticCache:
+        length = self._num_context + num_steps
+        return StaticCache(config=self._model.config, max_cache_len=length)
 
-    def _pixels(self) -> Tensor:
+    def _text(self, count: int, batch_size: int = 1) -> Tensor:
+        high = self._config.text.vocab_size - 64
+        ids = torch.randint(3, high, (batch_size, count), generator=self._generator)
+        return ids.to(self._device)
+
+    def _pixels(self, batch_size: int = 1) -> Tensor:
         size = self._config.vision.image_size
-        return torch.randn(1, 3, size, size, generator=self._generator).to(self._dtype)
+        pixels = torch.randn(batch_size, 3, size, size, generator=self._generator)
+        return pixels.to(self._device, self._dtype)

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 #: text tokens beside the picture, in `first_token` and in the length of every context
 NUM_TEXT_TOKENS = 32
 
-Task = Literal["decode", "prefill", "picture", "first_token", "repeat"]
+Task = Literal["decode", "prefill", "picture", "first_token", "repeat", "serve"]
 
 
 class Peer(Protocol):
@@ -36,27 +36,34 @@ class Peer(Protocol):
         """The last picture and text of `first_token` again."""
         ...
 
+    def serve(self, batch_size: int, num_steps: int) -> float:
+        """So many requests at once, each of a new picture and text, until each has so many tokens."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question. Decoding has a batch size and a number of steps."""
+    """A question. Decoding and serving have a batch size and a number of steps."""
 
     name: str
     task: Task
-    unit: Literal["tok/s", "ms"] = "ms"
+    unit: Literal["tok/s", "requests/s", "ms"] = "ms"
     batch_size: int = 1
     num_steps: int = 0
 
     @property
     def arguments(self) -> dict[str, int]:
         """Of the task's function."""
-        is_decode = self.task == "decode"
-        return {"batch_size": self.batch_size, "num_steps": self.num_steps} if is_decode else {}
+        if not self.num_steps:
+            return {}
+        return {"batch_size": self.batch_size, "num_steps": self.num_steps}
 
     def value(self, seconds: float, num_context: int) -> float:
         """An answer in the unit. `num_context`: tokens of a picture prompt."""
         if self.unit == "ms":
             return seconds * 1e3
+        if self.unit == "requests/s":
+            return self.batch_size / seconds
         num_tokens = self.batch_size * self.num_steps if self.task == "decode" else num_context
         return num_tokens / seconds
 
@@ -71,8 +78,12 @@ WORKLOADS = {
         Workload("picture", "picture"),
         Workload("first-token", "first_token"),
         Workload("repeat", "repeat"),
+        Workload("serve-64", "serve", "requests/s", 64, 128),
     )
 }
+
+#: Those for a machine whose every step takes a second; `serve-64` takes such a one an hour.
+CPU_WORKLOADS = tuple(name for name in WORKLOADS if name != "serve-64")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,20 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
-from engines.bench.machine import cpu_name
+from engines.bench.machine import device_name
 from engines.bench.peers.fleet import Fleet, PeerFailure
 from engines.bench.peers.install import LLAMA_CPP_VERSION
-from engines.bench.peers.peer import NUM_TEXT_TOKENS, WORKLOADS, SystemName, Workload
+from engines.bench.peers.peer import (
+    CPU_WORKLOADS,
+    NUM_TEXT_TOKENS,
+    WORKLOADS,
+    SystemName,
+    Workload,
+)
 from engines.bench.peers.plot import write_plots
 from engines.bench.peers.report import TABLE_WIDTH, show
 from engines.bench.peers.results import Result, Results
@@ -31,9 +38,10 @@ class PeerOptions:
 
     model: Path | None
     systems: tuple[str, ...]
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    workloads: tuple[str, ...] = CPU_WORKLOADS
     rounds: int = 3
     num_threads: int = 2
+    device: str = "cpu"
     folder: Path = Path(".cache/peers")
     results: Path | None = None
     plots: Path | None = None
@@ -49,6 +57,10 @@ class Comparison:
             raise ValueError(f"workloads are {', '.join(WORKLOADS)}")
         self.options = options
         self.systems = [SystemName.parse(name) for name in options.systems]
+        is_for_llama_cpp = options.device == "cpu" and set(options.workloads) <= set(CPU_WORKLOADS)
+        if not is_for_llama_cpp and any(s.maker == "llama.cpp" for s in self.systems):
+            message = "llama.cpp computes on the CPU here, and one picture at a time"
+            raise ValueError(f"{message}; leave it out of --systems")
         self.workloads = [WORKLOADS[name] for name in options.workloads]
         self.checkpoint = options.model or _default_checkpoint(options.folder)
         self.num_context = read_config(self.checkpoint).tokens_per_image + NUM_TEXT_TOKENS
@@ -58,7 +70,7 @@ class Comparison:
         return {
             "model": self.checkpoint.name,
             "context": self.num_context,
-            "cpu": cpu_name(),
+            "device": device_name(torch.device(self.options.device)),
             "threads": self.options.num_threads,
             "torch": version("torch"),
             "transformers": version("transformers"),
@@ -70,6 +82,7 @@ class Comparison:
         options = {
             "checkpoint": str(self.checkpoint),
             "num_threads": self.options.num_threads,
+            "device": self.options.device,
             "max_batch_size": max(workload.batch_size for workload in self.workloads),
             "files": str(self.options.folder / "gguf" / self.checkpoint.name),
         }

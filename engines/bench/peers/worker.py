@@ -16,10 +16,11 @@ from engines.bench.peers.peer import Peer, SystemName
 def create_peer(system: SystemName, options: dict[str, Any]) -> Peer:
     """Load a system. Raises: what it raises."""
     checkpoint, num_threads = Path(options["checkpoint"]), options["num_threads"]
+    device = options["device"]
     if system.maker == "transformers":
         from engines.bench.peers.hugging_face import HuggingFace  # noqa: PLC0415
 
-        return HuggingFace(checkpoint, system.precision, system.mode, num_threads)
+        return HuggingFace(checkpoint, system.precision, system.mode, num_threads, device)
     max_batch_size = options["max_batch_size"]
     if system.maker == "llama.cpp":
         from engines.bench.peers.llama_cpp_peer import LlamaCpp  # noqa: PLC0415 - not installed with us
@@ -28,7 +29,7 @@ def create_peer(system: SystemName, options: dict[str, Any]) -> Peer:
         return LlamaCpp(checkpoint, system.precision, num_threads, max_batch_size, files)
     from engines.bench.peers.ours import Ours  # noqa: PLC0415
 
-    return Ours(checkpoint, system.precision, num_threads, max_batch_size)
+    return Ours(checkpoint, system.precision, num_threads, max_batch_size, device)
 
 
 def main() -> None:

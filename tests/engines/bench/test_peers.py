@@ -8,7 +8,7 @@ import pytest
 
 from engines.bench.peers.hugging_face import HuggingFace
 from engines.bench.peers.ours import Ours
-from engines.bench.peers.peer import WORKLOADS, SystemName
+from engines.bench.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
 from engines.bench.peers.plot import draw
 from engines.bench.peers.report import compare
 from engines.bench.peers.results import Result, Results
@@ -29,7 +29,7 @@ def make_result(system: str, workload: str, *values: float) -> Result:
     return Result(system, workload, WORKLOADS[workload].unit, list(values), "2026-11-21T00:00", 0.1)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.parametrize("workload", [WORKLOADS[name] for name in CPU_WORKLOADS], ids=str)
 def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
     ours = Ours(tiny, "float32", 1, max_batch_size=16)
     theirs = HuggingFace(tiny, "float32", "", 1)
@@ -56,6 +56,15 @@ def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
     assert seen == [[(length, 1)] * 4 for length in (47, 48, 49)]
 
 
+def test_requests_with_pictures_are_served_together(tiny):
+    ours = Ours(tiny, "float32", 1, max_batch_size=3)
+    assert ours.serve(batch_size=3, num_steps=4) > 0
+    stats = ours._engine.stats()
+    assert (stats.num_encoder_queries, stats.num_encoder_hits) == (3, 0)
+    assert stats.num_output_tokens == 12
+    assert HuggingFace(tiny, "float32", "", 1).serve(batch_size=3, num_steps=4) > 0
+
+
 def test_a_repeated_picture_is_found_and_a_new_one_is_not(tiny):
     ours = Ours(tiny, "float32", 1, max_batch_size=1)
     ours.first_token()
@@ -70,6 +79,7 @@ def test_values_are_tokens_of_all_sequences_or_milliseconds():
     assert WORKLOADS["decode-4"].value(2.0, 608) == 4 * 8 / 2
     assert WORKLOADS["prefill"].value(2.0, 608) == 304
     assert WORKLOADS["picture"].value(2.0, 608) == 2000
+    assert WORKLOADS["serve-64"].value(2.0, 608) == 32
 
 
 def test_a_command_measures_one_slice_and_keeps_the_others(tiny, tmp_path, capsys):
@@ -127,6 +137,11 @@ def test_a_plot_has_a_bar_for_each_system():
 def test_unknown_systems_are_named(name):
     with pytest.raises(ValueError, match=name):
         SystemName.parse(name)
+
+
+def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
+    with pytest.raises(SystemExit, match="leave it out of --systems"):
+        run(PeerOptions(tiny, ("llama.cpp:BF16",), device="cuda"), as_json=True)
 
 
 def test_a_wrong_workload_ends_with_the_reason(tiny):
