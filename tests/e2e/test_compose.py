@@ -43,7 +43,6 @@ def test_profiles_add_workers_with_the_real_engine(monkeypatch):
         assert service["image"] == "vlm-fleet:torch"
         assert service["build"]["args"]["ENGINE"] == "torch"
         assert service["networks"]["default"]["aliases"] == ["worker"]
-        assert service["read_only"]
     assert settings_of("worker-shapes", monkeypatch).engine.device == "auto"
     assert settings_of("worker-gpu", monkeypatch).engine.device == "cuda"
     [device] = SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
@@ -54,6 +53,35 @@ def test_ports_are_published_on_this_machine_only():
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_service_may_do_what_it_need_not(name):
+    service = SERVICES[name]
+    assert service["read_only"]
+    assert "/tmp" in service["tmpfs"]
+    assert service["cap_drop"] == ["ALL"]
+    assert "cap_add" not in service
+    assert "privileged" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    own = "build" in service  # the user of our image is named in it
+    assert own or service["user"] not in ("root", "0")
+
+
+def test_our_image_runs_without_root():
+    [*_, user] = re.findall(r"^USER (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
+    assert user == "vlm"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_says_whether_it_is_well(name):
+    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+
+
+def test_volumes_that_are_named_are_declared():
+    mounted = [volume for service in SERVICES.values() for volume in service.get("volumes", [])]
+    named = {volume.split(":")[0] for volume in mounted if not volume.startswith("./")}
+    assert named == set(COMPOSE["volumes"])
 
 
 def test_files_that_are_mounted_are_there():
