@@ -85,7 +85,7 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
 def make_load(wanted: Wanted) -> Result:
     """Load the server, or a fleet that lives as long as the test. Raises: LoadTestError."""
     if find_spec("locust") is None:
-        raise LoadTestError("Locust is not installed: pip install 'vlm-fleet[loadtest]'")
+        raise LoadTestError("Locust is not installed: pip install '.[loadtest]'")
     try:
         with nullcontext() if wanted.url else run_fleet(wanted.engine) as fleet:
             url = fleet.url if fleet else wanted.url

@@ -45,7 +45,7 @@ def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Trac
         spans = import_module("shared.spans")
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"VLM_TRACES__EXPORT: {error.name} is missing; pip install 'vlm-fleet[traces]'"
+            f"VLM_TRACES__EXPORT: {error.name} is missing; pip install '.[traces]'"
         ) from None
     return spans.Tracer(process, instance, package_version())
 

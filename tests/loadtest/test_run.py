@@ -157,7 +157,7 @@ def test_missing_locust_is_one_line(monkeypatch):
     monkeypatch.setattr("loadtest.run.find_spec", lambda name: None)
     done = CliRunner().invoke(vlm.app, ["loadtest", "--host", "http://127.0.0.1:9"])
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert "vlm-fleet[loadtest]" in done.stderr
+    assert "pip install '.[loadtest]'" in done.stderr
 
 
 @pytest.mark.parametrize(
