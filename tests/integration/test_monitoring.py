@@ -1,16 +1,32 @@
-"""Dashboard and alerts on a real Prometheus: every query finds what it asks for on a fleet under light load."""
+"""Dashboard and alerts on a real Prometheus: every query finds what it asks for on a fleet under light load.
+
+The panels are drawn from it into `.cache/dashboard`; DASHBOARD_SECONDS says for how long.
+"""
 
 import asyncio
 import json
+import math
+import os
 import subprocess
-from pathlib import Path
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 
 import httpx
 import pytest
 import yaml
+from PIL import Image
 
 from loadtest.fleet import free_port
+from tests.browser.chat_page import start_browser
 from tests.factories_pictures import data_url
+from tests.integration.dashboard_picture import (
+    Series,
+    draw,
+    draw_dashboard,
+    picture_of,
+    read_target,
+)
 from tests.integration.fleet_process import ROOT, start_fleet
 from tests.integration.prometheus_process import (
     CONFIG,
@@ -22,6 +38,7 @@ from tests.integration.prometheus_process import (
 )
 
 DASHBOARD = json.loads((ROOT / "config/grafana/dashboards/vlm-fleet.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 ALERTS = [
     rule
     for group in yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"]
@@ -30,14 +47,11 @@ ALERTS = [
 SCALING = yaml.safe_load((ROOT / "config/kubernetes/autoscaling.yaml").read_text())
 MAX_OPEN = 6
 PATIENCE_S = 60
+SHOWN_S = float(os.environ.get("DASHBOARD_SECONDS", "0"))
 
 
 def all_queries() -> set[str]:
-    shown = {
-        as_asked(target["expr"])
-        for panel in DASHBOARD["panels"]
-        for target in panel.get("targets", [])
-    }
+    shown = {as_asked(target["expr"]) for panel in PANELS for target in panel["targets"]}
     scaling = {trigger["metadata"]["query"] for trigger in SCALING["spec"]["triggers"]}
     asked = {query.replace("shapes", "mock") for query in scaling}
     return shown | asked | {part for rule in ALERTS for part in operands(rule["expr"])}
@@ -71,32 +85,91 @@ async def ask(client: httpx.AsyncClient, seed: int, **extra) -> None:
     await client.post("/v1/chat/completions", json={**body, **extra})
 
 
-async def test_every_query_of_dashboard_and_alerts_has_data(tmp_path: Path):
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a Prometheus beside a fleet under load has of each query, and of each target of each panel."""
+
+    missing: set[str]
+    targets: dict[tuple[int, str], list[Series]]
+    length_s: float
+
+
+async def watch(client: httpx.Client, url: str) -> Watched:
+    """Load a fleet until every query has data, and for DASHBOARD_SECONDS at least."""
+    queries, began = all_queries(), time.time()
+    missing = queries
+    assert len(queries) > 40
+    task = asyncio.create_task(load(url))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            while (missing or time.time() < began + SHOWN_S) and not task.done():
+                began = time.time() if missing == queries else began
+                missing = missing - await asyncio.to_thread(with_data, client, missing)
+                await asyncio.sleep(0.2)  # the next scrape
+    span = (began, time.time())
+    targets = {
+        (panel["id"], target["refId"]): read_target(client, target, span)
+        for panel in PANELS
+        for target in panel["targets"]
+    }
+    task.cancel()
+    [failed] = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(failed, asyncio.CancelledError), failed
+    return Watched(missing, targets, span[1] - span[0])
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> Watched:
     needed("prometheus")
-    worker_port = free_port()
+    folder, worker_port = tmp_path_factory.mktemp("monitoring"), free_port()
     fleet = start_fleet(
-        tmp_path / "fleet",
+        folder / "fleet",
         VLM_WORKER__HEALTH_PORT=str(worker_port),
         VLM_LIMITS__MAX_OPEN_REQUESTS=str(MAX_OPEN),
         VLM_ENGINE__MOCK__DECODE_S="0.01",
     )
     ports = {"gateway": int(fleet.url.rpartition(":")[2]), "worker": worker_port}
-    missing = all_queries()
-    assert len(missing) > 40
     try:
-        with run_prometheus(tmp_path, ports) as client:
-            task = asyncio.create_task(load(fleet.url))
-            async with asyncio.timeout(PATIENCE_S):
-                while missing and not task.done():
-                    missing -= await asyncio.to_thread(with_data, client, missing)
-                    await asyncio.sleep(0.2)  # the next scrape
-            task.cancel()
-            [failed] = await asyncio.gather(task, return_exceptions=True)
-            assert isinstance(failed, asyncio.CancelledError), failed
-    except TimeoutError:
-        pytest.fail(f"no data: {sorted(missing)}")
+        with run_prometheus(folder, ports) as client:
+            return asyncio.run(watch(client, fleet.url))
     finally:
         fleet.end()
+
+
+def test_every_query_of_dashboard_and_alerts_has_data(watched):
+    assert not watched.missing
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_each_target_of_a_panel_draws_lines_of_its_own_within_the_axis(watched, panel):
+    targets = [watched.targets[panel["id"], target["refId"]] for target in panel["targets"]]
+    assert all(targets)
+    names = [line.name for lines in targets for line in lines]
+    assert len(set(names)) == len(names)
+    assert panel["type"] == "stat" or all(names)
+    values = [value for lines in targets for line in lines for _, value in line.points]
+    axis = panel["fieldConfig"]["defaults"]
+    assert min(values) >= axis["min"]
+    assert max(values) <= axis.get("max", math.inf)
+
+
+def test_the_dashboard_is_drawn_for_people_to_look_at(watched, tmp_path):
+    drawn = {}
+    for panel in PANELS:
+        lines = [
+            line for t in panel["targets"] for line in watched.targets[panel["id"], t["refId"]]
+        ]
+        drawn[panel["id"]] = draw(panel, lines, watched.length_s)
+    browser = start_browser(tmp_path)
+    try:
+        draw_dashboard(browser, DASHBOARD["panels"], drawn)
+    finally:
+        browser.quit()
+    for panel in PANELS:
+        with Image.open(picture_of(panel)) as picture:
+            pixels = picture.convert("HSV").getchannel("S").tobytes()
+        # lines have colors, frames and words are gray, and numbers are words
+        assert (sum(saturation > 80 for saturation in pixels) > 100) == (panel["type"] != "stat")
 
 
 def test_alerts_fire_when_they_should_and_only_then():

@@ -1,0 +1,138 @@
+"""The panels of the dashboard as pictures, drawn from a Prometheus about as Grafana would: for people to look at."""
+
+import re
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import httpx
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+
+from loadtest.svg import Axis, Chart, Point
+from tests.integration.fleet_process import ROOT
+from tests.integration.prometheus_process import SCRAPE_PAUSE_S, as_asked
+
+FOLDER = ROOT / ".cache" / "dashboard"
+COLUMN, ROW = 60, 36  # pixels of a cell of the dashboard's grid
+COLORS = (
+    "#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#b877d9", "#f2495c", "#8ab8ff", "#c8f2c2",
+)  # fmt: skip
+STYLE = """
+body { margin: 0; background: #111217; color: #ccccdc; font: 13px sans-serif; }
+main { position: relative; } section { position: absolute; box-sizing: border-box; padding: 8px; border: 1px solid #2c3235; background: #181b1f; }
+h2, h3 { margin: 0; font-size: 14px; font-weight: 500; } svg { width: 100%; max-height: calc(100% - 44px); }
+svg text { font-size: 12px; fill: #9fa7b3; } .grid { stroke: #2c3235; } .axis { stroke: #9fa7b3; }
+.line { fill: none; stroke-width: 1.5; stroke: var(--color); } .area { fill: var(--color); stroke: none; }
+ul { margin: 0; padding: 0; list-style: none; font-size: 12px; }
+li { display: inline; margin-right: 10px; white-space: nowrap; } li::before { content: "\\2014 "; color: var(--color); font-weight: bold; }
+small { color: #9fa7b3; font-weight: normal; }
+p { margin: 14px 0; font-size: 40px; text-align: center; }
+""" + "".join(f".s{index} {{ --color: {color}; }}\n" for index, color in enumerate(COLORS))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a panel, under the name that its legend has."""
+
+    name: str
+    points: list[Point]
+
+
+def read_target(client: httpx.Client, target: dict[str, Any], span: Point) -> list[Series]:
+    """What one query of a panel has drawn in a span of time."""
+    asked = {"query": as_asked(target["expr"]), "start": span[0], "end": span[1]}
+    answer = client.get("/api/v1/query_range", params={**asked, "step": SCRAPE_PAUSE_S}).json()
+    assert answer["status"] == "success", (target, answer)
+    found = []
+    for line in answer["data"]["result"]:
+        points = [(at - span[0], float(value)) for at, value in line["values"]]
+        known = [point for point in points if point[1] == point[1]]
+        if known:
+            found.append(Series(legend(target["legendFormat"], line["metric"]), known))
+    return found
+
+
+def legend(form: str, labels: dict[str, str]) -> str:
+    """The name of a line, by a target's `legendFormat`."""
+    return re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), form)
+
+
+def shown_as(unit: str) -> tuple[float, str]:
+    """How much of a value is 1 on the axis, and what is written beside it."""
+    known = {
+        "s": (1e-3, "ms"),
+        "percentunit": (0.01, "%"),
+        "bytes": (2**20, "MiB"),
+        "short": (1.0, ""),
+        "reqps": (1.0, "req/s"),
+    }
+    return known.get(unit) or (1.0, unit.removeprefix("suffix:"))
+
+
+def draw_dashboard(browser: Chrome, panels: list[dict[str, Any]], drawn: dict[int, str]) -> None:
+    """Write a picture of each panel, and one of all. `drawn`: the inside of a panel, by its id."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels) * ROW
+    parts = "".join(place(panel, drawn.get(panel["id"], "")) for panel in panels)
+    page = FOLDER / "dashboard.html"
+    page.write_text(
+        f"<!doctype html><meta charset=utf-8><style>{STYLE}</style><main>{parts}</main>"
+    )
+    screen = {"width": 24 * COLUMN, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.get(page.as_uri())
+    browser.save_screenshot(str(FOLDER / "dashboard.png"))
+    for panel in panels:
+        if panel["type"] != "row":
+            browser.find_element(By.ID, f"panel-{panel['id']}").screenshot(str(picture_of(panel)))
+
+
+def picture_of(panel: dict[str, Any]) -> Path:
+    return FOLDER / f"{panel['title'].lower().replace(' ', '-')}.png"
+
+
+def place(panel: dict[str, Any], inside: str) -> str:
+    """A panel where the dashboard has it."""
+    cell = panel["gridPos"]
+    left, top, width, height = (
+        cell["x"] * COLUMN, cell["y"] * ROW, cell["w"] * COLUMN, cell["h"] * ROW,
+    )  # fmt: skip
+    where = f"left:{left}px; top:{top}px; width:{width - 4}px; height:{height - 4}px"
+    _, unit = shown_as(panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "short"))
+    title = f"<h3>{escape(panel['title'])} <small>{escape(unit)}</small></h3>"
+    return f'<section id="panel-{panel["id"]}" style="{where}">{title}{inside}</section>'
+
+
+def draw(panel: dict[str, Any], lines: list[Series], length_s: float) -> str:
+    """The inside of a panel."""
+    axis = panel["fieldConfig"]["defaults"]
+    one, _ = shown_as(axis["unit"])
+    lines = [Series(line.name, [(at, v / one) for at, v in line.points]) for line in lines]
+    if panel["type"] == "stat":
+        return f"<p>{lines[0].points[-1][1]:.4g}</p>"
+    is_stacked = "stacking" in axis["custom"]
+    lines = stacked(lines) if is_stacked else lines
+    highest = max(value for line in lines for _, value in line.points)
+    y = Axis(axis["min"], axis["max"] / one if "max" in axis else 1.05 * highest or 1.0)
+    chart = Chart(Axis(0.0, length_s, "seconds"), y)
+    styles = [f"s{index % len(COLORS)}" for index in range(len(lines))]
+    for line, style in reversed(list(zip(lines, styles, strict=True))):
+        if is_stacked:
+            floor = [(line.points[0][0], 0.0), (line.points[-1][0], 0.0)]
+            chart.line([floor[0], *line.points, floor[1]], f"{style} area")
+        chart.line(line.points, style)
+    keys = zip(lines, styles, strict=True)
+    items = "".join(f"<li class={style}>{escape(line.name)}</li>" for line, style in keys)
+    return f"{chart.to_svg(panel['title'])}<ul>{items}</ul>"
+
+
+def stacked(lines: list[Series]) -> list[Series]:
+    """Each line on top of those before it."""
+    below: dict[float, float] = {}
+    raised = []
+    for line in lines:
+        below |= {at: below.get(at, 0.0) + value for at, value in line.points}
+        raised.append(Series(line.name, [(at, below[at]) for at, _ in line.points]))
+    return raised
