@@ -11,6 +11,7 @@ import yaml
 from loadtest.fleet import ROOT
 from shared.metrics import METRICS
 from shared.settings_loading import load_settings
+from tests.config.scaled_object import SCALED_OBJECT
 
 FOLDER = ROOT / "config" / "kubernetes"
 VERSION = "1.30"  #: the oldest that it is for
@@ -22,77 +23,6 @@ PODS = {
     if doc["kind"] in ("Deployment", "StatefulSet")
 }
 GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
-
-#: KEDA's ScaledObject, as far as we use it; what scales up and down is Kubernetes's own.
-SCALED_OBJECT = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "keda.sh/v1alpha1"},
-        "kind": {"const": "ScaledObject"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "required": ["scaleTargetRef", "triggers"],
-            "additionalProperties": False,
-            "properties": {
-                "scaleTargetRef": {
-                    "type": "object",
-                    "required": ["name"],
-                    "additionalProperties": False,
-                    "properties": {
-                        name: {"type": "string"} for name in ("apiVersion", "kind", "name")
-                    },
-                },
-                **{
-                    name: {"type": "integer", "minimum": 0}
-                    for name in (
-                        *("pollingInterval", "cooldownPeriod", "initialCooldownPeriod"),
-                        *("idleReplicaCount", "minReplicaCount", "maxReplicaCount"),
-                    )
-                },
-                "fallback": {
-                    "type": "object",
-                    "required": ["failureThreshold", "replicas"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "failureThreshold": {"type": "integer"},
-                        "replicas": {"type": "integer"},
-                    },
-                },
-                "advanced": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "restoreToOriginalReplicaCount": {"type": "boolean"},
-                        "horizontalPodAutoscalerConfig": {"type": "object"},
-                    },
-                },
-                "triggers": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "metadata"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "type": {"type": "string"},
-                            "name": {"type": "string"},
-                            "metricType": {"enum": ["AverageValue", "Value", "Utilization"]},
-                            "useCachedMetrics": {"type": "boolean"},
-                            "metadata": {
-                                "type": "object",
-                                "required": ["serverAddress", "query", "threshold"],
-                                "additionalProperties": {"type": "string"},
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
 
 
 def only(kind: str) -> dict[str, Any]:
@@ -153,6 +83,14 @@ def test_a_misspelt_field_is_found(break_it):
     place[break_it[-1]] = 2
     with pytest.raises(validator.ValidationError):
         validator.validate(broken, VERSION, strict=True)
+
+
+def test_a_misspelt_field_of_scaling_is_found():
+    schema = pytest.importorskip("jsonschema")
+    scaled = only("ScaledObject")
+    broken = scaled | {"spec": scaled["spec"] | {"maxReplicas": 8}}
+    with pytest.raises(schema.ValidationError, match="maxReplicas"):
+        schema.validate(broken, SCALED_OBJECT)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
