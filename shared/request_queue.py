@@ -10,11 +10,13 @@ from secrets import token_hex
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.protocol import GenerateEvent, GenerateRequest, decode_events, encode
+from shared.protocol import GenerateEvent, GenerateRequest, Priority, decode_events, encode
 from shared.redis_client import retry_idempotent
 from shared.redis_keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
 from shared.redis_link import Part, RedisSender
-from shared.scripts import CANCEL, ENQUEUE, SETTLE
+from shared.scripts import CANCEL, ENQUEUE, FORGET_LOST, SETTLE
+
+_MAX_FORGOTTEN = 100  #: at once
 
 
 class QueueError(Exception):
@@ -85,12 +87,21 @@ class RequestQueue:
         keys, arguments = self._to_call(choices, timeout_s, num_tokens, bounds)
         try:
             verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
+            if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
+                verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
         if verdict[0] == b"duplicate":
             raise DuplicateRequest(f"request {choices[0].request_id} exists already")
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
+
+    async def _forget_lost(self, refused: GenerateRequest) -> bool:
+        """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
+        if refused.priority is not Priority.BATCH:
+            return False
+        keys = (self._keys.backlog(refused.model), self._keys.requests(refused.model))
+        return await self._sender.run(FORGET_LOST, keys, (_MAX_FORGOTTEN,)) > 0
 
     def _to_call(
         self, choices: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds

@@ -24,6 +24,7 @@ def _load(*names: str) -> Script:
 
 
 ENQUEUE = _load("places", "bounds", "enqueue")
+FORGET_LOST = _load("forget_lost")
 TAKE = _load("backlog", "take")
 AGE = _load("backlog", "age")
 CLAIM = _load("claim")

@@ -7,6 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.protocol import GenerateRequest, Priority
+from shared.request_queue import QueueRefused
 from tests.factories_queue import (
     MODEL,
     Ends,
@@ -165,3 +166,15 @@ async def test_batch_work_that_comes_and_goes_leaves_one_nudge_at_most(ends):
         request = await ends.enqueue(make_request(priority=Priority.BATCH))
         await ends.queue.cancel(MODEL, [request.request_id])
     assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
+
+
+async def test_batch_work_that_redis_has_forgotten_is_not_counted_as_waiting(ends):
+    """No worker came in time; the backlog has the id still."""
+    lost = [await ends.enqueue(make_request(priority=Priority.BATCH)) for _ in range(2)]
+    for request in lost:
+        await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+
+    await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
+    with pytest.raises(QueueRefused, match="queue_full"):
+        await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
+    assert await ends.queue.backlog(MODEL) == 1
