@@ -2,13 +2,20 @@
 
 import io
 import math
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
 
 import pytest
 from rich.console import Console
 
 from loadtest.status import Period, Snapshot, parse_metrics, to_screen
 from tests.factories_pictures import data_url
-from tests.integration.fleet_process import run_vlm, start_fleet
+from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
 
 TTFT = "vlm_time_to_first_token_seconds"
 
@@ -80,12 +87,16 @@ def fleet(tmp_path_factory):
     fleet.end()
 
 
-def test_a_running_fleet_is_shown_to_who_has_a_key(fleet):
+def ask(fleet: Served) -> None:
     content = [{"type": "image_url", "image_url": {"url": data_url()}}]
     body = {"model": "mock", "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
     key = {"authorization": "Bearer sk-one"}
     with fleet.client() as client:
         assert client.post("/v1/chat/completions", json=body, headers=key).is_success
+
+
+def test_a_running_fleet_is_shown_to_who_has_a_key(fleet):
+    ask(fleet)
     done = run_vlm("status", "--url", fleet.url, "--api-key", "sk-one")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -104,3 +115,37 @@ def test_what_is_wrong_is_one_line(fleet):
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_it_is_shown_anew_with_rates_until_ctrl_c(fleet):
+    """In a terminal of its own, as what goes to a file is written once."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (50, 100))
+    arguments = ["status", "--watch", "--pause", "0.3", "--url", fleet.url, "--api-key", "sk-one"]
+    watching = subprocess.Popen([sys.executable, "-m", "vlm", *arguments], cwd=ROOT, stdout=its)
+    try:
+        read_until(ours, r"since its start")
+        ask(fleet)
+        row = read_until(
+            ours, r"(?s)the last \d\.\d s.*?mock +1 +0 +(\d+\.\d) +0\.0 +([1-9]\d*\.\d)"
+        )
+        assert float(row[2]) == pytest.approx(8 * float(row[1]), rel=0.2)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=30) == 0
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(ours)
+        os.close(its)
+
+
+def read_until(terminal: int, pattern: str) -> re.Match[str]:
+    """What matches of all that a terminal has shown, from now on, without its control sequences."""
+    shown = b""
+    while not (
+        found := re.search(
+            pattern, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="ignore"))
+        )
+    ):
+        shown += os.read(terminal, 65536)
+    return found
