@@ -1,5 +1,6 @@
 """The README's chat, curl and Python work as they stand, but for the port, against the built-in model."""
 
+import json
 import re
 import shlex
 import shutil
@@ -34,6 +35,13 @@ def test_the_python_of_the_readme_streams_the_answer(shapes_fleet):
 def test_the_curl_of_the_readme_answers(shapes_fleet):
     command = block("bash", "curl").replace("http://127.0.0.1:8000", shapes_fleet.url)
     assert ANSWER in run(["bash", "-c", command])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_that_serve_prints_answers(shapes_fleet):
+    answer = json.loads(run(["bash", "-c", shapes_fleet.curl]))
+    assert answer["choices"][0]["message"]["content"].startswith(ANSWER)
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
 
 
 def test_the_chat_of_the_readme_prints_what_it_shows(shapes_fleet):

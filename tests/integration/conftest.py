@@ -9,7 +9,8 @@ from tests.integration.fleet_process import Served, start_fleet
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
-    fleet = start_fleet(tmp_path_factory.mktemp("serve"))
+    """Slow enough that an answer is seen to grow."""
+    fleet = start_fleet(tmp_path_factory.mktemp("serve"), VLM_ENGINE__MOCK__DECODE_S="0.04")
     yield fleet
     fleet.end()
 

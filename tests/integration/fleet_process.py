@@ -21,6 +21,12 @@ class Served:
         self.screen = screen
         self.url = re.findall(r"http://127\.0\.0\.1:\d+", screen)[0]
 
+    @property
+    def curl(self) -> str:
+        """The command that the screen offers for pasting."""
+        screen = self.screen
+        return screen[screen.index("curl ") : screen.index("\nEOF")] + "\nEOF\n"
+
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
