@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
+from socket import socket
 from typing import Any
 
 from loadtest.fleet import ROOT, free_port
@@ -42,6 +43,15 @@ def compose_command() -> list[str]:
     return []
 
 
+def two_free_ports() -> str:
+    """As a range, of which each gateway takes one."""
+    while True:
+        port = free_port()
+        with socket() as neighbor, suppress(OSError):
+            neighbor.bind(("127.0.0.1", port + 1))
+            return f"{port}-{port + 1}"
+
+
 def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
     """What a docker command says. Raises: CalledProcessError."""
     command = ["docker", *arguments]
@@ -53,10 +63,15 @@ def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
 class ComposeStack:
     """The running stack."""
 
-    def __init__(self, command: list[str], port: int, variables: dict[str, str]) -> None:
+    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
         self._command = [*command, "--project-name", PROJECT]
-        self._environment = {**os.environ, "GATEWAY_PORT": str(port), **variables}
-        self.url = f"http://127.0.0.1:{port}"
+        self._environment = os.environ | {"GATEWAY_PORT": str(free_port())} | variables
+        self.urls: list[str] = []  #: of the gateways
+
+    @property
+    def url(self) -> str:
+        """That of the first gateway."""
+        return self.urls[0]
 
     def compose(self, *arguments: str) -> None:
         subprocess.run(
@@ -70,13 +85,18 @@ class ComposeStack:
     def up(self, *arguments: str) -> None:
         """Start what is missing; returns when every container is healthy."""
         self.compose("up", "--detach", "--no-build", "--no-recreate", *arguments)
-        self.wait_until(self._is_healthy)
+        self.wait_until(self.all_are_healthy)
+        gateways = self.containers("gateway")
+        self.urls = [f"http://{docker('port', gateway, '8000/tcp')}" for gateway in gateways]
 
-    def _is_healthy(self) -> bool:
-        states = [self.inspect(name)["State"] for name in self.containers()]
-        ended = [state for state in states if state["Status"] in ("exited", "dead")]
-        assert not ended, ended
-        return all(state["Health"]["Status"] == "healthy" for state in states)
+    def all_are_healthy(self) -> bool:
+        """Whether the health check of each container says so; none may have ended."""
+        return all(map(self._is_healthy, self.containers()))
+
+    def _is_healthy(self, container: str) -> bool:
+        state = self.inspect(container)["State"]
+        assert state["Status"] not in ("exited", "dead"), state
+        return "Health" not in state or state["Health"]["Status"] == "healthy"
 
     def wait_until(self, holds) -> None:
         give_up_at = time.monotonic() + WITHIN_S
@@ -134,7 +154,7 @@ def build(image: str, *arguments: str) -> None:
 def run_stack(command: list[str], **variables: str) -> Iterator[ComposeStack]:
     """The stack as `docker compose up` makes it with these variables set."""
     build(IMAGE)
-    stack = ComposeStack(command, free_port(), variables)
+    stack = ComposeStack(command, variables)
     try:
         stack.up()
         yield stack

@@ -1,22 +1,17 @@
 """The compose stack for real: it comes up, answers, scales, restarts under load and goes. Needs a docker engine."""
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
-from loadtest.client import AnswerError, ChatClient
-from loadtest.pictures import noise_jpeg, to_data_url
-from loadtest.scenarios import picture_part, text_part, to_body
+from loadtest.client import ChatClient
+from tests.e2e.compose_load import Load, ask
 from tests.e2e.compose_stack import IMAGE, ComposeStack, compose_command, docker, run_stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_WORKERS = 3
-NUM_CLIENTS = 8
 BASE_IMAGE = "python:3.11-slim"
 
 
@@ -35,57 +30,6 @@ def scaled(stack) -> ComposeStack:
     stack.up("--scale", f"worker={NUM_WORKERS}")
     stack.wait_until(lambda: stack.num_workers() == NUM_WORKERS)
     return stack
-
-
-def ask(client: ChatClient, model: str, num_tokens: int = 8, *, stream: bool = True) -> int:
-    content = [picture_part(to_data_url(noise_jpeg(4_000))), text_part("What is it?")]
-    body = {**to_body(model, content, num_tokens, stream), "ignore_eos": True}
-    return client.ask(body).num_tokens
-
-
-class Load:
-    """Clients that ask without a pause, and what became of their requests."""
-
-    def __init__(self, url: str) -> None:
-        self.num_answers = 0
-        self.failures: list[Exception] = []
-        self._url = url
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-
-    def _run(self) -> None:
-        with ChatClient(self._url) as client:
-            while not self._stop.is_set():
-                failure = self._ask_once(client)
-                with self._lock:
-                    self.num_answers += failure is None
-                    self.failures += [failure] if failure else []
-
-    def _ask_once(self, client: ChatClient) -> Exception | None:
-        try:
-            assert ask(client, "mock", 40) == 40
-        except (AnswerError, AssertionError, OSError) as error:
-            return error
-        return None
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            clients = [pool.submit(self._run) for _ in range(NUM_CLIENTS)]
-            try:
-                yield
-            finally:
-                self._stop.set()
-            for client in clients:
-                client.result()
-
-    def wait_for_answers(self, count: int) -> None:
-        """Return when so many more have come."""
-        wanted = self.num_answers + count
-        give_up_at = time.monotonic() + 60
-        while self.num_answers < wanted and not self.failures:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -109,7 +53,7 @@ def test_scaled_workers_share_the_load(scaled):
 
 
 def test_workers_restart_one_by_one_under_load_without_a_failed_request(scaled):
-    load = Load(scaled.url)
+    load = Load(scaled.urls)
     with load.running():
         load.wait_for_answers(10)
         for worker in scaled.containers("worker"):
@@ -162,7 +106,7 @@ def test_the_image_is_small_and_brings_no_torch(stack):
 
 
 def test_the_logs_tell_no_secret(stack):
-    [gateway] = stack.containers("gateway")
+    [gateway, *_] = stack.containers("gateway")
     said = stack.logs(gateway)
     assert "gateway listens" in said
     assert "redis://" not in said
