@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+LABEL_ROOM = 24  # half of a wide label
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
 NUM_TICKS = 5
@@ -135,7 +136,9 @@ class Chart:
             if x - last >= 38:  # labels need room
                 last = x
                 parts.append(f'<path class="grid" d="M{x:.1f} {floor}v4"/>')
-                parts.append(_text(min(x, WIDTH - 16), floor + 16, "middle", self.x.write(value)))
+                anchor = "middle" if x < WIDTH - LABEL_ROOM else "end"
+                at = x if anchor == "middle" else WIDTH - 1
+                parts.append(_text(at, floor + 16, anchor, self.x.write(value)))
         parts.append(f'<path class="axis" d="M{LEFT} {floor}H{WIDTH - RIGHT}"/>')
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, "middle", self.x.label))
         return "".join(parts)
