@@ -123,6 +123,7 @@ def test_it_is_shown_anew_with_rates_until_ctrl_c(fleet):
     termios.tcsetwinsize(its, (50, 100))
     arguments = ["status", "--watch", "--pause", "0.3", "--url", fleet.url, "--api-key", "sk-one"]
     watching = subprocess.Popen([sys.executable, "-m", "vlm", *arguments], cwd=ROOT, stdout=its)
+    os.close(its)
     try:
         read_until(ours, r"since its start")
         ask(fleet)
@@ -136,16 +137,11 @@ def test_it_is_shown_anew_with_rates_until_ctrl_c(fleet):
         watching.kill()
         watching.wait()
         os.close(ours)
-        os.close(its)
 
 
 def read_until(terminal: int, pattern: str) -> re.Match[str]:
     """What matches of all that a terminal has shown, from now on, without its control sequences."""
-    shown = b""
-    while not (
-        found := re.search(
-            pattern, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="ignore"))
-        )
-    ):
-        shown += os.read(terminal, 65536)
+    shown = ""
+    while not (found := re.search(pattern, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))):
+        shown += os.read(terminal, 65536).decode(errors="ignore")
     return found
