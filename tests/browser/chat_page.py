@@ -1,8 +1,10 @@
 """The chat page in a headless browser, in the words of somebody who uses it."""
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
@@ -15,6 +17,7 @@ from tests.integration.fleet_process import ROOT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SCREENSHOTS = ROOT / ".cache" / "screenshots"
+WIRE_EVENT = "Network.requestWillBeSent"
 PATIENCE_S = 30  # a busy machine; an idle one needs a hundredth of it
 DESK = (1180, 800)
 PHONE = (390, 844)
@@ -43,7 +46,7 @@ def start_browser(profile: Path) -> Chrome:
         pytest.skip("no chromium with chromedriver here (Debian: chromium, chromium-driver)")
     options = ChromeOptions()
     options.binary_location = binary
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     arguments += ["--disable-background-networking", f"--user-data-dir={profile}"]
     if os.geteuid() == 0:
@@ -120,6 +123,13 @@ class ChatPage:
     def complaints(self) -> list[str]:
         """What the browser's console has said since it was asked last: errors, policy violations."""
         return [entry["message"] for entry in self.browser.get_log("browser")]
+
+    def sent(self) -> list[dict[str, Any]]:
+        """The bodies of the questions that went over the wire since this was asked last."""
+        log = self.browser.get_log("performance")
+        events = [json.loads(entry["message"])["message"] for entry in log]
+        requests = [e["params"]["request"] for e in events if e["method"] == WIRE_EVENT]
+        return [json.loads(r["postData"]) for r in requests if r["url"].endswith("/completions")]
 
     def keep(self, name: str) -> None:
         """Keep a screenshot for people to look at."""

@@ -2,6 +2,8 @@
 
 import base64
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,11 +11,12 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.select import Select
 
 from shared.metrics import STAGES
 from tests.browser.chat_page import DESK, PHONE, ChatPage
 from tests.browser.conftest import NUM_TOKENS
-from tests.integration.fleet_process import SAMPLE, Served, start_fleet
+from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 
 SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
 
@@ -144,6 +147,44 @@ def test_settings_reach_the_model_and_wrong_ones_are_shown(page: ChatPage):
     page.find("#question").send_keys(Keys.ENTER)
     assert len(page.wait_for(lambda: page.find_all(".answer")) and page.wait_for_end().split()) == 5
     assert page.note == "Cut at the longest length that is allowed."
+
+
+@pytest.fixture
+def two_models(browser, tmp_path) -> Iterator[Served]:
+    """A fleet of its own whose two workers have a model each."""
+    fleet = start_fleet(tmp_path)
+    variables = fleet.child("worker").environ() | {"VLM_ENGINE__SERVED_NAME": "other"}
+    second = subprocess.Popen(
+        [sys.executable, "-m", "vlm", "worker"], cwd=ROOT, env=variables, stderr=subprocess.DEVNULL
+    )
+    yield fleet
+    second.kill()
+    second.wait()
+    fleet.end()
+
+
+def test_the_chosen_model_and_every_setting_go_into_the_request(browser, two_models):
+    page = ChatPage(browser, two_models.url)
+    with two_models.client() as client:
+        page.wait_for(lambda: len(client.get("/v1/models").json()["data"]) == 2)
+    page.open()
+    page.wait_for_model()
+    page.find("#show-settings").click()
+    for model in ("other", "mock"):
+        Select(page.find("#model")).select_by_value(model)
+        settings = {"temperature": 0.7, "top_p": 0.9, "seed": 41, "max_tokens": 6}
+        for name, value in settings.items():
+            field = page.find(f"[name={name}]")
+            field.clear()
+            field.send_keys(str(value))
+        page.sent()
+        page.ask("What is it?")
+        page.wait_for(lambda: page.find_all(".answer"))
+        assert len(page.wait_for_end().split()) == 6
+        [body] = page.sent()
+        assert {name: body[name] for name in ("model", *settings)} == {"model": model, **settings}
+        page.find("#new").click()
+    assert page.complaints() == []
 
 
 def test_markup_in_a_question_stays_text(page: ChatPage):
