@@ -128,3 +128,14 @@ def test_a_cache_that_cannot_be_written_is_named(sources: Path, tmp_path: Path):
 
     with pytest.raises(CannotCompile, match="no place for compiled kernels"):
         compile_library(sources, tmp_path / "file" / "cache")
+
+
+@needs_compiler
+def test_a_cache_that_others_may_write_to_is_refused(sources: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+
+    with pytest.raises(CannotCompile, match="others may write to"):
+        compile_library(sources, cache)
+    assert not list(cache.iterdir())
