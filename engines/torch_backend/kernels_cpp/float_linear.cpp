@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "linear.h"
-#include "vectors.h"
+#include "tile.h"
 
 namespace {
 
@@ -63,7 +63,7 @@ struct Block {
 };
 
 constexpr int64_t MAX_DIRECT_TOKENS = 4;
-constexpr int64_t TOKENS = 48, OUTPUTS = 16, INPUTS = 128;  // of a panel, which stays in the first cache
+constexpr int64_t TOKENS = 96, OUTPUTS = 16, INPUTS = 128;  // of a panel, which stays in the first cache
 
 // Rows of eight weights to columns. Shapes: source (8, stride), of which 8 columns; target (8, OUTPUTS).
 template <class W>
@@ -125,6 +125,13 @@ struct Panel {
             for (int half = 0; half < 2; half++) store(sums[token + m] + 8 * half, local[m][half]);
     }
 
+    void add_six(const float* x, int64_t stride, int64_t count, int64_t token) {
+#if defined(VLM_HAS_TILES)
+        if (count % 2 == 0) return multiply_tile(x, stride, weights[0], count / 2, sums[token]);
+#endif
+        add<6>(x, stride, count, token);
+    }
+
     void add_tokens(const float* x, int64_t stride, int64_t count, int64_t num_tokens) {
         for (int64_t m = 0; m < num_tokens;) {
             const int64_t left = num_tokens - m;  // six at a time; the last ones in halves, not by ones
@@ -136,7 +143,7 @@ struct Panel {
                 case 3: add<3>(rows, stride, count, m); break;
                 case 4: add<4>(rows, stride, count, m); break;
                 case 5: add<5>(rows, stride, count, m); break;
-                case 6: add<6>(rows, stride, count, m); break;
+                case 6: add_six(rows, stride, count, m); break;
             }
             m += taken;
         }

@@ -225,29 +225,27 @@ void multiply_and_store(const Linear& linear, const uint8_t* tile, const Activat
                         int64_t n, const Target& target) {
     Floats sums[M][2] = {};
     multiply_tile<KIND, X, M>(tile, x, first_token, sums);
-    const int64_t count = std::min(TILE, linear.num_outputs - n);
-    for (int m = 0; m < M; m++)
-        for (int64_t i = 0; i < count; i++) {
-            float value = sums[m][i / LANES][i % LANES];
-            if (KIND == INT8) value *= linear.scale[n + i];
-            target.put(first_token + m, n + i, value + (linear.bias ? linear.bias[n + i] : 0.0f));
-        }
+    for (int m = 0; m < M; m++) put_tile(linear, target, first_token + m, n, sums[m]);
 }
+
+constexpr int64_t BLOCK_BYTES = 128 << 10;  // of weights that stay in the second cache while all tokens meet them
 
 template <int KIND, class X>
 void multiply(const Linear& linear, const Activations& x, const Target& target, int64_t start, int64_t stop) {
     const int64_t block_bytes = scale_bytes<KIND> + TILE * x.group / (KIND == INT8 ? 1 : 2);
-    for (int64_t n = start; n < stop; n += TILE) {
-        const uint8_t* tile = (const uint8_t*)linear.weights + n / TILE * x.num_groups * block_bytes;
-        int64_t m = 0;
-        for (; m + MAX_TOKENS <= x.num_tokens; m += MAX_TOKENS)
-            multiply_and_store<KIND, X, MAX_TOKENS>(linear, tile, x, m, n, target);
-        switch (x.num_tokens - m) {
-            case 1: multiply_and_store<KIND, X, 1>(linear, tile, x, m, n, target); break;
-            case 2: multiply_and_store<KIND, X, 2>(linear, tile, x, m, n, target); break;
-            case 3: multiply_and_store<KIND, X, 3>(linear, tile, x, m, n, target); break;
-        }
-    }
+    const int64_t tile_bytes = x.num_groups * block_bytes;
+    const int64_t step = std::max<int64_t>(1, BLOCK_BYTES / tile_bytes) * TILE;
+    for (int64_t first = start; first < stop; first += step)
+        for (int64_t m = 0; m < x.num_tokens; m += MAX_TOKENS)
+            for (int64_t n = first; n < std::min(first + step, stop); n += TILE) {
+                const uint8_t* tile = (const uint8_t*)linear.weights + n / TILE * tile_bytes;
+                switch (std::min<int64_t>(MAX_TOKENS, x.num_tokens - m)) {
+                    case 1: multiply_and_store<KIND, X, 1>(linear, tile, x, m, n, target); break;
+                    case 2: multiply_and_store<KIND, X, 2>(linear, tile, x, m, n, target); break;
+                    case 3: multiply_and_store<KIND, X, 3>(linear, tile, x, m, n, target); break;
+                    case 4: multiply_and_store<KIND, X, 4>(linear, tile, x, m, n, target); break;
+                }
+            }
 }
 
 template <class X>
@@ -265,28 +263,4 @@ void multiply_kind(const Linear& linear, const Activations& x, const Target& tar
 void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop) {
     if (x.bits == 8) multiply_kind<int8_t>(linear, x, target, start, stop);
     else multiply_kind<int16_t>(linear, x, target, start, stop);
-}
-
-void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits, void* q, float* scale, float* sum) {
-    const float steps = bits == 8 ? 127.0f : 32767.0f;
-    for (int64_t start = 0; start < num_inputs; start += group, scale++, sum++) {
-        const int64_t count = std::min(group, num_inputs - start);
-        float largest = 0;
-        for (int64_t i = 0; i < count; i++) largest = std::max(largest, std::abs(x[start + i]));
-        *scale = largest / steps;
-        const float inverse = largest > 0 ? steps / largest : 0.0f;
-        int32_t total = 0;
-        for (int64_t i = 0; i < group; i++) {
-            const float value = i < count ? x[start + i] * inverse : 0.0f;
-            const int32_t integer = (int32_t)(value + (value < 0 ? -0.5f : 0.5f));
-            total += integer;
-            if (bits == 8) {
-                ((int8_t*)q)[start + i] = (int8_t)integer;
-            } else {
-                const int64_t exchanged = (i & 3) == 1 ? i + 1 : (i & 3) == 2 ? i - 1 : i;
-                ((int16_t*)q)[start + exchanged] = (int16_t)integer;
-            }
-        }
-        *sum = (float)total;
-    }
 }

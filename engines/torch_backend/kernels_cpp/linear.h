@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "vectors.h"
+
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 
 // Mirrored by `LinearStruct` in library.py.
@@ -26,6 +28,7 @@ struct Activations {
 };
 
 constexpr int64_t TILE = 16;  // outputs that are computed together by the integer products
+constexpr int64_t MAX_GROUP = 64;  // inputs that share a scale, at most; a multiple of LANES
 
 // Where results go: y[m * stride + n], replaced or added to.
 struct Target {
@@ -38,6 +41,24 @@ struct Target {
         place = adds ? place + value : value;
     }
 };
+
+// A token's results with a tile of integer weights, from output n on.
+inline void put_tile(const Linear& linear, const Target& target, int64_t m, int64_t n, const Floats (&sums)[2]) {
+    for (int64_t i = 0; i < TILE; i += LANES) {
+        Floats value = sums[i / LANES];
+        float* place = target.y + m * target.stride + n + i;
+        if (n + i + LANES <= linear.num_outputs) {
+            if (linear.scale) value *= load(linear.scale + n + i);
+            if (linear.bias) value += load(linear.bias + n + i);
+            store(place, target.adds ? load(place) + value : value);
+            continue;
+        }
+        for (int64_t o = n + i; o < linear.num_outputs; o++) {
+            const float scaled = linear.scale ? value[o - n - i] * linear.scale[o] : value[o - n - i];
+            target.put(m, o, linear.bias ? scaled + linear.bias[o] : scaled);
+        }
+    }
+}
 
 // Outputs start..stop of floating-point weights. Called by every thread of a team. Shapes: x (M, K).
 void multiply_floats(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start,

@@ -105,7 +105,7 @@ def _is_of_tower(name: str, module: nn.Module) -> bool:
 
 
 def _to_int8(linear: nn.Linear) -> Int8Linear:
-    quantized = Int8Linear(tuple(linear.weight.shape), linear.bias, torch.float32)
+    quantized = Int8Linear((linear.out_features, linear.in_features), linear.bias, torch.float32)
     weight = linear.weight.detach()  # or the scales would keep all that they were computed of
     parts = SCHEMES["int8"].quantize(weight, torch.float32)
     quantized.load_state_dict(parts, assign=True, strict=False)

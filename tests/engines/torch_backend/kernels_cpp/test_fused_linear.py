@@ -18,7 +18,7 @@ from engines.torch_backend.quantized_linear import QuantizedLinear
 
 FORMS = ["float32", "bfloat16", "float16", *SCHEMES, "int4 of bfloat16"]
 SHAPES = [(96, 128), (33, 64), (64, 96), (5, 640)]
-TOKENS = [1, 2, 3, 4, 5, 11]
+TOKENS = [1, 2, 3, 4, 5, 11, 100]
 
 
 def make_numbers(rows: int, columns: int, seed: int = 0) -> Tensor:

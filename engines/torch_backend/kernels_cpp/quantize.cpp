@@ -1,0 +1,60 @@
+// Activations to integers of 8 or 16 bits, with a scale for each group of inputs.
+#include <algorithm>
+
+#include "linear.h"
+#include "vectors.h"
+
+namespace {
+
+// Some inputs, to integers within -steps..steps. Returns: their sum. Shapes: x and q (count,), a multiple of LANES.
+int32_t round_inputs(const float* x, int64_t count, float inverse, int bits, void* q) {
+    using Words = int16_t __attribute__((vector_size(16)));
+    using Bytes = int8_t __attribute__((vector_size(8)));
+    Integers total = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats value = load(x + i) * inverse;
+        const Integers integers = __builtin_convertvector(value + (value < 0.0f ? all(-0.5f) : all(0.5f)), Integers);
+        total += integers;
+        if (bits == 16) {
+            const Words words = __builtin_convertvector(integers, Words);
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                const int64_t exchanged = (lane & 3) == 1 ? lane + 1 : (lane & 3) == 2 ? lane - 1 : lane;
+                ((int16_t*)q)[i + exchanged] = words[lane];
+            }
+        } else {
+            const Bytes bytes = __builtin_convertvector(integers, Bytes);
+            std::memcpy((int8_t*)q + i, &bytes, sizeof bytes);
+        }
+    }
+    int32_t sum = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) sum += total[lane];
+    return sum;
+}
+
+float largest_size(const float* x, int64_t count) {
+    Floats most = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats value = load(x + i), size = value < 0.0f ? -value : value;
+        most = size > most ? size : most;
+    }
+    float largest = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+    return largest;
+}
+
+}  // namespace
+
+void quantize_token(const float* x, int64_t num_inputs, int64_t group, int bits, void* q, float* scale, float* sum) {
+    const float steps = bits == 8 ? 127.0f : 32767.0f;
+    for (int64_t start = 0; start < num_inputs; start += group, scale++, sum++) {
+        float padded[MAX_GROUP] = {};
+        const float* inputs = x + start;
+        if (num_inputs - start < group) {
+            std::copy(inputs, x + num_inputs, padded);
+            inputs = padded;
+        }
+        const float largest = largest_size(inputs, group);
+        *scale = largest / steps;
+        *sum = (float)round_inputs(inputs, group, largest > 0 ? steps / largest : 0.0f, bits, (char*)q + start * bits / 8);
+    }
+}
