@@ -1,6 +1,7 @@
 """The numbers of a running fleet: every metric is there under its name, and the stages add up."""
 
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -111,12 +112,69 @@ def test_the_gateway_shows_exactly_its_declared_metrics(slow):
         check_declared(GATEWAY_METRICS, client.get("/metrics").text)
 
 
+def worker_metrics(fleet: Served) -> str:
+    worker = fleet.child("worker")
+    [port] = {c.laddr.port for c in worker.net_connections() if c.status == "LISTEN"}
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+
+
 def test_the_worker_shows_exactly_its_declared_metrics(slow):
     ask(slow, 500)
-    worker = slow.child("worker")
-    [port] = {c.laddr.port for c in worker.net_connections() if c.status == "LISTEN"}
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
-    check_declared(WORKER_METRICS, text)
+    check_declared(WORKER_METRICS, worker_metrics(slow))
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    """The value of the one series of this name that has these labels."""
+    samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+    [found] = [s.value for s in samples if s.name == name and s.labels.items() >= labels.items()]
+    return found
+
+
+def test_gauges_tell_of_two_streams_while_they_are_open(slow):
+    """Eventually, as a gauge may be a heartbeat old."""
+    body = {
+        "model": "mock", "stream": True, "max_tokens": 4000, "ignore_eos": True,
+        "messages": [{"role": "user", "content": "What is it?"}],
+    }  # fmt: skip
+    at_rest = value(worker_metrics(slow), "vlm_num_requests_running")
+    with slow.client() as client, ExitStack() as stack:
+        asked = [client.stream("POST", "/v1/chat/completions", json=body) for _ in range(2)]
+        streams = [stack.enter_context(each).iter_lines() for each in asked]
+        assert all(next(lines).startswith("data: ") for lines in streams)
+        deadline = time.monotonic() + 20
+        while True:
+            worker, gateway = worker_metrics(slow), client.get("/metrics").text
+            seen = (
+                value(worker, "vlm_num_requests_running"),
+                value(worker, "vlm_num_requests_waiting"),
+                value(gateway, "vlm_queue_depth", model="mock"),
+                value(gateway, "vlm_open_requests"),
+            )
+            if seen == (2, 0, 2, 2):
+                break
+            assert time.monotonic() < deadline, seen
+        assert 0 < value(worker, "vlm_kv_cache_usage_ratio") < 0.5
+    assert at_rest == 0
+
+
+def test_a_repeated_picture_is_one_hit_of_the_encoder_cache(slow):
+    """Another question before it: what the prefix cache knows is not asked of the encoder's."""
+    names = ("vlm_encoder_cache_queries_total", "vlm_encoder_cache_hits_total")
+    before = [value(worker_metrics(slow), name) for name in names]
+    picture = {"type": "image_url", "image_url": {"url": data_url(seed=700)}}
+    for words in ("One.", "Something else."):
+        content = [{"type": "text", "text": words}, picture]
+        assert ask(slow, 0, messages=[{"role": "user", "content": content}])[0].is_success
+    after = [value(worker_metrics(slow), name) for name in names]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]
+
+
+@pytest.mark.parametrize("metric", [m.name for m in GATEWAY_METRICS if m.kind == "histogram"])
+def test_histograms_count_from_a_millisecond_on(slow, metric):
+    ask(slow, 800)
+    with slow.client() as client:
+        text = client.get("/metrics").text
+    assert f'{metric}_bucket{{le="0.001",' in text
 
 
 def test_a_request_is_counted_once_with_its_tokens(slow):
