@@ -2,20 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
 from shared.redis_keys import RedisKeys
 from tests.faults.clients import Clients
-from tests.faults.history import CANCELLED, FAILED, FINISHED, conservation
+from tests.faults.history import REFUSED, conservation
 from tests.faults.processes import MODEL, PREFIX, WITHIN_S, Process, Processes, run_processes
 from tests.faults.proxy import FaultProxy, run_proxy
 from tests.faults.rest import redis_leftovers
 
 KEYS = RedisKeys(PREFIX)
+#: Outcomes in the gateway's count of requests that were never accepted.
+NOT_ACCEPTED = ("rejected", "service_unavailable")
 
 
 class Fleet:
@@ -71,6 +75,27 @@ class Fleet:
         except TimeoutError:
             raise AssertionError(left) from None
 
+    async def num_accepted(self) -> int:
+        """Accepted requests that have ended, by the gateway's own count."""
+        async with httpx.AsyncClient(trust_env=False, timeout=WITHIN_S) as client:
+            text = (await client.get(f"{self.url}/metrics")).text
+        return sum(
+            int(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "vlm_requests_total" and sample.labels["outcome"] not in NOT_ACCEPTED
+        )
+
+    async def has_counted(self, accepted: int) -> int:
+        """The gateway's count, once it is no less: a request is counted just after its last byte was sent."""
+
+        async def is_counted() -> bool:
+            return await self.num_accepted() >= accepted
+
+        with suppress(TimeoutError):  # the caller compares
+            await self.until(is_counted, 10.0)
+        return await self.num_accepted()
+
     async def dead_letters(self) -> list[dict[bytes, bytes]]:
         """The requests that were given up."""
         return [fields for _, fields in await self.redis.xrange(KEYS.dead(MODEL))]
@@ -95,6 +120,7 @@ async def run_fleet(folder: Path, **variables: str) -> AsyncIterator[Fleet]:
 async def playing(fleet: Fleet, texts: Iterable[str], **options) -> AsyncIterator[Clients]:
     """Clients that ask all at once while the block plays a fault; then every promise must hold."""
     clients = Clients()
+    num_before = await fleet.num_accepted()
     tasks = [asyncio.create_task(clients.ask(fleet.url, text, **options)) for text in texts]
     try:
         yield clients
@@ -106,9 +132,11 @@ async def playing(fleet: Fleet, texts: Iterable[str], **options) -> AsyncIterato
         await asyncio.gather(*tasks, return_exceptions=True)
     outcomes = clients.history.outcomes()
     print(f"{dict(outcomes)}, longest pause {clients.history.longest_pause_s():.1f} s")  # with -s
-    accepted = sum(outcomes[kind] for kind in (FINISHED, FAILED, CANCELLED))
+    accepted = len(tasks) - outcomes[REFUSED]
+    num_counted = await fleet.has_counted(num_before + accepted) - num_before
     assert clients.history.violations() == []
     assert conservation(accepted, outcomes) == []
+    assert conservation(num_counted, outcomes) == []
     await fleet.at_rest()
 
 

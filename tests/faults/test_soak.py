@@ -17,7 +17,7 @@ from shared.redis_keys import AFTER_END_S
 from shared.scripts import PUBLISH
 from tests.faults.clients import Clients
 from tests.faults.fleet import Fleet, run_fleet
-from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, conservation
+from tests.faults.history import FAILED, REFUSED, conservation
 from tests.faults.processes import LEASE_S, PREFIX
 from tests.faults.rest import Resources, growth
 
@@ -60,8 +60,7 @@ class Soak:
         await asyncio.gather(*(self._ask(clients) for _ in range(ROUND_SIZE)))
         outcomes = clients.history.outcomes()
         assert clients.history.violations() == []
-        accepted = outcomes[FINISHED] + outcomes[FAILED] + outcomes[CANCELLED]
-        assert conservation(accepted, outcomes) == []
+        assert conservation(ROUND_SIZE - outcomes[REFUSED], outcomes) == []
         assert outcomes[FAILED] == 0, clients.errors
         self.outcomes += outcomes
         self.longest_pause_s = max(self.longest_pause_s, clients.history.longest_pause_s())
@@ -127,6 +126,8 @@ async def test_soak(tmp_path):
 
         await soak.run(time.monotonic() + SOAK_S)
 
+        num_accepted = soak.outcomes.total() - soak.outcomes[REFUSED]
+        assert conservation(await fleet.has_counted(num_accepted), soak.outcomes) == []
         await fleet.at_rest()
         await fleet.until(lambda: has_forgotten(fleet), 2 * AFTER_END_S)
         after = {name: Resources.of(pid) for name, pid in pids.items()}
