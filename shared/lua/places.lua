@@ -35,5 +35,7 @@ end
 
 local function forget_expired(places, held, now_ms)
   local expired = redis.call('ZRANGEBYSCORE', places, '-inf', now_ms, 'LIMIT', 0, 100)
+  -- The first write of the call: where memory is full it is refused, as ZREM would not be, and with it the call.
+  if #expired > 0 then redis.call('HSET', held, 'tokens', redis.call('HGET', held, 'tokens') or '0') end
   for _, place in ipairs(expired) do leave(places, held, place) end
 end

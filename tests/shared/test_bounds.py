@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.protocol import ErrorCode, Failed
-from shared.request_queue import QueueRefused, RequestQueue
+from shared.request_queue import QueueRefused, QueueUnavailable, RequestQueue
 from tests.factories_queue import (
     MODEL,
     Ends,
@@ -121,6 +121,26 @@ async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(en
 
     await ends.enqueue(num_tokens=7, max_tokens=7)
     assert (await ends.redis.hgetall(ends.keys.held(MODEL)))[b"tokens"] == b"7"
+
+
+async def test_a_full_memory_refuses_whether_or_not_a_place_has_expired(ends):
+    """The first write of a script is asked about the memory: it must be one that takes some."""
+    await ends.enqueue()
+    places, held = ends.keys.places(MODEL), ends.keys.held(MODEL)
+    [place] = await ends.redis.zrange(places, 0, -1)
+    await ends.redis.zadd(places, {place: 1})
+    before = await ends.redis.hgetall(held)
+
+    await ends.redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(QueueUnavailable, match="memory"):
+            await ends.enqueue()
+    finally:
+        await ends.redis.config_set("maxmemory", 0)
+
+    assert await ends.redis.zrange(places, 0, -1) == [place]
+    assert await ends.redis.hgetall(held) == before
+    assert await ends.queue.depth(MODEL) == 1
 
 
 async def test_a_minute_is_earned_back_with_time(ends):
