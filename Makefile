@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test fuzz hostile faults accuracy browser-test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -30,8 +30,9 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-fuzz: $(STAMP)  ## send thousands of good and bad requests made from the OpenAPI document
-	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py -s $(ARGS)
+fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage pictures, JSON and frames as often
+	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/test_json_structure.py \
+		tests/gateway/test_streams.py tests/worker/test_decoder_pool.py -s $(ARGS)
 
 hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
 	HOSTILE_LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
@@ -44,6 +45,9 @@ faults: $(STAMP)  ## play every fault of docs/reliability.md against real proces
 
 accuracy: $(STAMP)  ## ask the built-in model 6,000 questions in fp32, bf16, int8 and int4; takes minutes
 	ACCURACY_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py $(ARGS)
+
+compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
+	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -10,8 +10,9 @@ import yaml
 
 from loadtest.fleet import ROOT
 from shared.settings_loading import load_settings
-from tests.e2e.compose_stack import DOCKERFILE
+from tests.e2e.compose_stack import PROFILES
 
+DOCKERFILE = ROOT / "config/Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 WORKERS = ("worker", "worker-shapes", "worker-gpu")
@@ -66,6 +67,11 @@ def test_no_service_may_do_what_it_need_not(name):
     assert service["security_opt"] == ["no-new-privileges:true"]
     own = "build" in service  # the user of our image is named in it
     assert own or service["user"] not in ("root", "0")
+
+
+def test_no_profile_is_left_running():
+    profiles = [profile for service in SERVICES.values() for profile in service.get("profiles", [])]
+    assert set(profiles) == set(PROFILES.split(","))
 
 
 def test_our_image_runs_without_root():

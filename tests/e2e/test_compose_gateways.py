@@ -5,13 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.compose_load import Load
-from tests.e2e.compose_stack import (
-    ComposeStack,
-    compose_command,
-    docker,
-    run_stack,
-    two_free_ports,
-)
+from tests.e2e.compose_stack import ComposeStack, docker, run_stack, two_free_ports
 
 SCALE = ("--scale", "gateway=2", "--scale", "worker=2")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,10 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def stack() -> Iterator[ComposeStack]:
-    command = compose_command()
-    if not command:
-        pytest.skip("no docker engine with compose runs here")
-    with run_stack(command, GATEWAY_PORT=two_free_ports()) as stack:
+    with run_stack(GATEWAY_PORT=two_free_ports()) as stack:
         stack.up(*SCALE)
         yield stack
 

@@ -1,6 +1,6 @@
 """The image with the real engine, in the compose stack: kernels are compiled in it, once, and traces go out.
 
-On demand, as PyPI's torch is gigabytes: `COMPOSE_TORCH=1`. `TORCH_ARGS` are pip's options for it, as in the Makefile.
+On demand, as PyPI's torch is gigabytes: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for it.
 """
 
 import os
@@ -13,7 +13,7 @@ from loadtest.client import ChatClient
 from loadtest.fleet import ROOT
 from loadtest.pictures import to_png_url
 from loadtest.scenarios import picture_part, text_part, to_body
-from tests.e2e.compose_stack import ComposeStack, build, compose_command, docker, run_stack
+from tests.e2e.compose_stack import ComposeStack, docker, run_stack
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,18 +21,12 @@ pytestmark = [
     pytest.mark.skipif("COMPOSE_TORCH" not in os.environ, reason="on demand: COMPOSE_TORCH=1"),
 ]
 
-IMAGE = "vlm-fleet:torch"
 SAMPLE = ROOT / "engines/shapes/samples/shapes.png"
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[ComposeStack]:
-    command = compose_command()
-    if not command:
-        pytest.skip("no docker engine with compose runs here")
-    torch_args = os.environ.get("TORCH_ARGS", "")
-    build(IMAGE, "--build-arg", "ENGINE=torch", "--build-arg", f"TORCH_ARGS={torch_args}")
-    with run_stack(command, COMPOSE_PROFILES="shapes", VLM_TRACES__EXPORT="otlp") as stack:
+    with run_stack(COMPOSE_PROFILES="shapes", VLM_TRACES__EXPORT="otlp") as stack:
         yield stack
 
 
