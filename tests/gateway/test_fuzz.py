@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
@@ -16,14 +15,9 @@ from schemathesis import GenerationMode
 
 from tests.factories_gateway import CHAT, MODEL, RunningGateway
 from tests.factories_pictures import data_url
+from tests.fuzzing import FUZZ_EXAMPLES, IS_LONG, SHARE, num_examples, takes_its_time
 
-NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "1"))
-IS_LONG = "FUZZ_EXAMPLES" in os.environ
-CHAT_SHARE = 10
-
-pytestmark = pytest.mark.filterwarnings("ignore")
-if IS_LONG:
-    pytestmark = [pytestmark, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), takes_its_time]
 
 
 def check(response: Any, documented: set[str]) -> None:
@@ -36,13 +30,13 @@ def check(response: Any, documented: set[str]) -> None:
         assert len(response.content) < 4096
 
 
-def send(url: str, operation: Any, mode: GenerationMode, num_examples: int) -> int:
+def send(url: str, operation: Any, mode: GenerationMode, count: int) -> int:
     """Make requests to one operation; how many were sent."""
     documented = set(operation.responses.status_codes)
     num_sent = 0
 
     @settings(
-        max_examples=num_examples, deadline=None, database=None, derandomize=not IS_LONG,
+        max_examples=count, deadline=None, database=None, derandomize=not IS_LONG,
         phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode), st.booleans())
@@ -67,12 +61,12 @@ async def test_no_request_of_the_document_is_too_much(gateway: RunningGateway, w
     assert CHAT in {operation.path for operation in operations}
     num_sent = 0
     for operation in operations:
-        num_examples = NUM_EXAMPLES * (CHAT_SHARE if operation.path == CHAT else 1)
+        count = FUZZ_EXAMPLES * (SHARE if operation.path == CHAT else 1)
         modes = list(GenerationMode) if operation.path == CHAT else [GenerationMode.POSITIVE]
         for mode in modes:  # the other routes have nothing that could be wrong
-            num_sent += await asyncio.to_thread(send, gateway.url, operation, mode, num_examples)
+            num_sent += await asyncio.to_thread(send, gateway.url, operation, mode, count)
     print(f"{num_sent} requests")  # shown by pytest -s
-    assert num_sent >= NUM_EXAMPLES * CHAT_SHARE
+    assert num_sent >= FUZZ_EXAMPLES * SHARE * len(GenerationMode)  # 5,000 in `make fuzz`
     assert (await gateway.chat()).status_code == 200
 
 
@@ -83,7 +77,7 @@ async def test_no_picture_is_too_much(gateway: RunningGateway, worker, form):
     start = url.index(",") + 1
 
     @settings(
-        max_examples=NUM_EXAMPLES * CHAT_SHARE, deadline=None, database=None, derandomize=not IS_LONG,
+        max_examples=num_examples(SHARE), deadline=None, database=None, derandomize=not IS_LONG,
     )  # fmt: skip
     @given(
         st.lists(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.errors import InvalidRequest
 from gateway.json_structure import check_structure
 from shared.limits import LimitSettings
+from tests.fuzzing import num_examples
 
 LIMITS = LimitSettings()
 
@@ -56,7 +57,7 @@ def problem(body: bytes, limits: LimitSettings = LIMITS) -> str | None:
     return None
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(values, st.booleans(), st.sampled_from(["", " ", "\n\t" * 20]))
 def test_repeated_keys_are_found_wherever_they_are(value, ascii, space):
     text = write(value, ascii, space)
@@ -64,14 +65,14 @@ def test_repeated_keys_are_found_wherever_they_are(value, ascii, space):
     assert (found is not None) == has_repeated_key(text)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(st.binary(max_size=200) | st.text('{}[]":, \\ab', max_size=60).map(str.encode))
 def test_what_is_not_json_does_no_harm(body):
     problem(body)
 
 
 @pytest.mark.parametrize("bracket", ["[]", "{}"])
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(depth=st.integers(8, 40), limit=st.integers(8, 40))
 def test_depth_is_bounded(bracket, depth, limit):
     opening = '{"a":' if bracket == "{}" else "["

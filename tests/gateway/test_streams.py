@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.answer import AnswerHead
@@ -13,6 +13,7 @@ from gateway.sse import ChunkWriter, merge_deltas
 from shared.metrics import STAGES
 from shared.protocol import Delta, ErrorCode, OutputLogprob, TokenLogprob
 from tests.factories_gateway import Answer, make_body
+from tests.fuzzing import num_examples
 
 
 def read_events(text: str) -> list:
@@ -205,6 +206,7 @@ async def test_a_waiting_stream_is_kept_alive_by_comments(gateway, worker, chang
     assert error["error"]["code"] == "engine_failure"
 
 
+@settings(deadline=None, max_examples=num_examples(100))
 @given(st.lists(st.text(), min_size=1))
 def test_no_text_of_a_model_breaks_a_frame(texts):
     writer = ChunkWriter(AnswerHead("i", 1, "m", "f"), include_usage=False, with_logprobs=False)

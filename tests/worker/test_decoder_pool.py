@@ -17,6 +17,7 @@ from gateway.images import ImageLoader, ImageSource
 from shared.limits import LimitSettings
 from tests.factories_hostile_pictures import CASES, SIZE, Case
 from tests.factories_pictures import encoded
+from tests.fuzzing import num_examples, takes_its_time
 from worker import decoder_pool
 from worker.decoder_pool import DecoderPool
 
@@ -81,8 +82,9 @@ async def test_a_picture_has_the_end_that_is_written_beside_it(pool: DecoderPool
     assert pool.decode(encoded(), SIZE).size == SIZE  # the next one is none the worse
 
 
+@takes_its_time
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8)
 )

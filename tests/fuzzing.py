@@ -1,0 +1,17 @@
+"""How many examples a property is tried with: a few, or as many as `make fuzz` asks for."""
+
+import os
+
+import pytest
+
+#: Of each kind to each operation of the document; properties and the chat route get `SHARE` times as many.
+FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "1"))
+IS_LONG = "FUZZ_EXAMPLES" in os.environ
+SHARE = 10
+
+takes_its_time = pytest.mark.timeout(7200 if IS_LONG else 120)
+
+
+def num_examples(few: int) -> int:
+    """How often to try a property: `few` times in the short form."""
+    return SHARE * FUZZ_EXAMPLES if IS_LONG else few
