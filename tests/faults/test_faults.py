@@ -7,8 +7,10 @@ import asyncio
 import signal
 from collections import Counter
 
+import httpx
 import pytest
 
+from tests.faults.clients import Clients
 from tests.faults.fleet import playing, tokens_seen
 from tests.faults.history import CANCELLED, FAILED, FINISHED
 from tests.faults.rest import Resources, growth
@@ -69,3 +71,25 @@ async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):
     async with playing(fleet, [fleet.name("!kill-finish")]) as clients:
         assert await victim.ended() == -signal.SIGKILL
     assert clients.history.outcomes() == {FINISHED: 1}
+
+
+async def test_a_second_signal_ends_a_gateway_at_once_with_its_streams(fleet):
+    """The first would let them finish: they are short."""
+    await fleet.some_worker()
+    gateway, url = await fleet.processes.gateway()
+    clients, text = Clients(), fleet.name()
+    asked = asyncio.create_task(clients.ask(url, text, num_tokens=200))
+    await tokens_seen(fleet, clients, text, 5)
+
+    async def is_draining() -> bool:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return (await client.get(f"{url}/readyz")).json() == {"status": "draining"}
+
+    gateway.signal(signal.SIGTERM)
+    await fleet.until(is_draining)
+    gateway.signal(signal.SIGTERM)
+    await gateway.ended()
+    await asked
+    assert clients.history.outcomes() == {FAILED: 1}
+    assert clients.history.violations() == []
+    await fleet.at_rest()

@@ -4,17 +4,21 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from shared.protocol import Finished, SamplingParams
 from shared.registry import Registry
+from shared.settings import Settings, WorkerSettings
 from tests.factories_queue import MODEL, Ends, make_request, open_ends
 from tests.factories_worker import Answers, text, token_ids
+from worker.main import WorkerProcess
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = SamplingParams(max_tokens=100, temperature=0.7, seed=11, ignore_eos=True)
@@ -113,6 +117,23 @@ async def test_a_step_that_hangs_ends_the_process(ends, start_worker):
         assert worker.returncode == 70
         assert b"a step has taken longer" in errors
         assert b"in step" in errors  # the stack says where
+
+
+async def test_a_worker_whose_step_is_stuck_is_not_healthy():
+    settings = Settings(
+        _env_file=None,  # type: ignore[call-arg]
+        worker=WorkerSettings(health_port=0),
+    )
+    process = WorkerProcess(settings)
+    engine = SimpleNamespace(step_started_at=None)
+    process._engine = engine  # type: ignore[assignment]
+    statuses = []
+    async with AsyncExitStack() as stack, httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://127.0.0.1:{await process._start_health(stack)}/healthz"
+        for age_s in (0.0, settings.worker.watchdog_s / 2, settings.worker.watchdog_s):
+            engine.step_started_at = time.monotonic() - age_s
+            statuses.append((await client.get(url)).status_code)
+    assert statuses == [200, 200, 503]
 
 
 async def test_probes_and_metrics_of_a_worker(ends, answers, start_worker):

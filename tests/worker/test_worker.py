@@ -1,6 +1,7 @@
 """A worker in this process: real Redis, real loops, a mock engine under the test's hand."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from io import BytesIO
@@ -168,8 +169,12 @@ async def test_a_worker_claims_no_more_than_its_engine_can_run(ends):
         assert pending["pending"] == 2
 
 
-async def test_a_cancelled_request_leaves_the_engine(ends, answers):
-    async with run_worker(ends, mock=SLOW) as running:
+@pytest.mark.parametrize("step_s", [0.01, 0.3])
+async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_second(
+    ends, answers, step_s
+):
+    """P7."""
+    async with run_worker(ends, mock={**SLOW, "decode_s": step_s}) as running:
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 3)
 
@@ -178,7 +183,7 @@ async def test_a_cancelled_request_leaves_the_engine(ends, answers):
         async def is_idle() -> bool:
             return not running.engine.has_work() and len(running.worker._flights) == 0
 
-        await until(is_idle, 2.0)
+        await until(is_idle, 2 * step_s + 1.0)
         assert running.engine.aborted
 
 
@@ -463,6 +468,24 @@ async def test_consecutive_tokens_share_an_event_when_publishing_is_slow(
 
     assert len(token_ids(events)) == 200
     assert len(events) < 50
+
+
+async def test_two_streams_share_one_entry_of_the_mailbox_per_step(ends):
+    """A slow loop merges steps, which makes entries fewer; it never makes one for each stream."""
+    tokens: Counter[str] = Counter()
+    entries = []
+    async with asyncio.timeout(20), run_worker(ends, mock=SLOW) as running:
+        streams = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
+        ids = {stream.request_id for stream in streams}
+        while min(tokens[each] for each in ids) <= 10:
+            events = await ends.next_events()
+            both_ran = all(tokens[each] for each in ids)
+            tokens.update({e.request_id: len(e.token_ids) for e in events if isinstance(e, Delta)})
+            if both_ran:
+                entries.append([event.request_id for event in events])
+        assert running.engine.stats().num_steps > 10
+    assert all(len(entry) == 2 and set(entry) == ids for entry in entries)
+    assert 0 < len(entries) <= 11
 
 
 async def test_a_worker_is_seen_by_gateways(ends):
