@@ -22,7 +22,7 @@ from loadtest.fleet import ROOT, free_port
 PROJECT = f"vlm-test-{os.getpid()}"
 PROFILES = "shapes,gpu,metrics"
 WITHIN_S = 120.0
-BUILD_S = 280.0
+BUILD_S = 600.0
 PAUSE_S = 0.2
 _CLAIMS = """
 import re, urllib.request
