@@ -25,6 +25,7 @@ class FaultProxy:
         self._flowing.set()
         self._lost_after = b""
         self._is_lossy: set[asyncio.StreamWriter] = set()  # connections whose next reply is lost
+        self._is_half_open: set[asyncio.StreamWriter] = set()
         self._clients: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -47,6 +48,10 @@ class FaultProxy:
     def thaw(self) -> None:
         """Pass on what was held back, and all that follows."""
         self._flowing.set()
+
+    def half_open(self) -> None:
+        """Swallow all that comes on the connections of now, in both directions; new ones work."""
+        self._is_half_open |= self._clients
 
     def reset(self) -> None:
         """End every connection with an RST."""
@@ -72,6 +77,7 @@ class FaultProxy:
             writer.transport.abort()
         self._clients.discard(client)
         self._is_lossy.discard(client)
+        self._is_half_open.discard(client)
         self._tasks -= {up, down}
 
     async def _send_commands(
@@ -83,6 +89,8 @@ class FaultProxy:
         with suppress(OSError):
             while data := await reader.read(CHUNK):
                 await self._delay()
+                if client in self._is_half_open:
+                    continue
                 if self._lost_after and self._lost_after in data:
                     self._lost_after = b""
                     self._is_lossy.add(client)
@@ -98,6 +106,8 @@ class FaultProxy:
                     self.num_lost += 1
                     return
                 await self._delay()
+                if client in self._is_half_open:
+                    continue
                 client.write(data)
                 await client.drain()
 
