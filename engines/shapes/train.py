@@ -79,7 +79,8 @@ class Student(nn.Module):
         """What the decoder makes of a batch. Shapes: (B, T, width)."""
         embeddings = self.model.model.language_model.embed_tokens(batch.token_ids)
         is_image = (batch.token_ids == IMAGE_ID).unsqueeze(-1)
-        embeddings = embeddings.masked_scatter(is_image, self.see(batch.pictures))
+        seen = self.see(batch.pictures).to(embeddings.dtype)  # bfloat16 within autocast
+        embeddings = embeddings.masked_scatter(is_image, seen)
         return self.read(embeddings, batch.positions, attention_mask(batch.branches))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -144,6 +145,7 @@ def main(
     resume: bool = False,
     num_threads: int = 2,
     compile: bool = False,
+    autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
     """Train the decoder and write the model in the format of `llava-hf` checkpoints."""
     torch.set_num_threads(num_threads)
@@ -164,7 +166,7 @@ def main(
         return "right: " + ", ".join(f"{topic} {share:.3f}" for topic, share in shares.items())
 
     plan = Plan(num_steps, learning_rate)
-    trainer = Trainer(student, lambda step: student(batches.make(step)), plan)
+    trainer = Trainer(student, lambda step: student(batches.make(step)), plan, autocast)
     if resume:
         trainer.load(cache / "training")
     student.load_eye(cache / "vision")  # which may have learned since

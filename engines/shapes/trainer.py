@@ -46,15 +46,25 @@ class Plan:
 
 
 class Trainer:
-    """Trains those parameters of a module that want it, and keeps a running average of them."""
+    """Trains those parameters of a module that want it, and keeps a running average of them.
 
-    def __init__(self, module: nn.Module, loss_at: Callable[[int], Tensor], plan: Plan) -> None:
+    `autocast`: matrices are multiplied in bfloat16; the weights stay as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_at: Callable[[int], Tensor],
+        plan: Plan,
+        autocast: bool = False,
+    ) -> None:
         named = module.named_parameters()
         self.module = module
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.average = {name: each.detach().clone() for name, each in self.parameters.items()}
         self.loss_at = loss_at
         self.plan = plan
+        self.autocast = autocast
         self.step = 0
         self.loss = math.nan  # running mean
         matrices = [each for each in self.parameters.values() if each.ndim > 1]
@@ -73,7 +83,8 @@ class Trainer:
         """One step of learning; `time_ratio` is how much of a limited time is over, 0 to 1."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate_at(self.step, time_ratio)
-        loss = self.loss_at(self.step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = self.loss_at(self.step)
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.max_gradient_norm)
         self.optimizer.step()
@@ -112,10 +123,11 @@ class Trainer:
     ) -> None:
         """Train to the end of the plan, but for `max_seconds` at most.
 
-        Every `report_every` steps the state is saved to `folder` and `report` is called with the averaged
-        weights in place; the line it returns is printed.
+        Every `report_every` steps and at the end the state is saved to `folder` and `report` is called with
+        the averaged weights in place; the line it returns is printed.
         """
         started = time.monotonic()
+        reported_at = self.step
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns) as progress:
             task = progress.add_task("", total=self.plan.num_steps, completed=self.step)
@@ -126,11 +138,16 @@ class Trainer:
                 self.train_step(spent / max_seconds)
                 progress.update(task, completed=self.step, description=f"loss {self.loss:.4f}")
                 if self.step % report_every == 0:
-                    self.save(folder)
-                    with self.averaged():
-                        line = f"step {self.step} {spent:.0f} s loss {self.loss:.4f} {report()}"
-                    progress.console.print(line)
+                    reported_at = self.step
+                    progress.console.print(self._take_stock(folder, report, started))
+            if self.step != reported_at:
+                progress.console.print(self._take_stock(folder, report, started))
+
+    def _take_stock(self, folder: Path, report: Callable[[], str], started: float) -> str:
         self.save(folder)
+        with self.averaged():
+            spent = time.monotonic() - started
+            return f"step {self.step} {spent:.0f} s loss {self.loss:.4f} {report()}"
 
     def save(self, folder: Path) -> None:
         """Write everything that `load` needs to go on as if nothing had happened."""

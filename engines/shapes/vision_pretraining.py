@@ -90,6 +90,7 @@ def main(
     resume: bool = False,
     num_threads: int = 2,
     compile: bool = False,
+    autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
 ) -> None:
     """Train the eye."""
     torch.set_num_threads(num_threads)
@@ -106,7 +107,9 @@ def main(
     def report() -> str:
         return " ".join(f"{name} {share:.4f}" for name, share in student.accuracy(gallery).items())
 
-    trainer = Trainer(student, loss_at, Plan(num_steps, learning_rate, average_decay=0.998))
+    trainer = Trainer(
+        student, loss_at, Plan(num_steps, learning_rate, average_decay=0.998), autocast
+    )
     if resume:
         trainer.load(cache / "vision")
     trainer.run(cache / "vision", report, report_every=250, max_seconds=60 * minutes)

@@ -1,11 +1,13 @@
 """Training learns, and a run that stops and resumes ends with the same weights."""
 
+import math
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engines.shapes.architecture import IMAGE_SIZE, NUM_IMAGE_TOKENS, make_config, make_model
 from engines.shapes.batches import BatchMaker
@@ -15,6 +17,7 @@ from engines.shapes.scene_targets import SceneTargets
 from engines.shapes.sequences import Encoder
 from engines.shapes.train import Student, attention_mask, exactness
 from engines.shapes.trainer import Plan, Trainer
+from engines.shapes.vision_pretraining import VisionStudent, draw_pictures
 from engines.shapes.world import make_scene
 
 
@@ -72,6 +75,51 @@ def test_training_lowers_the_loss(batches: BatchMaker):
             with torch.enable_grad():
                 trainer.train_step()
         assert trainer.loss_at(-1).item() < 0.8 * before
+
+
+@pytest.mark.parametrize(("num_steps", "reported"), [(3, [2, 3]), (4, [2, 4])])
+def test_a_run_ends_with_a_report_of_its_last_step(batches, tmp_path, num_steps, reported):
+    trainer = micro_trainer(batches, num_steps)
+    steps = []
+    trainer.run(tmp_path, lambda: str(steps.append(trainer.step)), report_every=2)
+    assert steps == reported
+    resumed = micro_trainer(batches, num_steps)
+    resumed.load(tmp_path)
+    assert resumed.step == num_steps
+
+
+def test_two_steps_in_bfloat16_change_weights_that_stay_in_fp32(batches: BatchMaker):
+    trainer = micro_trainer(batches)
+    trainer.autocast = True
+    outputs = []
+    trainer.module.model.lm_head.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    before = {name: each.detach().clone() for name, each in trainer.parameters.items()}
+    for _ in range(2):
+        trainer.train_step()
+    assert {each.dtype for each in outputs} == {torch.bfloat16}
+    assert {each.dtype for each in trainer.parameters.values()} == {torch.float32}
+    assert math.isfinite(trainer.loss)
+    changed = [not torch.equal(each, before[name]) for name, each in trainer.parameters.items()]
+    assert all(changed)
+
+
+def test_the_eye_learns_in_bfloat16(gallery: Gallery):
+    config = make_config()
+    config.vision_config.hidden_size = config.vision_config.intermediate_size = 48
+    config.vision_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
+    student = VisionStudent(make_model(config=config))
+
+    def loss_at(step: int) -> Tensor:
+        array, codes = draw_pictures([gallery], 8, np.random.default_rng(0))
+        pictures = torch.from_numpy(array)
+        return student.loss(student(pictures), student.targets(pictures, codes))
+
+    plan = Plan(2, learning_rate=1e-3, warmup_steps=1)
+    trainer = Trainer(student, loss_at, plan, autocast=True)
+    trainer.train_step()
+    first = trainer.loss
+    trainer.train_step()
+    assert trainer.loss < first
 
 
 def test_held_out_answers_are_counted(batches: BatchMaker):
