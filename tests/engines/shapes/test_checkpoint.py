@@ -46,6 +46,10 @@ def test_it_has_the_files_of_a_llava_checkpoint():
     assert config["text_config"]["max_position_embeddings"] >= 2048
 
 
+def test_it_has_three_to_eight_million_parameters(answerer):
+    assert 3e6 < sum(each.numel() for each in answerer.model.parameters()) < 8e6
+
+
 def test_pictures_are_prepared_as_in_training(answerer):
     picture = draw_smoothly(make_scene("white", ("red", "star", "center")), rng=Random(0))
     pixels = answerer.processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
