@@ -65,6 +65,20 @@ def test_settings_metrics_and_targets_exist(page):
     assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "engines/shapes/README.md"], ids=lambda page: page.name
+)
+def test_modules_of_ours_that_are_to_be_run_do_something(page):
+    for module in named(page, r"python3? -m ([\w.]+)"):
+        if module.split(".")[0] in {path.removesuffix(".py") for path in TOP}:
+            path = ROOT / f"{module.replace('.', '/')}.py"
+            main = path if path.exists() else path.with_suffix("") / "__main__.py"
+            assert main.exists(), module
+            assert main.name == "__main__.py" or '__name__ == "__main__"' in main.read_text(), (
+                module
+            )
+
+
 def test_every_key_of_redis_has_its_row():
     keys, made = RedisKeys(), set()
     for name, member in vars(RedisKeys).items():
