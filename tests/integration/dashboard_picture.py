@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 from selenium.webdriver import Chrome
-from selenium.webdriver.common.by import By
 
 from loadtest.svg import Axis, Chart, Point
 from tests.integration.fleet_process import ROOT
@@ -84,9 +84,17 @@ def draw_dashboard(browser: Chrome, panels: list[dict[str, Any]], drawn: dict[in
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     browser.get(page.as_uri())
     browser.save_screenshot(str(FOLDER / "dashboard.png"))
-    for panel in panels:
-        if panel["type"] != "row":
-            browser.find_element(By.ID, f"panel-{panel['id']}").screenshot(str(picture_of(panel)))
+    with Image.open(FOLDER / "dashboard.png") as picture:
+        for panel in panels:
+            if panel["type"] != "row":
+                picture.crop(box(panel)).save(picture_of(panel))
+
+
+def box(panel: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom on the picture of all."""
+    cell = panel["gridPos"]
+    left, top = cell["x"] * COLUMN, cell["y"] * ROW
+    return left, top, left + cell["w"] * COLUMN, top + cell["h"] * ROW
 
 
 def picture_of(panel: dict[str, Any]) -> Path:
@@ -95,14 +103,11 @@ def picture_of(panel: dict[str, Any]) -> Path:
 
 def place(panel: dict[str, Any], inside: str) -> str:
     """A panel where the dashboard has it."""
-    cell = panel["gridPos"]
-    left, top, width, height = (
-        cell["x"] * COLUMN, cell["y"] * ROW, cell["w"] * COLUMN, cell["h"] * ROW,
-    )  # fmt: skip
-    where = f"left:{left}px; top:{top}px; width:{width - 4}px; height:{height - 4}px"
+    left, top, right, bottom = box(panel)
+    where = f"left:{left}px; top:{top}px; width:{right - left - 4}px; height:{bottom - top - 4}px"
     _, unit = shown_as(panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "short"))
     title = f"<h3>{escape(panel['title'])} <small>{escape(unit)}</small></h3>"
-    return f'<section id="panel-{panel["id"]}" style="{where}">{title}{inside}</section>'
+    return f'<section style="{where}">{title}{inside}</section>'
 
 
 def draw(panel: dict[str, Any], lines: list[Series], length_s: float) -> str:

@@ -169,12 +169,13 @@ def test_a_repeated_picture_is_one_hit_of_the_encoder_cache(slow):
     assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]
 
 
-@pytest.mark.parametrize("metric", [m.name for m in GATEWAY_METRICS if m.kind == "histogram"])
-def test_histograms_count_from_a_millisecond_on(slow, metric):
+def test_histograms_count_from_a_millisecond_on(slow):
     ask(slow, 800)
     with slow.client() as client:
         text = client.get("/metrics").text
-    assert f'{metric}_bucket{{le="0.001",' in text
+    for metric in GATEWAY_METRICS:
+        if metric.kind == "histogram":
+            assert f'{metric.name}_bucket{{le="0.001",' in text
 
 
 def test_a_request_is_counted_once_with_its_tokens(slow):
