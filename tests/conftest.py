@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from shared.embedded_redis import EmbeddedRedis
 from shared.redis_client import create_redis
 from shared.settings import RedisSettings
+from tests.factories_queue import Ends, open_ends
 
 if not Path("/dev/nvidiactl").exists():
     # kernels are tested in Triton's interpreter then, which whoever imports triton first must ask for
@@ -47,3 +48,10 @@ async def redis_blocking(redis_server: str) -> AsyncIterator[Redis]:
     client = create_redis(RedisSettings(url=redis_server), blocking=True)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
+    """A queue, and as many workers on it as a test asks for."""
+    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
+        yield ends

@@ -1,10 +1,8 @@
 """Batch work in Redis, against a real server: who goes first, who is woken, and that nobody waits for ever."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
 
 from shared.protocol import GenerateRequest, Priority
 from shared.request_queue import QueueRefused
@@ -14,15 +12,8 @@ from tests.factories_queue import (
     enqueue,
     make_finished,
     make_request,
-    open_ends,
     publication,
 )
-
-
-@pytest.fixture
-async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
 
 
 async def enqueue_batch(ends: Ends, count: int = 1) -> list[GenerateRequest]:

@@ -15,15 +15,8 @@ from tests.factories_queue import (
     make_delta,
     make_finished,
     make_request,
-    open_ends,
     publication,
 )
-
-
-@pytest.fixture
-async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
 
 
 @pytest.fixture

@@ -8,13 +8,7 @@ from shared.redis_client import create_redis
 from shared.redis_keys import GROUP
 from shared.request_queue import QueueUnavailable, RequestQueue
 from shared.settings import RedisSettings
-from tests.factories_queue import MODEL, open_ends
-
-
-@pytest.fixture
-async def ends(redis, redis_blocking, redis_prefix):
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
+from tests.factories_queue import MODEL
 
 
 async def add(ends, age_s: float) -> None:

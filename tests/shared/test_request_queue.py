@@ -1,10 +1,8 @@
 """The life of a request in Redis, against a real server: every script and every way in which it says no."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.claim_script import giving_up
@@ -15,21 +13,12 @@ from shared.request_queue import DuplicateRequest, QueueRefused, QueueUnavailabl
 from shared.settings import RedisSettings
 from tests.factories_queue import (
     MODEL,
-    Ends,
     enqueue,
     make_delta,
     make_finished,
     make_request,
-    open_ends,
     publication,
 )
-
-
-@pytest.fixture
-async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
-
 
 # Enqueue
 

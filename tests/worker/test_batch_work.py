@@ -1,13 +1,9 @@
 """Batch work beside interactive work in one worker: real Redis, real loops, a mock engine that takes its time."""
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import pytest
-from redis.asyncio import Redis
 
 from shared.protocol import Finished, GenerateRequest, Priority, SamplingParams
-from tests.factories_queue import Ends, make_request, open_ends
+from tests.factories_queue import make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 from worker.claim_loops import PASSED_PER_AGED
 
@@ -21,19 +17,6 @@ def asking(num_tokens: int, priority: Priority = Priority.INTERACTIVE) -> Genera
 
 def batch(num_tokens: int) -> GenerateRequest:
     return asking(num_tokens, Priority.BATCH)
-
-
-@pytest.fixture
-async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
-
-
-@pytest.fixture
-async def answers(ends: Ends) -> AsyncIterator[Answers]:
-    answers = Answers(ends)
-    yield answers
-    await answers.close()
 
 
 def ended(answers: Answers) -> list[str]:

@@ -11,26 +11,13 @@ from shared import spans
 from shared.protocol import Finished, SamplingParams
 from shared.settings import TraceSettings
 from shared.tracing import create_tracer, epoch_ns
-from tests.factories_queue import MODEL, make_request, open_ends
-from tests.factories_worker import Answers, run_worker
+from tests.factories_queue import MODEL, make_request
+from tests.factories_worker import run_worker
 from tests.otlp_collector import run_collector
 from worker.flight_trace import FlightTracer
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 CONSUMER = 5
-
-
-@pytest.fixture
-async def ends(redis, redis_blocking, redis_prefix):
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
-
-
-@pytest.fixture
-async def answers(ends):
-    answers = Answers(ends)
-    yield answers
-    await answers.close()
 
 
 @pytest.fixture

@@ -16,25 +16,12 @@ import pytest
 from shared.protocol import Finished, SamplingParams
 from shared.registry import Registry
 from shared.settings import Settings, WorkerSettings
-from tests.factories_queue import MODEL, Ends, make_request, open_ends
-from tests.factories_worker import Answers, text, token_ids
+from tests.factories_queue import MODEL, make_request
+from tests.factories_worker import text, token_ids
 from worker.main import WorkerProcess
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = SamplingParams(max_tokens=100, temperature=0.7, seed=11, ignore_eos=True)
-
-
-@pytest.fixture
-async def ends(redis, redis_blocking, redis_prefix) -> AsyncIterator[Ends]:
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
-
-
-@pytest.fixture
-async def answers(ends) -> AsyncIterator[Answers]:
-    answers = Answers(ends)
-    yield answers
-    await answers.close()
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from hashlib import sha256
 from io import BytesIO
 
 import pytest
 from PIL import Image
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 import worker.absence
@@ -28,26 +26,13 @@ from shared.protocol import (
 )
 from shared.redis_keys import GROUP
 from shared.registry import Registry
-from tests.factories_queue import MODEL, Ends, make_request, open_ends
-from tests.factories_worker import Answers, run_worker, text, token_ids
+from tests.factories_queue import MODEL, make_request
+from tests.factories_worker import run_worker, text, token_ids
 from worker.engine_thread import EngineBroken
 from worker.flight import PROVEN_AFTER_TOKENS
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
-
-
-@pytest.fixture
-async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
-    async with open_ends(redis, redis_blocking, redis_prefix) as ends:
-        yield ends
-
-
-@pytest.fixture
-async def answers(ends: Ends) -> AsyncIterator[Answers]:
-    answers = Answers(ends)
-    yield answers
-    await answers.close()
 
 
 async def until(condition, timeout_s: float = 10.0) -> None:
