@@ -28,6 +28,13 @@ MAX_ERROR_BYTES = 4096
 INSIDE = re.compile(
     rb"0x[0-9a-f]{6,}|Traceback|/usr/|site-packages|faults:\{|" + str(ROOT).encode()
 )
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_SOURCES = [
+    path.read_text() for part in ("gateway", "shared") for path in (ROOT / part).glob("*.py")
+]
+_WORDS = {word for source in _SOURCES for word in re.findall(r'"([a-z_]+)"', source)}
+#: By label: the values that the fleet itself may give it, which stand in its source as they are.
+OUR_WORDS = {"outcome": _WORDS, "reason": _WORDS}
 ENCODED = re.compile(r"[A-Za-z0-9+/]{256,}")
 RedisNames = RedisKeys(PREFIX)
 
@@ -40,7 +47,7 @@ class HostileFleet:
         self.gateway, self.worker, self.url = gateway, worker, url
         self.client, self.other = (_client(url, key) for key in KEYS.values())
         self.stranger = _client(url, "")
-        self.max_series = 0
+        self.labels: set[tuple[str, str]] = set()  #: of all series after the first answers
         self._num_read = {"gateway": 0, "worker": 0}
         self._numbers = iter(range(10**6))
 
@@ -81,7 +88,8 @@ class HostileFleet:
         self._logs_are_clean()
         text = (await self.client.get("/metrics")).text
         assert CANARY not in text
-        assert num_series(text) <= self.max_series
+        came = unknown_labels(text, self.labels)
+        assert came == set(), came
 
     async def _is_at_rest(self) -> None:
         give_up_at = time.monotonic() + WITHIN_S
@@ -118,8 +126,16 @@ class HostileFleet:
             await client.aclose()
 
 
-def num_series(metrics: str) -> int:
-    return sum(not line.startswith("#") for line in metrics.splitlines())
+def labels(metrics: str) -> set[tuple[str, str]]:
+    """Every name of a label with every value that it has."""
+    lines = (line for line in metrics.splitlines() if not line.startswith("#"))
+    return {pair for line in lines for pair in _LABEL.findall(line)}
+
+
+def unknown_labels(metrics: str, known: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """I7: those that came since and are no end or reason of ours; each of these makes its series when it first comes."""
+    came = labels(metrics) - known
+    return {(name, value) for name, value in came if value not in OUR_WORDS.get(name, ("other",))}
 
 
 def _client(url: str, key: str) -> httpx.AsyncClient:
@@ -167,8 +183,7 @@ async def _settle(fleet: HostileFleet) -> None:
             await asyncio.sleep(0.02)
     for _ in range(3):
         await fleet.canary()
-    series = num_series((await fleet.client.get("/metrics")).text)
-    fleet.max_series = series + 64  # outcomes and reasons have a series each, once they come
+    fleet.labels = labels((await fleet.client.get("/metrics")).text)
 
 
 class Sink:
