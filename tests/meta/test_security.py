@@ -55,3 +55,14 @@ def test_hostile_rows_are_played():
         for other in re.findall(r"\*hostile\*(?: ([A-K]\d+))?", cell)
     }
     assert named == played
+
+
+def test_rows_that_are_not_hostile_say_why():
+    """The list before the table: `- A12, A18 to A20: because ...`."""
+    said: list[str] = []
+    for rows in re.findall(r"^- ((?:[A-K]\d+(?:, | to )?)+): ", TEXT, re.MULTILINE):
+        for span in rows.split(", "):
+            first, _, last = span.partition(" to ")
+            end = int((last or first)[1:])
+            said += [f"{first[0]}{number}" for number in range(int(first[1:]), end + 1)]
+    assert sorted(said) == sorted(row for row, cell in ROWS.items() if "*hostile*" not in cell)
