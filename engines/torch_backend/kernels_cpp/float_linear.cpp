@@ -63,33 +63,7 @@ struct Block {
 };
 
 constexpr int64_t MAX_DIRECT_TOKENS = 4;
-constexpr int64_t TOKENS = 96, OUTPUTS = 16, INPUTS = 128;  // of a panel, which stays in the first cache
-
-// Rows of eight weights to columns. Shapes: source (8, stride), of which 8 columns; target (8, OUTPUTS).
-template <class W>
-inline void transpose(const W* source, int64_t stride, float* target) {
-    Floats rows[8];
-    for (int r = 0; r < 8; r++) rows[r] = load(source + r * stride);
-#if defined(__AVX2__)
-    __m256 pairs[8], fours[8];
-    for (int r = 0; r < 8; r += 2) {
-        pairs[r] = _mm256_unpacklo_ps((__m256)rows[r], (__m256)rows[r + 1]);
-        pairs[r + 1] = _mm256_unpackhi_ps((__m256)rows[r], (__m256)rows[r + 1]);
-    }
-    for (int r = 0; r < 8; r += 4)
-        for (int i = 0; i < 2; i++) {
-            fours[r + 2 * i] = _mm256_shuffle_ps(pairs[r + i], pairs[r + 2 + i], 0x44);
-            fours[r + 2 * i + 1] = _mm256_shuffle_ps(pairs[r + i], pairs[r + 2 + i], 0xee);
-        }
-    for (int k = 0; k < 4; k++) {
-        store(target + k * OUTPUTS, (Floats)_mm256_permute2f128_ps(fours[k], fours[k + 4], 0x20));
-        store(target + (k + 4) * OUTPUTS, (Floats)_mm256_permute2f128_ps(fours[k], fours[k + 4], 0x31));
-    }
-#else
-    for (int r = 0; r < 8; r++)
-        for (int k = 0; k < 8; k++) target[k * OUTPUTS + r] = rows[r][k];
-#endif
-}
+constexpr int64_t TOKENS = 96, OUTPUTS = COLUMNS, INPUTS = 128;  // of a panel, which stays in the first cache
 
 // Some outputs' weights as float32 columns, lanes being outputs, and what they have come to with some tokens.
 struct Panel {
@@ -111,25 +85,7 @@ struct Panel {
 
     template <int M>
     void add(const float* x, int64_t stride, int64_t count, int64_t token) {
-        Floats local[M][2];
-        for (int m = 0; m < M; m++)
-            for (int half = 0; half < 2; half++) local[m][half] = load(sums[token + m] + 8 * half);
-        for (int64_t k = 0; k < count; k++) {
-            const Floats first = load(weights[k]), second = load(weights[k] + 8);
-            for (int m = 0; m < M; m++) {
-                local[m][0] += first * x[m * stride + k];
-                local[m][1] += second * x[m * stride + k];
-            }
-        }
-        for (int m = 0; m < M; m++)
-            for (int half = 0; half < 2; half++) store(sums[token + m] + 8 * half, local[m][half]);
-    }
-
-    void add_six(const float* x, int64_t stride, int64_t count, int64_t token) {
-#if defined(VLM_HAS_TILES)
-        if (count % 2 == 0) return multiply_tile(x, stride, weights[0], count / 2, sums[token]);
-#endif
-        add<6>(x, stride, count, token);
+        multiply_rows<M>(x, stride, weights[0], count, sums[token]);
     }
 
     void add_tokens(const float* x, int64_t stride, int64_t count, int64_t num_tokens) {
@@ -143,7 +99,7 @@ struct Panel {
                 case 3: add<3>(rows, stride, count, m); break;
                 case 4: add<4>(rows, stride, count, m); break;
                 case 5: add<5>(rows, stride, count, m); break;
-                case 6: add_six(rows, stride, count, m); break;
+                case 6: multiply_six(rows, stride, weights[0], count, sums[m]); break;
             }
             m += taken;
         }

@@ -14,7 +14,11 @@ import torch
 
 from engines.torch_backend.kernels_cpp.compiler import CannotCompile, compile_library
 from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Kind, Library
-from engines.torch_backend.kernels_cpp.probe import attention_is_right, right_kinds
+from engines.torch_backend.kernels_cpp.probe import (
+    attention_is_right,
+    full_attention_is_right,
+    right_kinds,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +29,12 @@ _BITS = {"fast": 8, "exact": 16}
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """A library, the forms of weights and the attention for which it was found right."""
+    """A library, the forms of weights and of attention for which it was found right."""
 
     library: Library
     kinds: frozenset[Kind]
     has_attention: bool
+    has_full_attention: bool  #: that of pictures
     bits: int  #: of activations that meet integer weights
 
     @property
@@ -49,9 +54,16 @@ def load_kernels(mode: Mode) -> CpuKernels | None:
         logger.warning("no CPU kernels, torch computes instead: %s", error)
         return None
     bits = _BITS[mode]
-    kernels = CpuKernels(library, right_kinds(library, bits), attention_is_right(library), bits)
+    kernels = CpuKernels(
+        library,
+        right_kinds(library, bits),
+        attention_is_right(library),
+        full_attention_is_right(library),
+        bits,
+    )
     is_right = {kind.name.lower(): kind in kernels.kinds for kind in Kind}
     is_right["attention"] = kernels.has_attention
+    is_right["full attention"] = kernels.has_full_attention
     logger.info("CPU kernels (%s): %s", mode, ", ".join(n for n in is_right if is_right[n]))
     wrong = [name for name in is_right if not is_right[name]]
     if wrong:

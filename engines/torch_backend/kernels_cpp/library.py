@@ -94,6 +94,29 @@ class AttentionStruct(ctypes.Structure):
     )
 
 
+class FullAttentionStruct(ctypes.Structure):
+    """`FullAttention` of full_attention.cpp."""
+
+    _fields_ = (
+        ("num_pictures", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("num_queries", ctypes.c_int64),
+        ("num_keys", ctypes.c_int64),
+        ("query_picture", ctypes.c_int64),
+        ("query_head", ctypes.c_int64),
+        ("query_token", ctypes.c_int64),
+        ("key_picture", ctypes.c_int64),
+        ("key_head", ctypes.c_int64),
+        ("key_token", ctypes.c_int64),
+        ("queries", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """One linear map, as the kernels read it. Shapes: scale and bias (N,), float32."""
@@ -158,6 +181,8 @@ class Library:
         self.attention = functions.vlm_attention
         self.attention.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int32]
         self.attention.restype = None
+        self.full_attention = functions.vlm_full_attention
+        self.full_attention.argtypes, self.full_attention.restype = [ctypes.c_void_p], None
 
 
 def _to_struct(weights: Weights) -> LinearStruct:

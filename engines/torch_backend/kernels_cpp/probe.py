@@ -10,11 +10,13 @@ from torch import Tensor
 
 from engines.torch_backend.attention import Span, paged_attention_by_sequence, plan_attention
 from engines.torch_backend.kernels_cpp.attention import PagedAttention
+from engines.torch_backend.kernels_cpp.full_attention import mix_by_kernel
 from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Kind, Library, Product, Weights
 from engines.torch_backend.kernels_cpp.packing import INT8_GROUP, pack_int4, pack_int8
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.models.rotary import RotaryTable, rotate
+from engines.torch_backend.models.vision import mix_values, split_heads
 
 _NUM_OUTPUTS, _NUM_INPUTS, _GROUP = 50, 192, 64
 _NUM_TOKENS = (1, 3, 6, 9)  # every form of a kernel
@@ -36,6 +38,20 @@ def right_kinds(library: Library, bits: int) -> frozenset[Kind]:
 def attention_is_right(library: Library) -> bool:
     """Whether rotation, keeping and attention are."""
     return all(_attends_right(library, dtype) for dtype in FLOAT_KINDS)
+
+
+def full_attention_is_right(library: Library) -> bool:
+    """Whether pictures' attention is: all and some of the tokens, of two pictures with odd sizes."""
+    projected = _numbers(2 * 37, 3 * 3 * 24).view(2, 37, -1) * 3
+    queries, keys, values = split_heads(projected, num_heads=3)
+    return all(
+        _is_near(
+            mix_by_kernel(library, part, keys, values),
+            mix_values(part, keys, values),
+            _FLOAT_TOLERANCE,
+        )
+        for part in (queries, queries[:, :, 5:9])
+    )
 
 
 def _is_right(library: Library, kind: Kind, bits: int) -> bool:

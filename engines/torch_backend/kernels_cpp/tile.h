@@ -3,6 +3,51 @@
 
 #include "vectors.h"
 
+constexpr int64_t COLUMNS = 16;
+
+// Rows of eight numbers to columns. Shapes: source (8, stride), of which 8 columns; target (8, COLUMNS).
+template <class W>
+inline void transpose(const W* source, int64_t stride, float* target) {
+    Floats rows[8];
+    for (int r = 0; r < 8; r++) rows[r] = load(source + r * stride);
+#if defined(__AVX2__)
+    __m256 pairs[8], fours[8];
+    for (int r = 0; r < 8; r += 2) {
+        pairs[r] = _mm256_unpacklo_ps((__m256)rows[r], (__m256)rows[r + 1]);
+        pairs[r + 1] = _mm256_unpackhi_ps((__m256)rows[r], (__m256)rows[r + 1]);
+    }
+    for (int r = 0; r < 8; r += 4)
+        for (int i = 0; i < 2; i++) {
+            fours[r + 2 * i] = _mm256_shuffle_ps(pairs[r + i], pairs[r + 2 + i], 0x44);
+            fours[r + 2 * i + 1] = _mm256_shuffle_ps(pairs[r + i], pairs[r + 2 + i], 0xee);
+        }
+    for (int k = 0; k < 4; k++) {
+        store(target + k * COLUMNS, (Floats)_mm256_permute2f128_ps(fours[k], fours[k + 4], 0x20));
+        store(target + (k + 4) * COLUMNS, (Floats)_mm256_permute2f128_ps(fours[k], fours[k + 4], 0x31));
+    }
+#else
+    for (int r = 0; r < 8; r++)
+        for (int k = 0; k < 8; k++) target[k * COLUMNS + r] = rows[r][k];
+#endif
+}
+
+// Adds to sums (M, 16) the product of rows (M, count), `stride` numbers apart, and columns (count, 16).
+template <int M>
+inline void multiply_rows(const float* rows, int64_t stride, const float* columns, int64_t count, float* sums) {
+    Floats local[M][2];
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) local[m][half] = load(sums + m * COLUMNS + 8 * half);
+    for (int64_t k = 0; k < count; k++) {
+        const Floats first = load(columns + k * COLUMNS), second = load(columns + k * COLUMNS + 8);
+        for (int m = 0; m < M; m++) {
+            local[m][0] += first * rows[m * stride + k];
+            local[m][1] += second * rows[m * stride + k];
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) store(sums + m * COLUMNS + 8 * half, local[m][half]);
+}
+
 #if defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)
 #define VLM_HAS_TILES
 
@@ -44,3 +89,11 @@ inline void multiply_tile(const float* rows, int64_t stride, const float* column
                    "ymm10", "ymm11", "ymm12", "ymm13", "ymm14");
 }
 #endif
+
+// `multiply_rows` of six.
+inline void multiply_six(const float* rows, int64_t stride, const float* columns, int64_t count, float* sums) {
+#if defined(VLM_HAS_TILES)
+    if (count % 2 == 0) return multiply_tile(rows, stride, columns, count / 2, sums);
+#endif
+    multiply_rows<6>(rows, stride, columns, count, sums);
+}

@@ -1,7 +1,7 @@
 """Vision tower and projector over C++ kernels: the same maps as `PlainBlock`, their slow twin.
 
 Made by the runner from a loaded model, whose weights it shares. The stream between blocks is float32 whatever the
-weights are. Norms and attention are torch's: they are few of a picture's milliseconds.
+weights are. Norms are torch's: they are few of a picture's milliseconds.
 
 Shape letters: B pictures, t tokens of each, C channels.
 """
@@ -13,17 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.torch_backend.kernels_cpp.full_attention import can_mix, mix_by_kernel
 from engines.torch_backend.kernels_cpp.fused_linear import FusedLinear
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.models.encoding_run import PictureMaps
 from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.vision import mix_values
 
 
 class CpuBlock:
-    """A block of the tower. `dtype` is the engine's: of torch's products and attention."""
+    """A block of the tower. `dtype` is the engine's: of torch's products, and of attention."""
 
     def __init__(self, kernels: CpuKernels, block: Any, dtype: torch.dtype) -> None:
         attention, mlp = block.attn, block.mlp
+        self._mixer = kernels.library if kernels.has_full_attention else None
         self._norms = [_Norm(block.ln_1), _Norm(block.ln_2)]
         self._dtype = dtype
         self._in = FusedLinear(kernels, [attention.in_proj], dtype)
@@ -34,6 +37,12 @@ class CpuBlock:
     def project(self, x: Tensor) -> Tensor:
         """Norm; queries, keys and values."""
         return _by_token(self._in, self._norms[0](x.float())).to(self._dtype)
+
+    def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of some queries to everything."""
+        if self._mixer is None or not can_mix(queries):
+            return mix_values(queries, keys, values)
+        return mix_by_kernel(self._mixer, queries, keys, values)
 
     def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The stream with what attention gave."""

@@ -18,10 +18,14 @@ from engines.torch_backend.models.vision import VisionTower, mix_values, split_h
 
 
 class BlockMaps(Protocol):
-    """What a block of the tower does to each token by itself."""
+    """What a block of the tower does: to each token by itself, but for `mix`."""
 
     def project(self, x: Tensor) -> Tensor:
         """Norm; queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
+        ...
+
+    def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of some queries to everything. Shapes: as of `mix_values`."""
         ...
 
     def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -42,6 +46,10 @@ class PlainBlock:
     def project(self, x: Tensor) -> Tensor:
         """Norm; queries, keys and values."""
         return self._block.attn.in_proj(self._block.ln_1(x))
+
+    def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of some queries to everything."""
+        return mix_values(queries, keys, values)
 
     def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The stream with what attention gave."""
@@ -121,7 +129,7 @@ class EncodingRun:
         outputs = []
         for piece, part in zip(pieces, queries.split(self._size, dim=2), strict=True):
             yield
-            outputs.append(block.add_mixed(piece, mix_values(part, keys, values)))
+            outputs.append(block.add_mixed(piece, block.mix(part, keys, values)))
         return _joined(outputs)
 
     def _feed(self, block: BlockMaps, x: Tensor) -> Generator[None, None, Tensor]:
