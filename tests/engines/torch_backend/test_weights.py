@@ -289,7 +289,7 @@ def test_memory_peaks_little_above_the_model(
     command = [sys.executable, "-c", MEASURE_PEAK, str(large), dtype, scheme, kernels]
     ratio = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    # About 15 MB go beside whatever the size is, much for four bits of this one. Packing has one matrix at a time twice
-    # and leaves holes, 1.3 to 1.6 here; with all of both it is 2.0 to 2.4.
-    most = {("int4", "off"): 1.3, ("int4", "fast"): 1.8}
+    # About 15 MB go beside whatever the size is, much for few bits of this one. Packing has one matrix at a time twice
+    # and leaves holes: 1.2 to 1.4 in 8 bits, 1.3 to 1.6 in 4; with all of both it is 2.0 to 2.4.
+    most = {("int4", "off"): 1.5, ("int4", "fast"): 1.8, ("int8", "fast"): 1.6}
     assert ratio <= most.get((scheme, kernels), 1.2)
