@@ -48,6 +48,7 @@ def create_app(services: Services) -> FastAPI:
         description=_DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
     )
     streams = Streams(services.queue, settings.gateway.request_timeout_s)
     chat = create_chat(services, streams)
@@ -67,7 +68,13 @@ def create_app(services: Services) -> FastAPI:
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
     app.include_router(create_model_routes(services.models))
     app.include_router(
-        create_probes(services.admission, services.models, services.queue, services.metrics)
+        create_probes(
+            services.admission,
+            services.models,
+            services.queue,
+            services.metrics,
+            services.afterwards,
+        )
     )
     app.openapi = lambda: create_openapi(app, settings.limits)
     return app
@@ -97,6 +104,7 @@ def create_chat(services: Services, streams: Streams) -> ChatCompletions:
         services.intake,
         streams,
         services.metrics,
+        services.afterwards,
         services.tracer,
         system_fingerprint=_fingerprint(),
     )

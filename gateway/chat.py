@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
@@ -16,6 +17,7 @@ from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from gateway.admission import Admission
+from gateway.afterwards import Afterwards
 from gateway.context import RequestContext, context_of
 from gateway.errors import ApiError, Overloaded, unavailable, unexpected
 from gateway.exchange import ClientGone, Exchange
@@ -68,6 +70,7 @@ class ChatCompletions:
         intake: Intake,
         streams: Streams,
         metrics: GatewayMetrics,
+        afterwards: Afterwards,
         tracer: "Tracer | None",
         system_fingerprint: str,
     ) -> None:
@@ -76,6 +79,7 @@ class ChatCompletions:
         self.intake = intake
         self.streams = streams
         self.metrics = metrics
+        self.afterwards = afterwards
         self.tracer = tracer
         self.system_fingerprint = system_fingerprint
 
@@ -99,17 +103,10 @@ class ChatCompletions:
             self.metrics.record_outcome(run.model, outcome)
         if error is not None:
             await fail(exchange, error)
-        log_request(
-            context,
-            model=run.model,
-            outcome=outcome,
-            status=exchange.status,
-            clock=run.clock,
-            user=run.user,
-            recorder=run.recorder,
-        )
+        run.clock.stop()
         if run.trace is not None:
             run.trace.end(run.model, outcome, exchange.status, run.clock, run.recorder)
+        self.afterwards.add(partial(_account, run, context, outcome, exchange.status))
 
     def _outcome(self, error: ApiError | None) -> str | None:
         if isinstance(error, Overloaded):
@@ -119,9 +116,15 @@ class ChatCompletions:
 
     async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
         options, generation = await self._take_in(run, exchange, context)
+        self.afterwards.run()  # of earlier requests, while a worker is busy with this one
         watcher = asyncio.create_task(close_when_gone(exchange, generation))
         recorder = AnswerRecorder(
-            run.model, len(generation.choices), run.clock, self.metrics, context.priority
+            run.model,
+            len(generation.choices),
+            run.clock,
+            self.metrics,
+            context.priority,
+            is_streamed=options.stream,
         )
         run.recorder = recorder
         reply = Reply(
@@ -138,7 +141,6 @@ class ChatCompletions:
                 await send_stream(reply, self.settings)
             else:
                 await send_whole(reply)
-            recorder.record(streamed=options.stream)
         finally:
             generation.close()
             watcher.cancel()
@@ -189,6 +191,21 @@ class ChatCompletions:
             if is_new:
                 await self.streams.forget(context.id)
             raise
+
+
+def _account(run: ChatRun, context: RequestContext, outcome: str, status: int | None) -> None:
+    """Count and log a request that has ended."""
+    if outcome == "ok" and run.recorder is not None:
+        run.recorder.record()
+    log_request(
+        context,
+        model=run.model,
+        outcome=outcome,
+        status=status,
+        clock=run.clock,
+        user=run.user,
+        recorder=run.recorder,
+    )
 
 
 def reply_options(request: ChatCompletionRequest, context: RequestContext) -> ReplyOptions:

@@ -7,13 +7,18 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.admission import Admission
+from gateway.afterwards import Afterwards
 from gateway.models import ModelDirectory
 from shared.metrics import GatewayMetrics
 from shared.request_queue import QueueUnavailable, RequestQueue
 
 
 def create_probes(
-    admission: Admission, models: ModelDirectory, queue: RequestQueue, metrics: GatewayMetrics
+    admission: Admission,
+    models: ModelDirectory,
+    queue: RequestQueue,
+    metrics: GatewayMetrics,
+    afterwards: Afterwards,
 ) -> APIRouter:
     """The routes that operators' machines call."""
     router = APIRouter(tags=["operation"])
@@ -39,6 +44,7 @@ def create_probes(
     @router.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Prometheus text; needs a key where keys are set."""
+        afterwards.run()  # what is answered is counted
         metrics.set_open_requests(admission.num_open)
         with suppress(QueueUnavailable):
             for name in models.cards:

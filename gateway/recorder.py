@@ -24,12 +24,15 @@ class AnswerRecorder:
         clock: StageClock,
         metrics: GatewayMetrics,
         priority: Priority = Priority.INTERACTIVE,
+        *,
+        is_streamed: bool = False,
     ) -> None:
         self.model = model
         self.num_choices = num_choices
         self.clock = clock
         self.metrics = metrics
         self.priority = priority
+        self.is_streamed = is_streamed
         self.totals = AnswerTotals()
         self._last_token_at: dict[int, float] = {}
 
@@ -63,13 +66,13 @@ class AnswerRecorder:
         """Each stage of the slowest choice, once the answer is complete."""
         return stages_of(self.clock, slowest(self.totals.timings), e2e_s)
 
-    def _ttft_s(self, stages: dict[str, float], streamed: bool) -> float | None:
+    def _ttft_s(self, stages: dict[str, float]) -> float | None:
         """Tokens of a whole answer come late and together: the worker knows when it had the first."""
         seen_s = self.clock.ttft_s
-        return seen_s if streamed or seen_s is None else ttft_of(stages)
+        return seen_s if self.is_streamed or seen_s is None else ttft_of(stages)
 
-    def record(self, *, streamed: bool) -> None:
-        """Feed the metrics of an answer that is complete and with the socket."""
+    def record(self) -> None:
+        """Feed the metrics of an answer that is complete and with the socket, its clock stopped."""
         e2e_s = self.clock.elapsed_s()
         stages = self.stages(e2e_s)
         prompt = self.totals.prompt
@@ -79,7 +82,7 @@ class AnswerRecorder:
                 priority=self.priority.value,
                 stages=stages,
                 e2e_s=e2e_s,
-                ttft_s=self._ttft_s(stages, streamed),
+                ttft_s=self._ttft_s(stages),
                 num_prompt_tokens=prompt.num_prompt_tokens,
                 num_image_tokens=prompt.num_image_tokens,
                 num_cached_tokens=prompt.num_cached_tokens,

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 
 from gateway.admission import Admission
+from gateway.afterwards import Afterwards
 from gateway.dispatcher import Dispatcher
 from gateway.image_fetch import ImageFetcher
 from gateway.images import ImageLoader
@@ -31,6 +32,7 @@ class Services:
         self._redis = create_redis(settings.redis)
         self._blocking_redis = create_redis(settings.redis, blocking=True)
         self.metrics = GatewayMetrics()
+        self.afterwards = Afterwards()
         self.tracer = create_tracer(settings.traces, "gateway", self.gateway_id)
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
@@ -91,6 +93,7 @@ class Services:
         self.loader.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
+        self.afterwards.run()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 

@@ -18,6 +18,7 @@ class StageClock:
     image_decode_s: float = 0.0
     submitted_at: float = 0.0  #: when it was handed to the queue
     first_text_at: float | None = None
+    ended_at: float | None = None
 
     @property
     def ingest_s(self) -> float:
@@ -29,9 +30,15 @@ class StageClock:
         """Received until the first text, if there was any."""
         return None if self.first_text_at is None else self.first_text_at - self.received_at
 
+    def stop(self) -> None:
+        """The request has ended; the first call counts."""
+        if self.ended_at is None:
+            self.ended_at = time.perf_counter()
+
     def elapsed_s(self) -> float:
-        """Received until now."""
-        return time.perf_counter() - self.received_at
+        """Received until it ended, or until now."""
+        until = time.perf_counter() if self.ended_at is None else self.ended_at
+        return until - self.received_at
 
 
 def stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:

@@ -4,6 +4,7 @@ Pure: no Redis, no threads.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -80,32 +81,23 @@ class Flight:
                     return f"messages.[{i}].content.[{j}].image_url"
         return None
 
-    def events(self, output: EngineOutput) -> list[GenerateEvent]:
-        """What an output of the engine means on the wire."""
+    def events(self, outputs: Sequence[EngineOutput]) -> list[GenerateEvent]:
+        """What consecutive outputs of the engine mean on the wire: their tokens are one event."""
         request_id, attempt = self.request_id, self.claim.attempt
         events: list[GenerateEvent] = []
-        if output.error is not None:
-            return [self.failed(ErrorCode.ENGINE_FAILURE, output.error)]
-        if output.usage is not None and not self.is_announced:
+        first, last = outputs[0], outputs[-1]
+        if first.usage is not None and first.error is None and not self.is_announced:
             self.is_announced = True
-            events.append(Started(request_id, attempt, output.usage))
-        if output.token_ids or output.text:
-            events.append(
-                Delta(
-                    request_id,
-                    attempt,
-                    output.index,
-                    tuple(output.token_ids),
-                    output.text,
-                    tuple(output.logprobs),
-                )
-            )
-        if output.finish_reason is not None:
-            assert output.usage is not None
-            timings = self._timings(output.timings or StageTimings())
-            events.append(
-                Finished(request_id, attempt, output.finish_reason, output.usage, timings)
-            )
+            events.append(Started(request_id, attempt, first.usage))
+        said = [output for output in outputs if output.token_ids or output.text]
+        if said:
+            events.append(to_delta(request_id, attempt, said))
+        if last.error is not None:
+            events.append(self.failed(ErrorCode.ENGINE_FAILURE, last.error))
+        elif last.finish_reason is not None:
+            assert last.usage is not None
+            timings = self._timings(last.timings or StageTimings())
+            events.append(Finished(request_id, attempt, last.finish_reason, last.usage, timings))
         return events
 
     def _timings(self, engine: StageTimings) -> StageTimings:
@@ -116,3 +108,15 @@ class Flight:
             queue_s=self.claim.waited_s + parked_s + engine.queue_s,
             preprocess_s=self.added_at - self.started_at,
         )
+
+
+def to_delta(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Delta]) -> Delta:
+    """The tokens of consecutive pieces as one event."""
+    return Delta(
+        request_id,
+        attempt,
+        pieces[0].index,
+        tuple([token_id for piece in pieces for token_id in piece.token_ids]),
+        "".join([piece.text for piece in pieces]),
+        tuple([logprob for piece in pieces for logprob in piece.logprobs]),
+    )

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
-from engines.base import EngineError, InvalidImage, PromptTooLong
+from engines.base import EngineError, EngineOutput, InvalidImage, PromptTooLong
 from shared.protocol import ErrorCode
 from shared.publication import Claim
-from worker.engine_thread import Added, EngineThread, News, Rejected
+from worker.engine_thread import Added, EngineThread, News
 from worker.flight import Flight
 from worker.flight_trace import FlightTracer
 from worker.outbox import Outbox
@@ -136,26 +136,34 @@ class Flights:
             self._engine.add(request)
 
     def hear(self, news: list[News]) -> None:
-        """Take what the engine's thread has to say."""
+        """Take what the engine's thread has to say; what several steps said of a request is told at once."""
+        outputs: dict[str, list[EngineOutput]] = {}
         for item in news:
-            flight = self._by_engine_id.get(item.request_id)
-            if flight is None:
+            if isinstance(item, EngineOutput):
+                outputs.setdefault(item.request_id, []).append(item)
+            elif (flight := self._by_engine_id.get(item.request_id)) is None:
                 continue
-            if isinstance(item, Added):
+            elif isinstance(item, Added):
                 flight.added_at = item.at
-            elif isinstance(item, Rejected):
-                self._refuse(flight, item.error)
             else:
-                for event in flight.events(item):
-                    self._outbox.post(flight, event)
-                if self._tracer is not None and item.timings is not None:
-                    outcome = "ok" if item.error is None else ErrorCode.ENGINE_FAILURE.value
-                    self._tracer.trace(flight, item.timings, outcome)
-                if item.finish_reason is not None:  # the engine has forgotten it already
-                    del self._by_engine_id[item.request_id]
+                self._refuse(flight, item.error)
+        for engine_id, said in outputs.items():
+            if (flight := self._by_engine_id.get(engine_id)) is not None:
+                self._pass_on(flight, said)
         self.changed.set()
         if self._parked:  # whoever ran alone may be proven now
             self._start_parked()
+
+    def _pass_on(self, flight: Flight, outputs: list[EngineOutput]) -> None:
+        """Post what the engine has said of a request, in its order."""
+        for event in flight.events(outputs):
+            self._outbox.post(flight, event)
+        last = outputs[-1]
+        if self._tracer is not None and last.timings is not None:
+            outcome = "ok" if last.error is None else ErrorCode.ENGINE_FAILURE.value
+            self._tracer.trace(flight, last.timings, outcome)
+        if last.finish_reason is not None:  # the engine has forgotten it already
+            del self._by_engine_id[flight.engine_id]
 
     def _refuse(self, flight: Flight, error: EngineError) -> None:
         cause = error.cause if isinstance(error, PictureRefused) else error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, Started
 from shared.publication import Publication
-from worker.flight import Flight
+from worker.flight import Flight, to_delta
 
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
 HOLD_S = 0.25
@@ -40,25 +40,13 @@ class _Draft:
         if self.started is not None:
             parts.append(self.started)
         if self.deltas:
-            parts.append(merge(self.deltas))
+            first, *others = self.deltas
+            parts.append(
+                to_delta(first.request_id, first.attempt, self.deltas) if others else first
+            )
         if self.terminal is not None:
             parts.append(self.terminal)
         return tuple(parts)
-
-
-def merge(deltas: list[Delta]) -> Delta:
-    """One delta that says what these consecutive ones say."""
-    if len(deltas) == 1:
-        return deltas[0]
-    first = deltas[0]
-    return Delta(
-        first.request_id,
-        first.attempt,
-        first.index,
-        tuple(token for delta in deltas for token in delta.token_ids),
-        "".join([delta.text for delta in deltas]),
-        tuple(logprob for delta in deltas for logprob in delta.logprobs),
-    )
 
 
 class Outbox:

@@ -17,9 +17,14 @@ LOGGER = "gateway.request_log"
 
 
 @pytest.fixture
-def lines(caplog):
+def lines(caplog, gateway):
     caplog.set_level(logging.INFO, LOGGER)
-    return lambda: [vars(record) for record in caplog.records if record.name == LOGGER]
+
+    def logged() -> list[dict[str, object]]:
+        gateway.services.afterwards.run()
+        return [vars(record) for record in caplog.records if record.name == LOGGER]
+
+    return logged
 
 
 async def test_a_finished_request_is_one_line_with_its_tokens_and_stages(gateway, worker, lines):

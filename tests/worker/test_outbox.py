@@ -120,15 +120,39 @@ def test_stages_of_the_worker_are_added_to_those_of_the_engine():
         timings=StageTimings(queue_s=0.25, vision_s=2.0, prefill_s=3.0, decode_s=4.0),
     )  # fmt: skip
 
-    events = flight.events(output)
+    events = flight.events([output])
 
     assert [type(event) for event in events] == [Started, Delta, Finished]
     assert isinstance(events[-1], Finished)
     assert events[-1].timings == StageTimings(1.75, 0.25, 2.0, 3.0, 4.0)
 
 
+def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
+    flight, engine_id = make_flight(), make_flight().engine_id
+    beginning = [
+        EngineOutput(engine_id, usage=Usage(3, 0)),
+        EngineOutput(engine_id, 0, (5,), "x"),
+        EngineOutput(engine_id, 1, (6, 7), "yz"),
+    ]
+    end = EngineOutput(engine_id, 3, (8,), "!", usage=Usage(3, 4), finish_reason=FinishReason.STOP)
+
+    started, delta = flight.events(beginning)
+    assert started == Started(flight.request_id, flight.claim.attempt, Usage(3, 0))
+    assert delta == Delta(flight.request_id, flight.claim.attempt, 0, (5, 6, 7), "xyz")
+    assert [type(event) for event in flight.events([end])] == [Delta, Finished]
+
+
+def test_what_a_sequence_said_before_it_failed_is_told():
+    flight = make_flight()
+    outputs = [
+        EngineOutput(flight.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
+        EngineOutput(flight.engine_id, 1, error="no memory"),
+    ]
+    assert [type(event) for event in flight.events(outputs)] == [Started, Delta, Failed]
+
+
 def test_a_failed_sequence_ends_its_request_alone():
     flight = make_flight()
-    [failed] = flight.events(EngineOutput(flight.engine_id, error="no memory"))
+    [failed] = flight.events([EngineOutput(flight.engine_id, error="no memory")])
     assert isinstance(failed, Failed)
     assert (failed.code, failed.message) == (ErrorCode.ENGINE_FAILURE, "no memory")

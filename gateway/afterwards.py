@@ -1,0 +1,41 @@
+"""What is left to do of requests that are answered - metrics, log lines - put off until nobody waits for it.
+
+It is done when the next request has gone to the queue and the gateway waits for a worker, or a moment later, or before
+anybody looks at what it feeds.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+#: Where no request follows, the accounts of the last one wait this long.
+LONGEST_WAIT_S = 0.02
+
+
+class Afterwards:
+    """Calls in the order in which they came. Used on the event loop alone."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Have this called soon, once."""
+        self._calls.append(call)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LONGEST_WAIT_S, self.run)
+
+    def run(self) -> None:
+        """Call all that waits. What one of them raises is logged, and keeps no other from being called."""
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                logger.exception("a request could not be accounted for")
