@@ -113,18 +113,18 @@ class EngineThread:
 
     def _serve(self, engine: Engine) -> None:
         looked_at = 0.0
+        has_work = False
         while True:
-            commands = self._next_commands(engine.has_work())
+            commands = self._next_commands(has_work)
             if commands is None:
                 return
             self.step_started_at = now = time.monotonic()  # adding may hang as well
             news = [answer for command in commands if (answer := _apply(engine, command))]
             if engine.has_work():
                 news += engine.step()
-                if now - looked_at > STATS_EVERY_S:
-                    self.stats, looked_at = engine.stats(), now
-            if not engine.has_work():
-                self.stats = engine.stats()
+            has_work = engine.has_work()
+            if not has_work or now - looked_at > STATS_EVERY_S:
+                self.stats, looked_at = engine.stats(), now
             self.step_started_at = None
             self._tell(news)
 
