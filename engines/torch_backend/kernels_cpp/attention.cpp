@@ -27,6 +27,8 @@ struct Attention {
 namespace {
 
 constexpr int64_t CHUNK = 64;  // tokens whose scores are made before their values are read
+constexpr int64_t TOKENS = 4;  // whose keys meet a query at once
+constexpr int64_t LINE_BYTES = 64;
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 15;
 
 void rotate(float* x, const float* cos, const float* sin, int64_t width) {
@@ -73,10 +75,15 @@ class Head {
         std::fill(largest, largest + num_queries_, -std::numeric_limits<float>::infinity());
         std::fill(total, total + num_queries_, 0.0f);
         std::fill(out, out + num_queries_ * step_.head_dim, 0.0f);
+        locate(0, length, next_);
         for (int64_t start = 0; start < length; start += CHUNK) {
             const int64_t count = std::min(CHUNK, length - start);
-            locate(start, count);
-            for (int64_t t = 0; t < count; t++) score(query, t, scores);
+            std::copy(next_, next_ + CHUNK, places_);
+            locate(start + CHUNK, length, next_);
+            for (int64_t t = 0; t < count; t += TOKENS) {
+                fetch(t);
+                score(query, t, scores);
+            }
             for (int64_t g = 0; g < num_queries_; g++)
                 soften(scores + g * CHUNK, count, largest[g], total[g], out + g * step_.head_dim);
             gather(scores, count, out);
@@ -86,31 +93,56 @@ class Head {
     }
 
   private:
-    void locate(int64_t start, int64_t count) {
+    // A chunk's tokens; behind the last one there is the last one again.
+    void locate(int64_t start, int64_t length, int64_t (&places)[CHUNK]) {
         const int64_t token_width = (int64_t)step_.num_kv_heads * step_.head_dim;
-        for (int64_t t = 0; t < count; t++) {
-            const int64_t block = table_[(start + t) / step_.block_size];
-            places_[t] = (block * step_.block_size + (start + t) % step_.block_size) * token_width;
+        for (int64_t i = 0; i < CHUNK; i++) {
+            const int64_t t = std::min(start + i, length - 1), block = table_[t / step_.block_size];
+            places[i] = (block * step_.block_size + t % step_.block_size) * token_width;
         }
     }
 
-    void score(const float* query, int64_t t, float* scores) {
-        const T* key = keys_ + places_[t];
-        const float scale = 1.0f / std::sqrt((float)step_.head_dim);
-        for (int64_t g = 0; g < num_queries_; g++) {
-            Floats products = {};
-            for (int64_t d = 0; d < step_.head_dim; d += LANES)
-                products += load(query + g * step_.head_dim + d) * load(key + d);
-            scores[g * CHUNK + t] = sum(products) * scale;
+    // A head's rows lie apart, which no processor foresees: the values of this chunk, the keys of the next one.
+    void fetch(int64_t t) const {
+        for (int64_t i = t; i < t + TOKENS; i++)
+            for (int64_t d = 0; d < step_.head_dim; d += LINE_BYTES / (int64_t)sizeof(T)) {
+                __builtin_prefetch(values_ + places_[i] + d);
+                __builtin_prefetch(keys_ + next_[i] + d);
+            }
+    }
+
+    void score(const float* query, int64_t t, float* scores) const {
+        int64_t g = 0;
+        for (; g + 2 <= num_queries_; g += 2) score_queries<2>(query + g * step_.head_dim, t, scores + g * CHUNK);
+        for (; g < num_queries_; g++) score_queries<1>(query + g * step_.head_dim, t, scores + g * CHUNK);
+    }
+
+    template <int Q>
+    void score_queries(const float* query, int64_t t, float* scores) const {
+        Floats sums[2 * TOKENS] = {};
+        for (int64_t d = 0; d < step_.head_dim; d += LANES) {
+            Floats inputs[Q];
+            for (int q = 0; q < Q; q++) inputs[q] = load(query + q * step_.head_dim + d);
+            for (int i = 0; i < TOKENS; i++) {
+                const Floats key = load(keys_ + places_[t + i] + d);
+                for (int q = 0; q < Q; q++) sums[q * TOKENS + i] += inputs[q] * key;
+            }
         }
+        const Floats products = sum_each(sums) * (1.0f / std::sqrt((float)step_.head_dim));
+        for (int q = 0; q < Q; q++)
+            for (int i = 0; i < TOKENS; i++) scores[q * CHUNK + t + i] = products[q * TOKENS + i];
     }
 
     // Scores of one query to weights under the largest so far; what was summed before shrinks with it.
     void soften(float* scores, int64_t count, float& largest, float& total, float* out) {
-        float next = largest;
-        for (int64_t t = 0; t < count; t++) next = std::max(next, scores[t]);
-        const float kept = std::exp(largest - next);
         for (int64_t t = count; t < CHUNK; t++) scores[t] = -std::numeric_limits<float>::infinity();
+        Floats most = load(scores);
+        for (int64_t t = LANES; t < CHUNK; t += LANES) {
+            const Floats other = load(scores + t);
+            most = other > most ? other : most;
+        }
+        float next = largest;
+        for (int i = 0; i < LANES; i++) next = std::max(next, most[i]);
         Floats sums = {};
         for (int64_t t = 0; t < CHUNK; t += LANES) {
             const Floats shifted = load(scores + t) - next;
@@ -118,29 +150,40 @@ class Head {
             store(scores + t, weights);
             sums += weights;
         }
+        const float kept = largest == next ? 1.0f : std::exp(largest - next);
         total = total * kept + sum(sums);
         if (kept != 1.0f)
             for (int64_t d = 0; d < step_.head_dim; d++) out[d] *= kept;
         largest = next;
     }
 
-    void gather(const float* scores, int64_t count, float* out) {
+    void gather(const float* scores, int64_t count, float* out) const {
         int64_t g = 0;
         for (; g + 4 <= num_queries_; g += 4) gather_queries<4>(scores + g * CHUNK, count, out + g * step_.head_dim);
         for (; g < num_queries_; g++) gather_queries<1>(scores + g * CHUNK, count, out + g * step_.head_dim);
     }
 
     template <int Q>
-    void gather_queries(const float* scores, int64_t count, float* out) {
-        for (int64_t d = 0; d < step_.head_dim; d += LANES) {
-            Floats sums[Q];
-            for (int q = 0; q < Q; q++) sums[q] = load(out + q * step_.head_dim + d);
-            for (int64_t t = 0; t < count; t++) {
-                const Floats value = load(values_ + places_[t] + d);
-                for (int q = 0; q < Q; q++) sums[q] += value * scores[q * CHUNK + t];
-            }
-            for (int q = 0; q < Q; q++) store(out + q * step_.head_dim + d, sums[q]);
+    void gather_queries(const float* scores, int64_t count, float* out) const {
+        int64_t d = 0;
+        for (; d + 2 * LANES <= step_.head_dim; d += 2 * LANES) gather_places<Q, 2>(scores, count, d, out + d);
+        for (; d < step_.head_dim; d += LANES) gather_places<Q, 1>(scores, count, d, out + d);
+    }
+
+    template <int Q, int V>
+    void gather_places(const float* scores, int64_t count, int64_t d, float* out) const {
+        Floats sums[Q][V];
+        for (int q = 0; q < Q; q++)
+            for (int v = 0; v < V; v++) sums[q][v] = load(out + q * step_.head_dim + v * LANES);
+        for (int64_t t = 0; t < count; t++) {
+            const T* source = values_ + places_[t] + d;
+            Floats value[V];
+            for (int v = 0; v < V; v++) value[v] = load(source + v * LANES);
+            for (int q = 0; q < Q; q++)
+                for (int v = 0; v < V; v++) sums[q][v] += value[v] * scores[q * CHUNK + t];
         }
+        for (int q = 0; q < Q; q++)
+            for (int v = 0; v < V; v++) store(out + q * step_.head_dim + v * LANES, sums[q][v]);
     }
 
     const Attention& step_;
@@ -148,7 +191,7 @@ class Head {
     const T* keys_;
     const T* values_;
     int64_t num_queries_;
-    int64_t places_[CHUNK];
+    int64_t places_[CHUNK], next_[CHUNK];
 };
 
 template <class T>

@@ -111,6 +111,23 @@ inline float sum(Floats v) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
+// The sums of eight vectors.
+inline Floats sum_each(const Floats (&v)[8]) {
+#if defined(__AVX2__)
+    __m256 halves[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256 first = _mm256_hadd_ps((__m256)v[4 * i], (__m256)v[4 * i + 1]);
+        halves[i] = _mm256_hadd_ps(first, _mm256_hadd_ps((__m256)v[4 * i + 2], (__m256)v[4 * i + 3]));
+    }
+    return (Floats)_mm256_permute2f128_ps(halves[0], halves[1], 0x20) +
+           (Floats)_mm256_permute2f128_ps(halves[0], halves[1], 0x31);
+#else
+    Floats sums;
+    for (int i = 0; i < 8; i++) sums[i] = sum(v[i]);
+    return sums;
+#endif
+}
+
 // The share of `count` units that a thread takes: contiguous, in whole steps.
 struct Share {
     int64_t start, stop;
