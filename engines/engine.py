@@ -24,7 +24,7 @@ from engines.generation import Generation
 from engines.prefill_limit import PrefillLimit
 from engines.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
 from engines.scheduler import Scheduler
-from engines.sequence import Batch, Sequence
+from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.step_budget import StepBudget
 from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
 
@@ -122,9 +122,9 @@ class BatchingEngine(Engine):
             self.budget.halve(batch)
             return outputs
         self.budget.note_success()
-        self._note_step(batch, result, started_at)
         self.scheduler.update(batch, result.choices, result.deferred, result.late)
-        return outputs + self._collect_outputs(batch, result)
+        outputs += self._collect_outputs(batch, result, started_at)
+        return outputs
 
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to tell."""
@@ -197,25 +197,17 @@ class BatchingEngine(Engine):
         max_tokens = request.sampling.max_tokens
         return space if max_tokens is None else min(max_tokens, space)
 
-    def _note_step(self, batch: Batch, result: StepResult, started_at: float) -> None:
-        """First scheduling and time for pictures, while the shares still say what they read."""
-        for item in batch.items:
-            sequence = item.sequence
-            if sequence.num_output_tokens > sequence.num_restored_tokens:
-                continue
-            generation = self._generations[sequence.request_id]
-            if generation.scheduled_at is None:
-                generation.scheduled_at = started_at
-                self._num_prompt_tokens += sequence.num_prompt_tokens
-            if result.vision_s and item.images:
-                generation.vision_s += result.vision_s
-
-    def _collect_outputs(self, batch: Batch, result: StepResult) -> list[EngineOutput]:
+    def _collect_outputs(
+        self, batch: Batch, result: StepResult, started_at: float
+    ) -> list[EngineOutput]:
         """What the step means for each request in it, after the scheduler has noted the tokens."""
         now = time.perf_counter()
         outputs: list[EngineOutput] = []
+        generations = self._generations
         for item, choice in zip(batch.items, result.choices, strict=True):
-            generation = self._generations[item.sequence.request_id]
+            generation = generations[item.sequence.request_id]
+            if generation.first_token_at is None:
+                self._note_prefill(generation, item, result.vision_s, started_at)
             if choice is not None:
                 outputs.append(self._token_output(generation, choice, now))
             elif not generation.is_announced:
@@ -228,15 +220,26 @@ class BatchingEngine(Engine):
                 )
         return outputs
 
+    def _note_prefill(
+        self, generation: Generation, item: ScheduledSequence, vision_s: float, started_at: float
+    ) -> None:
+        """First scheduling, and the time of pictures that the share reads."""
+        if generation.scheduled_at is None:
+            generation.scheduled_at = started_at
+            self._num_prompt_tokens += generation.sequence.num_prompt_tokens
+        if vision_s and item.images:
+            generation.vision_s += vision_s
+
     def _token_output(
         self, generation: Generation, choice: TokenChoice, now: float
     ) -> EngineOutput:
         """One new token, the text that it completes, and the end of the request if it is one."""
         sequence, detokenizer = generation.sequence, generation.detokenizer
+        token_id = choice.token_id
         self._num_output_tokens += 1
-        text = detokenizer.append(choice.token_id)
+        text = detokenizer.append(token_id)
         output = EngineOutput(
-            sequence.request_id, sequence.num_output_tokens - 1, (choice.token_id,), text
+            sequence.request_id, sequence.num_output_tokens - 1, (token_id,), text
         )
         if choice.logprob is not None:
             output.logprobs = (self._output_logprob(choice, choice.logprob),)

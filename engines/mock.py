@@ -135,20 +135,20 @@ class MockRunner:
 
     def run(self, batch: Batch) -> StepResult:
         """Draw a token for each sequence that has caught up; sleeps for the simulated time."""
-        choices = [self._choose(item.sequence) if item.samples else None for item in batch.items]
+        choices = [self._choose(item) if item.samples else None for item in batch.items]
         num_prefill_tokens = 0
         num_images = 0
         for item in batch.items:
-            sequence = item.sequence
-            if item.num_new_tokens > 1 or sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            if item.num_new_tokens > 1 or item.start < item.sequence.num_prompt_tokens:
                 num_prefill_tokens += item.num_new_tokens
                 num_images += self._encode_images(item)
         mock = self._mock
-        jitter = 1 + mock.jitter_ratio * self._random.uniform(-1, 1)
-        vision_s = mock.vision_s * num_images * jitter
-        step_s = vision_s + (mock.decode_s + mock.prefill_s_per_token * num_prefill_tokens) * jitter
+        vision_s = mock.vision_s * num_images
+        step_s = vision_s + mock.decode_s + mock.prefill_s_per_token * num_prefill_tokens
         if step_s > 0:
-            time.sleep(step_s)
+            jitter = 1 + mock.jitter_ratio * self._random.uniform(-1, 1)
+            vision_s *= jitter
+            time.sleep(step_s * jitter)
         return StepResult(choices, vision_s)
 
     def release(self, request_id: str) -> None:
@@ -175,12 +175,14 @@ class MockRunner:
         self._encoder_cache.clear()
         self._encoder_cache_bytes = 0
 
-    def _choose(self, sequence: Sequence) -> TokenChoice:
-        position = sequence.num_output_tokens
-        ends = position + 1 >= self._mock.num_output_tokens and not sequence.sampling.ignore_eos
+    def _choose(self, item: ScheduledSequence) -> TokenChoice:
+        sequence = item.sequence
+        sampling = sequence.sampling
+        position = item.end - sequence.num_prompt_tokens
+        ends = position + 1 >= self._mock.num_output_tokens and not sampling.ignore_eos
         value = self._answer(sequence, position)
         token_id = EOS_ID if ends else FIRST_WORD_ID + value
-        num_logprobs = sequence.sampling.num_logprobs
+        num_logprobs = sampling.num_logprobs
         if num_logprobs is None:
             return TokenChoice(token_id)
         rivals = [FIRST_WORD_ID + (value + rank) % len(WORDS) for rank in range(1, num_logprobs)]

@@ -27,9 +27,9 @@ class _Budget:
 
     def share(self, num_pending: int) -> int:
         """How many of a sequence's pending tokens fit; one alone is no prompt."""
-        if num_pending > 1:
-            num_pending = min(num_pending, self.num_prefill_tokens)
-        return min(num_pending, self.num_tokens)
+        if num_pending > self.num_prefill_tokens and num_pending > 1:
+            num_pending = self.num_prefill_tokens
+        return num_pending if num_pending < self.num_tokens else self.num_tokens
 
     def take(self, num_new: int, num_pending: int, *, is_late: bool = False) -> None:
         self.num_tokens -= num_new
@@ -82,10 +82,12 @@ class Scheduler:
         batch = Batch()
         self._encoding.clear()
         self.blocks.begin_step()
-        self._make_way()
+        if self.waiting:
+            self._make_way()
         budget = self._new_budget()
         self._schedule_running(batch, budget)
-        self._schedule_waiting(batch, budget)
+        if self.waiting:
+            self._schedule_waiting(batch, budget)
         return batch
 
     def update(
@@ -94,21 +96,20 @@ class Scheduler:
         choices: list[TokenChoice | None],
         deferred: Set[str] = frozenset(),
         late: Set[str] = frozenset(),
-    ) -> list[Sequence]:
-        """Note what a step has computed; returns the sequences that it finished, blocks freed.
+    ) -> None:
+        """Note what a step has computed; who is finished by it frees its blocks.
 
         The shares of the `deferred` requests were not computed, and are scheduled again. Those of the `late` ones
         will not be computed beside streams then either, and take no prompt tokens from others.
         """
         self._late = late
-        finished: list[Sequence] = []
         block_size = self.blocks.block_size
         for item, choice in zip(batch.items, choices, strict=True):
             sequence = item.sequence
             if sequence.request_id in deferred:
                 continue
-            sequence.num_computed_tokens += item.num_new_tokens
-            if sequence.num_computed_tokens // block_size > sequence.num_published_blocks:
+            sequence.num_computed_tokens = item.end
+            if item.end // block_size > sequence.num_published_blocks:
                 self.blocks.publish(sequence)
             if choice is None:
                 continue
@@ -116,15 +117,14 @@ class Scheduler:
             reason = self.find_finish_reason(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
-                finished.append(sequence)
-        return finished
 
     def find_finish_reason(self, sequence: Sequence) -> FinishReason | None:
         """Why the sequence ends with its present last token, if it does."""
-        num_output_tokens = sequence.num_output_tokens
+        token_ids = sequence.token_ids
+        num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
         if num_output_tokens == 0:
             return None
-        if sequence.token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
+        if token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
             return FinishReason.STOP
         if num_output_tokens >= sequence.max_output_tokens:
             return FinishReason.LENGTH
@@ -159,7 +159,7 @@ class Scheduler:
 
         For one a step, whose prompt may take all of it; from nobody if all of theirs would be too little.
         """
-        if not self.waiting or next(iter(self.waiting.values())).yields:
+        if next(iter(self.waiting.values())).yields:
             return
         victims = list(takewhile(lambda s: s.yields, reversed(self.running.values())))
         num_held = sum(len(victim.block_ids) for victim in victims)
@@ -187,23 +187,24 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch, budget: _Budget) -> None:
         """Give every running sequence its share, oldest first."""
-        block_size = self.blocks.block_size
+        items, late, block_size = batch.items, self._late, self.blocks.block_size
         for sequence in tuple(self.running.values()):
             if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
                 break  # preempted for an older one, and so are all that come after it
             start = sequence.num_computed_tokens
-            num_pending = sequence.num_pending_tokens
+            num_pending = len(sequence.token_ids) - start
             num_new = budget.share(num_pending)
             if start < sequence.num_prompt_tokens:
                 num_new = self._limit_by_images(sequence, start, num_new)
             if num_new == 0:
                 continue
-            fits = start + num_new <= len(sequence.block_ids) * block_size
-            if fits or self._reserve(sequence, start + num_new):
-                batch.items.append(ScheduledSequence(sequence, num_new))
-                budget.take(num_new, num_pending, is_late=sequence.request_id in self._late)
-                if num_new > 1:
-                    self.blocks.promise(sequence, num_new)
+            end = start + num_new
+            if end > len(sequence.block_ids) * block_size and not self._reserve(sequence, end):
+                continue
+            items.append(ScheduledSequence(sequence, num_new))
+            budget.take(num_new, num_pending, is_late=sequence.request_id in late)
+            if num_new > 1:
+                self.blocks.promise(sequence, num_new)
 
     def _schedule_waiting(self, batch: Batch, budget: _Budget) -> None:
         """Start waiting sequences in order while there is budget, a seat, and space for all tokens.

@@ -84,26 +84,26 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
 
-@dataclass(slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: it computes `num_new_tokens` from `sequence.num_computed_tokens` on.
+    """One sequence's share of a step: the tokens from `start` to before `end`, as planned; it does not change.
 
     Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step draws a token.
     """
 
-    sequence: Sequence
-    num_new_tokens: int
+    __slots__ = ("end", "num_new_tokens", "samples", "sequence", "start")
 
-    @property
-    def samples(self) -> bool:
-        """Whether this share reaches the sequence's end, so that the next token can be drawn."""
-        return self.num_new_tokens == self.sequence.num_pending_tokens
+    def __init__(self, sequence: Sequence, num_new_tokens: int) -> None:
+        self.sequence = sequence
+        self.num_new_tokens = num_new_tokens
+        self.start = start = sequence.num_computed_tokens
+        self.end = end = start + num_new_tokens
+        #: whether this share reaches the sequence's end, so that the next token can be drawn
+        self.samples = end == len(sequence.token_ids)
 
     @property
     def images(self) -> list[ImageInput]:
         """The pictures whose features this share reads, in order of their offsets."""
-        start = self.sequence.num_computed_tokens
-        end = start + self.num_new_tokens
+        start, end = self.start, self.end
         return [
             image
             for image in self.sequence.images

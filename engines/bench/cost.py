@@ -54,7 +54,7 @@ class ModelCost:
         num_drawn = sum(item.samples for item in batch.items)
         context = seen = 0
         for item in batch.items:
-            start, new = item.sequence.num_computed_tokens, item.num_new_tokens
+            start, new = item.start, item.num_new_tokens
             context += start + new
             seen += new * start + new * (new + 1) // 2  # token i of the new ones sees start + i
         work = Work(

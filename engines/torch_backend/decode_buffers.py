@@ -51,7 +51,7 @@ class DecodeBuffers:
         integers[:], numbers[:] = self._idle, self._idle_numbers
         for row, item in enumerate(items):
             sequence, sampling = item.sequence, item.sequence.sampling
-            position = sequence.num_computed_tokens
+            position = item.start
             block, offset = divmod(position, self._block_size)
             integers[:, row] = (
                 sequence.token_ids[position],

@@ -110,9 +110,8 @@ class PictureEncoder:
     def let_go(self, items: list[ScheduledSequence]) -> None:
         """Unpin the pictures whose last slot a step has computed."""
         for item in items:
-            end = item.sequence.num_computed_tokens + item.num_new_tokens
             for image in item.images:
-                if image.offset + image.num_tokens <= end:
+                if image.offset + image.num_tokens <= item.end:
                     self.cache.unpin(item.sequence.request_id, _key(item.sequence, image))
 
     def _check(self, sequence: Sequence, image: ImageInput) -> None:

@@ -190,10 +190,8 @@ class TorchRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         for item in items:
-            start = item.sequence.num_computed_tokens
-            stop = start + item.num_new_tokens
-            token_ids += item.sequence.token_ids[start:stop]
-            positions += range(start, stop)
+            token_ids += item.sequence.token_ids[item.start : item.end]
+            positions += range(item.start, item.end)
         inputs = torch.tensor([token_ids, positions]).to(self._device)
         return inputs[0], inputs[1]
 
@@ -221,10 +219,7 @@ def _to_spans(items: list[ScheduledSequence]) -> list[Span]:
     spans = []
     start = 0
     for item in items:
-        sequence = item.sequence
-        spans.append(
-            Span(start, item.num_new_tokens, sequence.num_computed_tokens, sequence.block_ids)
-        )
+        spans.append(Span(start, item.num_new_tokens, item.start, item.sequence.block_ids))
         start += item.num_new_tokens
     return spans
 
