@@ -9,20 +9,9 @@
 #include <limits>
 #include <vector>
 
+#include "attention.h"
 #include "linear.h"
 #include "vectors.h"
-
-// What all layers of a step share. Mirrored by `AttentionStruct` in library.py.
-struct Attention {
-    int32_t kind;  // of stored keys and values: FLOAT32, BFLOAT16 or FLOAT16
-    int32_t num_heads, num_kv_heads, head_dim;
-    int64_t num_tokens, num_decodes, block_size, table_width;
-    const float* cos;  // (N, D)
-    const float* sin;  // (N, D), signed as in rotary.py
-    const int64_t* slots;    // (N,)
-    const int64_t* table;    // (S, table_width), blocks
-    const int64_t* lengths;  // (S,), tokens of the context
-};
 
 namespace {
 
@@ -195,37 +184,40 @@ class Head {
 };
 
 template <class T>
-void attend(const Attention& step, float* qkv, T* keys, T* values, float* out, int num_threads) {
+void attend(const Attention& step, T* keys, T* values, float* qkv, float* out) {
     const int64_t kv_heads = step.num_kv_heads, group = step.num_heads / kv_heads, width = step.head_dim;
-    int64_t work = step.num_tokens * step.num_heads * width;
-    for (int64_t s = 0; s < step.num_decodes; s++) work += step.lengths[s] * step.num_heads * width;
-    if (work < MIN_PARALLEL_PRODUCTS) num_threads = 1;
-#pragma omp parallel num_threads(num_threads)
-    {
-        static thread_local std::vector<float> scratch;
-        scratch.resize(group * (CHUNK + 2));
+    static thread_local std::vector<float> scratch;
+    scratch.resize(group * (CHUNK + 2));
 #pragma omp for schedule(static)
-        for (int64_t token = 0; token < step.num_tokens; token++) rotate_and_keep(step, token, qkv, keys, values);
+    for (int64_t token = 0; token < step.num_tokens; token++) rotate_and_keep(step, token, qkv, keys, values);
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < step.num_decodes * kv_heads; item++) {
-            const int64_t sequence = item / kv_heads, head = item % kv_heads;
-            const float* query = qkv + (sequence * (step.num_heads + 2 * kv_heads) + head * group) * width;
-            Head<T>(step, sequence, head, keys, values)
-                .attend(query, step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
-                        scratch.data());
-        }
+    for (int64_t item = 0; item < step.num_decodes * kv_heads; item++) {
+        const int64_t sequence = item / kv_heads, head = item % kv_heads;
+        const float* query = qkv + (sequence * (step.num_heads + 2 * kv_heads) + head * group) * width;
+        Head<T>(step, sequence, head, keys, values)
+            .attend(query, step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
+                    scratch.data());
     }
 }
 
 }  // namespace
 
-// Rotate the queries and keys of qkv (N, (H + 2 K) * D) in place, keep keys and values, and attend the first S tokens
-// to their sequences: out (S, H * D).
+int64_t count_products(const Attention& step) {
+    int64_t num_tokens = step.num_tokens;
+    for (int64_t s = 0; s < step.num_decodes; s++) num_tokens += step.lengths[s];
+    return num_tokens * step.num_heads * step.head_dim;
+}
+
+void attend_in_team(const Attention& step, void* keys, void* values, float* qkv, float* out) {
+    switch (step.kind) {
+        case FLOAT32: return attend(step, (float*)keys, (float*)values, qkv, out);
+        case BFLOAT16: return attend(step, (BFloat16*)keys, (BFloat16*)values, qkv, out);
+        default: return attend(step, (Float16*)keys, (Float16*)values, qkv, out);
+    }
+}
+
 extern "C" void vlm_attention(const Attention* step, void* keys, void* values, float* qkv, float* out,
                               int32_t num_threads) {
-    switch (step->kind) {
-        case FLOAT32: return attend(*step, qkv, (float*)keys, (float*)values, out, num_threads);
-        case BFLOAT16: return attend(*step, qkv, (BFloat16*)keys, (BFloat16*)values, out, num_threads);
-        default: return attend(*step, qkv, (Float16*)keys, (Float16*)values, out, num_threads);
-    }
+#pragma omp parallel num_threads(count_products(*step) < MIN_PARALLEL_PRODUCTS ? 1 : num_threads)
+    attend_in_team(*step, keys, values, qkv, out);
 }

@@ -62,6 +62,21 @@ class PagedAttention:
             lengths=lengths.data_ptr(),
         )
 
+    @property
+    def address(self) -> int:
+        """Of what the kernel reads for all layers."""
+        return ctypes.addressof(self._struct)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the kernel computes all of it."""
+        return self._plan.num_decodes == len(self._plan.spans)
+
+    def places(self, layer: int) -> tuple[int, int]:
+        """Addresses of a layer's kept keys and values."""
+        keys, values = self._pool.blocks(layer)
+        return keys.data_ptr(), values.data_ptr()
+
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) * D), float32, rotated in place; returns (N, H * D)."""
         keys, values = self._pool.blocks(layer)
@@ -76,7 +91,7 @@ class PagedAttention:
             out.data_ptr(),
             self._num_threads,
         )
-        if self._plan.num_decodes < len(self._plan.spans):
+        if not self.is_whole:
             by_head = qkv.view(qkv.shape[0], -1, head_dim).to(keys.dtype)
             query, key, value = by_head.split(self._heads, dim=1)
             runs = attend_runs(self._pool, self._plan, layer, query, key, value)

@@ -1,6 +1,6 @@
-"""The text decoder over C++ kernels: the same maps as `models/llama.py`, its slow twin, in five calls a layer.
+"""The text decoder over C++ kernels: the same maps as `models/llama.py`, its slow twin.
 
-Made by the runner from a loaded decoder, whose weights it shares. The stream between layers is float32 whatever
+In one call for all layers where kernels compute all of a step, else in five calls a layer. Made by the runner from a loaded decoder, whose weights it shares. The stream between layers is float32 whatever
 the weights are.
 
 Shape letters: N tokens, C hidden width, H query heads, K key/value heads, D head width.
@@ -16,6 +16,7 @@ from engines.torch_backend.attention import AttentionPlan, paged_attention
 from engines.torch_backend.kernels_cpp.attention import PagedAttention, can_attend
 from engines.torch_backend.kernels_cpp.fused_linear import FusedLinear
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
+from engines.torch_backend.kernels_cpp.layers import LayerChain, LayerProducts
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.models.llama import DecoderLayer, Llama
@@ -36,6 +37,11 @@ class CpuLayer:
         )
         self.down = FusedLinear(kernels, [mlp.down_proj], dtype, gate=mlp.activation)
 
+    @property
+    def maps(self) -> tuple[FusedLinear, ...]:
+        """In the order of `LayerProducts`."""
+        return self.qkv, self.out, self.gate_up, self.down
+
 
 class CpuDecoder:
     """Embeddings to hidden states, hidden states to logits."""
@@ -48,6 +54,11 @@ class CpuDecoder:
         self._kernels = kernels
         self._dtype = dtype
         self._layers = [CpuLayer(layer, kernels, dtype) for layer in decoder.model.layers]
+        self._max_chained = 0  # tokens that the chain computes
+        chained = [_whole_products(layer) for layer in self._layers]
+        if kernels.has_layers and None not in chained:
+            self._chain = LayerChain(kernels.library, [part for part in chained if part])
+            self._max_chained = min(one.max_tokens for layer in self._layers for one in layer.maps)
         head: nn.Module | None = decoder.lm_head
         if head is None:
             embeddings = decoder.model.embed_tokens.weight
@@ -65,6 +76,9 @@ class CpuDecoder:
         """Hidden states of every token. Shapes: (N, C), kept; `rotation` as of `RotaryTable.at`."""
         x = embeddings.to(torch.float32, copy=True)
         attend = self._choose_attention(rotation, pool, plan)
+        if isinstance(attend, PagedAttention) and attend.is_whole and len(x) <= self._max_chained:
+            self._chain(x, attend)
+            return x
         for number, layer in enumerate(self._layers):
             layer.out(attend(number, layer.qkv(x)), add_to=x)
             layer.down(layer.gate_up(x), add_to=x)
@@ -96,3 +110,9 @@ class CpuDecoder:
         query, key, value = by_head.split(heads, dim=1)
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         return paged_attention(pool, plan, layer, query, key, value).float()
+
+
+def _whole_products(layer: CpuLayer) -> LayerProducts | None:
+    """What computes a layer without torch; None if torch has a part in it."""
+    products = [linear.whole_product for linear in layer.maps]
+    return None if None in products else LayerProducts(*(part for part in products if part))

@@ -45,12 +45,12 @@ class FusedLinear:
         self._activation = activation
         self._is_prepared = False  # by the kernel
         self._product: Product | None = None
-        self._max_tokens = 0
+        self.max_tokens = 0  #: beyond these torch computes
         weights = [_to_weights(module) for module in modules]
         usable = [part for part in weights if part is not None and part.kind in kernels.kinds]
         if len(usable) < len(modules) or len({part.kind for part in usable}) > 1:
             return
-        self._max_tokens = MAX_FLOAT_TOKENS if usable[0].group == 0 else 1 << 30
+        self.max_tokens = MAX_FLOAT_TOKENS if usable[0].group == 0 else 1 << 30
         before, gain, eps = Before.NOTHING, None, 0.0
         if norm is not None:
             before, gain, eps = Before.RMS_NORM, norm.weight.float(), norm.eps
@@ -61,9 +61,15 @@ class FusedLinear:
         self._is_prepared = before is not Before.NOTHING
         self._product = Product(kernels.library, usable, kernels.bits, before, gain, eps)
 
+    @property
+    def whole_product(self) -> Product | None:
+        """The product, if it computes all there is to compute, of up to `max_tokens` tokens."""
+        is_whole = self._is_prepared or (self._norm or self._gate or self._activation) is None
+        return self._product if is_whole else None
+
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Shapes: x float32 (M, K), or (M, 2 K) for a gate; returns (M, N), in `add_to` if it is given."""
-        if self._product is None or x.shape[0] > self._max_tokens:
+        if self._product is None or x.shape[0] > self.max_tokens:
             y = self._by_torch(self._prepare(x))
             return y if add_to is None else add_to.add_(y)
         return self._product(x if self._is_prepared else self._prepare(x), add_to)

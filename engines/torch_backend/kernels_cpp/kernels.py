@@ -17,6 +17,7 @@ from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Kind, Library
 from engines.torch_backend.kernels_cpp.probe import (
     attention_is_right,
     full_attention_is_right,
+    layers_are_right,
     right_kinds,
 )
 
@@ -36,6 +37,7 @@ class CpuKernels:
     has_attention: bool
     has_full_attention: bool  #: that of pictures
     bits: int  #: of activations that meet integer weights
+    has_layers: bool = False  #: all layers of a decoder in one call
 
     @property
     def float_dtypes(self) -> frozenset[torch.dtype]:
@@ -60,9 +62,11 @@ def load_kernels(mode: Mode) -> CpuKernels | None:
         attention_is_right(library),
         full_attention_is_right(library),
         bits,
+        layers_are_right(library, bits),
     )
     is_right = {kind.name.lower(): kind in kernels.kinds for kind in Kind}
     is_right["attention"] = kernels.has_attention
+    is_right["layers"] = kernels.has_layers
     is_right["full attention"] = kernels.has_full_attention
     logger.info("CPU kernels (%s): %s", mode, ", ".join(n for n in is_right if is_right[n]))
     wrong = [name for name in is_right if not is_right[name]]

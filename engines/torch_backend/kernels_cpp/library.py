@@ -75,7 +75,7 @@ class StepStruct(ctypes.Structure):
 
 
 class AttentionStruct(ctypes.Structure):
-    """`Attention` of attention.cpp."""
+    """`Attention` of attention.h."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -91,6 +91,34 @@ class AttentionStruct(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of step.cpp."""
+
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+    )
+
+
+class LayersStruct(ctypes.Structure):
+    """`Layers` of step.cpp."""
+
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("attention", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("qkv", ctypes.c_void_p),
+        ("mixed", ctypes.c_void_p),
+        ("gated", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
     )
 
 
@@ -157,6 +185,11 @@ class Product:
             gain=_address(gain),
         )
 
+    @property
+    def address(self) -> int:
+        """Of what the kernel reads."""
+        return ctypes.addressof(self._step)
+
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Shapes: x float32 (M, K), or (M, 2 K) for a gate; returns (M, N), `add_to` if it is given."""
         x = x.contiguous()
@@ -178,6 +211,8 @@ class Library:
         functions = ctypes.CDLL(str(file))
         self.linear = functions.vlm_linear
         self.linear.argtypes, self.linear.restype = [ctypes.c_void_p], None
+        self.layers = functions.vlm_layers
+        self.layers.argtypes, self.layers.restype = [ctypes.c_void_p], None
         self.attention = functions.vlm_attention
         self.attention.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int32]
         self.attention.restype = None

@@ -11,7 +11,15 @@ from torch import Tensor
 from engines.torch_backend.attention import Span, paged_attention_by_sequence, plan_attention
 from engines.torch_backend.kernels_cpp.attention import PagedAttention
 from engines.torch_backend.kernels_cpp.full_attention import mix_by_kernel
-from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Kind, Library, Product, Weights
+from engines.torch_backend.kernels_cpp.layers import LayerChain, LayerProducts
+from engines.torch_backend.kernels_cpp.library import (
+    FLOAT_KINDS,
+    Before,
+    Kind,
+    Library,
+    Product,
+    Weights,
+)
 from engines.torch_backend.kernels_cpp.packing import INT8_GROUP, pack_int4, pack_int8
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.models.config import TextConfig
@@ -24,7 +32,7 @@ _NUM_TOKENS = (1, 3, 6, 9)  # every form of a kernel
 _TOLERANCES = {8: 2e-2, 16: 1e-4}
 _FLOAT_TOLERANCE = 1e-5
 _TEXT = TextConfig(
-    vocab_size=8, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=8, num_kv_heads=2,
+    vocab_size=8, hidden_size=64, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=2,
     head_dim=16, max_position_embeddings=128,
 )  # fmt: skip
 _CPU = torch.device("cpu")
@@ -52,6 +60,39 @@ def full_attention_is_right(library: Library) -> bool:
         )
         for part in (queries, queries[:, :, 5:9])
     )
+
+
+def layers_are_right(library: Library, bits: int) -> bool:
+    """Whether two layers in one call give what their parts do in calls of their own, which are probed elsewhere."""
+    width, inner, heads = _TEXT.hidden_size, 96, _TEXT.num_heads * _TEXT.head_dim
+    kv = _TEXT.num_kv_heads * _TEXT.head_dim
+    gain = torch.ones(width)
+    norm = {"before": Before.RMS_NORM, "gain": gain, "eps": 1e-5}
+    products = LayerProducts(
+        Product(
+            library, [_float(heads, width), _float(kv, width), _float(kv, width)], bits, **norm
+        ),
+        Product(library, [_float(width, heads)], bits),
+        Product(library, [_float(inner, width), _float(inner, width)], bits, **norm),
+        Product(library, [_float(width, inner)], bits, Before.SILU_GATE),
+    )
+    spans = [Span(0, 1, 2, [7]), Span(1, 1, 90, [5, 0, 3, 9, 8, 2])]
+    plan = plan_attention(spans, 16, torch.float32, _CPU)
+    pools = [KVCachePool(_TEXT, 10, 16, torch.float32, _CPU) for _ in range(2)]
+    for pool in pools:
+        pool._data.copy_(_numbers(pool._data.numel() // 16, 16).view(pool._data.shape))
+    rotation = RotaryTable(_TEXT, 128, torch.float32, _CPU).at(torch.tensor([2, 90]))
+    once, apart = (PagedAttention(library, _TEXT, pool, plan, rotation) for pool in pools)
+    found, expected = _numbers(2, width), _numbers(2, width)
+    LayerChain(library, [products] * _TEXT.num_layers)(found, once)
+    for layer in range(_TEXT.num_layers):
+        products.out(apart(layer, products.qkv(expected)), add_to=expected)
+        products.down(products.gate_up(expected), add_to=expected)
+    return torch.equal(found, expected) and torch.equal(pools[0]._data, pools[1]._data)
+
+
+def _float(num_outputs: int, num_inputs: int) -> Weights:
+    return Weights(Kind.FLOAT32, num_outputs, num_inputs, _numbers(num_outputs, num_inputs) / 8)
 
 
 def _is_right(library: Library, kind: Kind, bits: int) -> bool:

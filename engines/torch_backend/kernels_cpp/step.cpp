@@ -1,11 +1,12 @@
-// Linear maps with what is around them: a norm, a gate or an activation before, an addition after. One team of
-// threads for each call from Python.
+// Linear maps with what is around them: a norm, a gate or an activation before, an addition after; and all layers of a
+// decoder. One team of threads for each call from Python.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "attention.h"
 #include "linear.h"
 #include "vectors.h"
 
@@ -26,9 +27,34 @@ struct Step {
     int32_t num_threads;
 };
 
+// A layer's products, and what is kept of its keys and values. Mirrored by `LayerStruct` in library.py.
+struct Layer {
+    const Step *qkv, *out, *gate_up, *down;
+    void *keys, *values;
+};
+
+// What goes through layers one after another. Mirrored by `LayersStruct` in library.py.
+struct Layers {
+    const Layer* layers;
+    int64_t count;
+    const Attention* attention;
+    float* x;  // (N, C), the stream, replaced by what it has become
+    float* qkv;     // room: (N, (H + 2 K) * D)
+    float* mixed;   // room: (N, H * D)
+    float* gated;   // room: (N, 2 I)
+    int64_t num_threads;
+};
+
 namespace {
 
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // less is done before a second thread has woken up
+constexpr int64_t MIN_PARALLEL_LAYER = 1 << 16;     // of a layer: what ten meetings of a team cost
+
+int64_t count_weights(const Step& step) {
+    int64_t num_outputs = 0;
+    for (int32_t i = 0; i < step.count; i++) num_outputs += step.linears[i].num_outputs;
+    return num_outputs * step.linears[0].num_inputs;
+}
 
 void normalize(const float* x, const float* gain, float eps, int64_t width, float* out) {
     Floats squares = {};
@@ -64,26 +90,38 @@ struct Workspace {
     std::vector<float> inputs;
     std::vector<int16_t> integers;
     std::vector<float> scale, sum;
+
+    void fit(const Step& step, int64_t num_tokens) {
+        const Linear& linear = step.linears[0];
+        if (step.before != NOTHING) grow(inputs, num_tokens * linear.num_inputs);
+        if (linear.kind < INT8) return;
+        const int64_t num_groups = (linear.num_inputs + linear.group - 1) / linear.group;
+        grow(integers, num_tokens * num_groups * linear.group);
+        grow(scale, num_tokens * num_groups);
+        grow(sum, num_tokens * num_groups);
+    }
+
+  private:
+    template <class T>
+    void grow(std::vector<T>& room, int64_t size) {
+        if ((int64_t)room.size() < size) room.resize(size);
+    }
 };
 
 class Product {
   public:
+    // The room fits.
     Product(const Step& step, Workspace& room) : step_(step), linear_(step.linears[0]), room_(room) {
-        const int64_t tokens = step.num_tokens;
         for (int32_t i = 0; i < step.count; i++) stride_ += step.linears[i].num_outputs;
-        if (step.before != NOTHING) room.inputs.resize(tokens * linear_.num_inputs);
         inputs_ = step.before == NOTHING ? step.x : room.inputs.data();
         if (linear_.kind < INT8) return;
         const int64_t num_groups = (linear_.num_inputs + linear_.group - 1) / linear_.group;
-        room.integers.resize(tokens * num_groups * linear_.group);
-        room.scale.resize(tokens * num_groups);
-        room.sum.resize(tokens * num_groups);
-        integers_ = {tokens,           num_groups,          linear_.group,  step.bits, room.integers.data(),
+        integers_ = {step.num_tokens,   num_groups,        linear_.group, step.bits, room.integers.data(),
                      room.scale.data(), room.sum.data()};
     }
 
     int num_threads() const {
-        return step_.num_tokens * stride_ * linear_.num_inputs < MIN_PARALLEL_PRODUCTS ? 1 : step_.num_threads;
+        return step_.num_tokens * count_weights(step_) < MIN_PARALLEL_PRODUCTS ? 1 : step_.num_threads;
     }
 
     bool prepares() const { return step_.before != NOTHING || linear_.kind >= INT8; }
@@ -123,19 +161,60 @@ class Product {
     int64_t stride_ = 0;
 };
 
+// Called by every thread of a team; the results are there when all have returned.
+void multiply_in_team(const Step& step, Workspace& room) {
+    Product product(step, room);
+    const int thread = omp_get_thread_num(), team = omp_get_num_threads();
+    if (product.prepares()) {
+        const Share tokens = share_of(step.num_tokens, 1, thread, team);
+        for (int64_t m = tokens.start; m < tokens.stop; m++) product.prepare(m);
+#pragma omp barrier
+    }
+    product.multiply(thread, team);
+}
+
+// One of a layer's products. The team has met when it returns.
+void multiply_rows(const Step& product, const Layers& step, const float* x, float* y, bool adds, Workspace& room) {
+    Step filled = product;
+    filled.num_tokens = step.attention->num_tokens;
+    filled.x = x;
+    filled.y = y;
+    filled.adds = adds;
+    multiply_in_team(filled, room);
+#pragma omp barrier
+}
+
+void pass_in_team(const Layer& layer, const Layers& step, Workspace& room) {
+    multiply_rows(*layer.qkv, step, step.x, step.qkv, false, room);
+    attend_in_team(*step.attention, layer.keys, layer.values, step.qkv, step.mixed);
+    multiply_rows(*layer.out, step, step.mixed, step.x, true, room);
+    multiply_rows(*layer.gate_up, step, step.x, step.gated, false, room);
+    multiply_rows(*layer.down, step, step.gated, step.x, true, room);
+}
+
+Workspace& own_room() {
+    static thread_local Workspace room;
+    return room;
+}
+
 }  // namespace
 
 extern "C" void vlm_linear(const Step* step) {
-    static thread_local Workspace room;
-    Product product(*step, room);
-#pragma omp parallel num_threads(product.num_threads())
-    {
-        const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-        if (product.prepares()) {
-            const Share tokens = share_of(step->num_tokens, 1, thread, team);
-            for (int64_t m = tokens.start; m < tokens.stop; m++) product.prepare(m);
-#pragma omp barrier
+    Workspace& room = own_room();
+    room.fit(*step, step->num_tokens);
+#pragma omp parallel num_threads(Product(*step, room).num_threads())
+    multiply_in_team(*step, room);
+}
+
+extern "C" void vlm_layers(const Layers* step) {
+    Workspace& room = own_room();
+    int64_t num_products = count_products(*step->attention);
+    for (int64_t i = 0; i < step->count; i++)
+        for (const Step* product : {step->layers[i].qkv, step->layers[i].out, step->layers[i].gate_up, step->layers[i].down}) {
+            room.fit(*product, step->attention->num_tokens);
+            num_products += step->attention->num_tokens * count_weights(*product);
         }
-        product.multiply(thread, team);
-    }
+    const bool is_small = num_products < step->count * MIN_PARALLEL_LAYER;
+#pragma omp parallel num_threads(is_small ? 1 : (int)step->num_threads)
+    for (int64_t i = 0; i < step->count; i++) pass_in_team(step->layers[i], *step, room);
 }
