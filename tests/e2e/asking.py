@@ -60,5 +60,5 @@ def ask(client: OpenAI, messages: Sequence[Message]) -> str:
 
 def png_url(picture) -> str:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    picture.save(buffer, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -35,7 +35,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def answerer() -> LocalAnswerer:
-    return LocalAnswerer(CHECKPOINT)
+    return LocalAnswerer(CHECKPOINT, num_threads=1)  # of the process, also for the tests behind it
 
 
 def test_it_has_the_files_of_a_llava_checkpoint():
