@@ -1,7 +1,7 @@
 """The fleet under test: what stands, who asks, and the promises that must hold at the end of each test."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -140,10 +140,10 @@ async def playing(fleet: Fleet, texts: Iterable[str], **options) -> AsyncIterato
     await fleet.at_rest()
 
 
-async def tokens_seen(fleet: Fleet, clients: Clients, text: str, count: int) -> None:
-    """Wait until a client has seen so many tokens."""
+async def tokens_seen(fleet: Fleet, clients: Clients, texts: Sequence[str], count: int) -> None:
+    """Wait until the clients of all these requests have seen so many tokens each."""
 
-    async def has_seen() -> bool:
-        return len(clients.history.tokens(text)) >= count
+    async def have_seen() -> bool:
+        return all(len(clients.history.tokens(text)) >= count for text in texts)
 
-    await fleet.until(has_seen)
+    await fleet.until(have_seen)

@@ -57,8 +57,7 @@ async def test_a_redis_that_is_killed_in_mid_stream_loses_nothing(fleet):
     """P4: what it had acknowledged is in its file; streams pause and go on."""
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=120) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 10)
+        await tokens_seen(fleet, clients, texts, 10)
         fleet.processes.kill_redis()
         await asyncio.to_thread(fleet.processes.server.start)
     assert clients.history.outcomes() == {FINISHED: 3}
@@ -79,7 +78,7 @@ async def test_a_second_signal_ends_a_gateway_at_once_with_its_streams(fleet):
     gateway, url = await fleet.processes.gateway()
     clients, text = Clients(), fleet.name()
     asked = asyncio.create_task(clients.ask(url, text, num_tokens=200))
-    await tokens_seen(fleet, clients, text, 5)
+    await tokens_seen(fleet, clients, [text], 5)
 
     async def is_draining() -> bool:
         async with httpx.AsyncClient(trust_env=False) as client:

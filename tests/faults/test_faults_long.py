@@ -76,8 +76,7 @@ async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(flee
     workers = [await fleet.worker() for _ in range(2)]
     texts = [fleet.name() for _ in range(4)]
     async with playing(fleet, texts, num_tokens=100) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         for worker in workers:
             await worker.end()
         await asyncio.sleep(20.0)  # the fault itself
@@ -94,12 +93,10 @@ async def test_a_worker_that_comes_back_as_a_zombie_adds_nothing(fleet):
     zombie = await fleet.worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=100) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         zombie.signal(signal.SIGSTOP)
         await fleet.worker()
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 60)
+        await tokens_seen(fleet, clients, texts, 60)
         zombie.signal(signal.SIGCONT)
     assert clients.history.outcomes() == {FINISHED: 3}
     await zombie.says("no longer ours")
@@ -128,8 +125,7 @@ async def test_a_redis_that_is_emptied_ends_streams_with_one_error(fleet):
     await fleet.some_worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=400) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         await fleet.redis.flushall()
     assert clients.history.outcomes() == {FAILED: 3}
     assert {error["code"] for error in clients.errors.values()} == {"worker_lost"}
@@ -152,8 +148,7 @@ async def test_a_redis_that_takes_no_writes_refuses_new_requests_and_keeps_old_o
     if fault == "disk":
         await _make_snapshots_fail(fleet, tmp_path / "gone")
     async with playing(fleet, texts, num_tokens=150) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         await fleet.redis.execute_command(*break_)
         await fleet.until(lambda: _refuses_writes(fleet))
         late = Clients()

@@ -32,8 +32,7 @@ async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
     clients = Clients()
     texts = [fleet.name() for _ in range(3)]
     asked = [asyncio.create_task(clients.ask(url, t, num_tokens=4000)) for t in texts]
-    for text in texts:
-        await tokens_seen(fleet, clients, text, 5)
+    await tokens_seen(fleet, clients, texts, 5)
 
     began = time.monotonic()
     await gateway.end()
@@ -72,8 +71,7 @@ async def test_a_gateway_that_stands_still_for_two_seconds_drops_no_stream(fleet
     await fleet.some_worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=150) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         fleet.gateway.signal(signal.SIGSTOP)
         await asyncio.sleep(2.0)  # the fault itself
         fleet.gateway.signal(signal.SIGCONT)

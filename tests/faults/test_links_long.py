@@ -32,8 +32,7 @@ async def test_a_redis_that_is_frozen_loses_nothing(fleet, frozen_s):
     await fleet.some_worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=150) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         fleet.proxy.freeze()
         thawed_at = time.monotonic() + frozen_s
         if frozen_s > 10:
@@ -57,8 +56,7 @@ async def test_a_gateway_cut_off_from_redis_refuses_and_its_streams_go_on(fleet)
     await fleet.worker(VLM_REDIS_URL=fleet.processes.server.url)
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=150) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         fleet.proxy.freeze()
         thawed_at = time.monotonic() + 10.0
         await _is_refused_soon(fleet)
@@ -74,12 +72,10 @@ async def test_a_worker_cut_off_from_redis_loses_its_requests_to_another(fleet):
         cut_off = await fleet.worker(VLM_REDIS_URL=link.url)
         texts = [fleet.name() for _ in range(3)]
         async with playing(fleet, texts, num_tokens=100) as clients:
-            for text in texts:
-                await tokens_seen(fleet, clients, text, 5)
+            await tokens_seen(fleet, clients, texts, 5)
             link.freeze()
             await fleet.worker()
-            for text in texts:
-                await tokens_seen(fleet, clients, text, 60)
+            await tokens_seen(fleet, clients, texts, 60)
             link.thaw()
         assert clients.history.outcomes() == {FINISHED: 3}
         await cut_off.says("no longer ours")
@@ -91,8 +87,7 @@ async def test_half_open_connections_are_given_up_in_time(fleet):
     await fleet.some_worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=150) as clients:
-        for text in texts:
-            await tokens_seen(fleet, clients, text, 5)
+        await tokens_seen(fleet, clients, texts, 5)
         fleet.proxy.half_open()
     assert clients.history.outcomes() == {FINISHED: 3}
     assert clients.history.longest_pause_s() < 15.0
@@ -124,8 +119,7 @@ async def test_slow_and_broken_connections_lose_nothing(fleet):
     fleet.proxy.latency_s = 0.1
     async with playing(fleet, texts, num_tokens=100) as clients:
         for num_tokens in (5, 30, 60):
-            for text in texts:
-                await tokens_seen(fleet, clients, text, num_tokens)
+            await tokens_seen(fleet, clients, texts, num_tokens)
             fleet.proxy.reset()
     fleet.proxy.latency_s = 0.0
     assert clients.history.outcomes() == {FINISHED: 4}
