@@ -4,14 +4,9 @@
 // heads, G = H / K, D head width (a multiple of 8). Source: online softmax, Milakov and Gimelshein 2018.
 #include <omp.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
-
 #include "attention.h"
 #include "linear.h"
-#include "vectors.h"
+#include "mixer.h"
 
 namespace {
 
@@ -183,16 +178,48 @@ class Head {
     int64_t places_[CHUNK], next_[CHUNK];
 };
 
+// Some queries of a run: those of the tokens, and of the heads that share one key/value head, lie side by side.
+template <class T>
+void attend_run(const Attention& step, int64_t number, int64_t head, Share rows, const T* keys, const T* values,
+                const float* qkv, float* out) {
+    const Run& run = step.runs[number];
+    const int64_t width = step.head_dim, heads = step.num_heads, kv_heads = step.num_kv_heads;
+    const int64_t group = heads / kv_heads, token_width = kv_heads * width;
+    const int64_t* blocks = step.run_table + number * step.run_table_width;
+    Mixer mixer(width, run.num_computed + (rows.stop + group - 1) / group);
+    mixer.lay_out(keys + head * width, values + head * width, [&](int64_t t) {
+        return (blocks[t / step.block_size] * step.block_size + t % step.block_size) * token_width;
+    });
+    for (int64_t first = rows.start; first < rows.stop; first += Mixer::QUERIES) {
+        const int64_t count = std::min(Mixer::QUERIES, rows.stop - first);
+        Query queries[Mixer::QUERIES];
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t token = (first + i) / group, place = head * group + (first + i) % group;
+            queries[i] = {qkv + ((run.start + token) * (heads + 2 * kv_heads) + place) * width,
+                          run.num_computed + token + 1, out + ((run.start + token) * heads + place) * width};
+        }
+        mixer.attend(queries, count);
+    }
+}
+
 template <class T>
 void attend(const Attention& step, T* keys, T* values, float* qkv, float* out) {
     const int64_t kv_heads = step.num_kv_heads, group = step.num_heads / kv_heads, width = step.head_dim;
+    const int team = omp_get_num_threads(), num_parts = kv_heads % team ? team : 1;
+    const int64_t num_run_items = step.num_runs * kv_heads * num_parts;
     static thread_local std::vector<float> scratch;
     scratch.resize(group * (CHUNK + 2));
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < step.num_tokens; token++) rotate_and_keep(step, token, qkv, keys, values);
 #pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < step.num_decodes * kv_heads; item++) {
-        const int64_t sequence = item / kv_heads, head = item % kv_heads;
+    for (int64_t item = 0; item < num_run_items + step.num_decodes * kv_heads; item++) {
+        if (item < num_run_items) {
+            const int64_t number = item / num_parts / kv_heads, head = item / num_parts % kv_heads;
+            const Share rows = share_of(step.runs[number].num_new * group, Mixer::QUERIES, item % num_parts, num_parts);
+            if (rows.start < rows.stop) attend_run(step, number, head, rows, keys, values, qkv, out);
+            continue;
+        }
+        const int64_t sequence = (item - num_run_items) / kv_heads, head = (item - num_run_items) % kv_heads;
         const float* query = qkv + (sequence * (step.num_heads + 2 * kv_heads) + head * group) * width;
         Head<T>(step, sequence, head, keys, values)
             .attend(query, step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
@@ -205,6 +232,8 @@ void attend(const Attention& step, T* keys, T* values, float* qkv, float* out) {
 int64_t count_products(const Attention& step) {
     int64_t num_tokens = step.num_tokens;
     for (int64_t s = 0; s < step.num_decodes; s++) num_tokens += step.lengths[s];
+    for (int64_t r = 0; r < step.num_runs; r++)
+        num_tokens += step.runs[r].num_new * (step.runs[r].num_computed + step.runs[r].num_new);
     return num_tokens * step.num_heads * step.head_dim;
 }
 

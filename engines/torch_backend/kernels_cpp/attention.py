@@ -1,8 +1,8 @@
-"""A step's attention with the C++ kernel: rotation, keeping, and all sequences with one new token in one call.
+"""A step's attention with the C++ kernel: rotation, keeping, and all sequences in one call.
 
-Runs of several new tokens, as prompts are, go torch's way. `paged_attention_by_sequence` is the slow twin.
+`paged_attention_by_sequence` is the slow twin.
 
-Shape letters: N new tokens, H query heads, K key/value heads, D head width.
+Shape letters: N new tokens, R sequences with several of them, H query heads, K key/value heads, D head width.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from engines.torch_backend.attention import AttentionPlan, attend_runs
+from engines.torch_backend.attention import AttentionPlan, Span
 from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, AttentionStruct, Library
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.models.config import TextConfig
@@ -37,14 +37,21 @@ class PagedAttention:
         """`rotation` as of `RotaryTable.at`."""
         self._library = library
         self._pool = pool
-        self._plan = plan
-        self._heads = (text.num_heads, text.num_kv_heads, text.num_kv_heads)
         self._num_threads = torch.get_num_threads()
         decodes = plan.spans[: plan.num_decodes]
         cos, sin = (table.float().contiguous() for table in rotation)
         lengths = torch.tensor([span.num_context for span in decodes], dtype=torch.int64)
         blocks = plan.decode_blocks
-        self._kept = (cos, sin, lengths, blocks)  # their memory is read
+        runs, run_table = _runs(plan.spans[plan.num_decodes :], pool.block_size)
+        self._kept = (
+            cos,
+            sin,
+            lengths,
+            blocks,
+            plan.slots,
+            runs,
+            run_table,
+        )  # their memory is read
         dtype = pool.blocks(0)[0].dtype
         self._struct = AttentionStruct(
             kind=FLOAT_KINDS[dtype],
@@ -60,17 +67,16 @@ class PagedAttention:
             slots=plan.slots.data_ptr(),
             table=None if blocks is None else blocks.data_ptr(),
             lengths=lengths.data_ptr(),
+            num_runs=len(runs),
+            run_table_width=run_table.shape[1],
+            runs=runs.data_ptr(),
+            run_table=run_table.data_ptr(),
         )
 
     @property
     def address(self) -> int:
         """Of what the kernel reads for all layers."""
         return ctypes.addressof(self._struct)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the kernel computes all of it."""
-        return self._plan.num_decodes == len(self._plan.spans)
 
     def places(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's kept keys and values."""
@@ -80,9 +86,7 @@ class PagedAttention:
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) * D), float32, rotated in place; returns (N, H * D)."""
         keys, values = self._pool.blocks(layer)
-        num_heads = self._heads[0]
-        head_dim = self._struct.head_dim
-        out = torch.empty(qkv.shape[0], num_heads * head_dim)
+        out = torch.empty(len(qkv), self._struct.num_heads * self._struct.head_dim)
         self._library.attention(
             ctypes.byref(self._struct),
             keys.data_ptr(),
@@ -91,9 +95,14 @@ class PagedAttention:
             out.data_ptr(),
             self._num_threads,
         )
-        if not self.is_whole:
-            by_head = qkv.view(qkv.shape[0], -1, head_dim).to(keys.dtype)
-            query, key, value = by_head.split(self._heads, dim=1)
-            runs = attend_runs(self._pool, self._plan, layer, query, key, value)
-            out[self._plan.num_decodes :] = runs
         return out
+
+
+def _runs(spans: list[Span], block_size: int) -> tuple[Tensor, Tensor]:
+    """Start, new and computed tokens of each, and its blocks. Shapes: (R, 3), (R, blocks of the longest)."""
+    runs = [(span.start, span.num_new, span.num_computed) for span in spans]
+    num_blocks = [-(-span.num_context // block_size) for span in spans]
+    table = torch.zeros(len(spans), max(num_blocks, default=0), dtype=torch.int64)
+    for row, span, count in zip(table, spans, num_blocks, strict=True):
+        row[:count] = torch.tensor(span.block_ids[:count])
+    return torch.tensor(runs, dtype=torch.int64).view(-1, 3), table

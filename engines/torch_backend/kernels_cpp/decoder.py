@@ -76,7 +76,7 @@ class CpuDecoder:
         """Hidden states of every token. Shapes: (N, C), kept; `rotation` as of `RotaryTable.at`."""
         x = embeddings.to(torch.float32, copy=True)
         attend = self._choose_attention(rotation, pool, plan)
-        if isinstance(attend, PagedAttention) and attend.is_whole and len(x) <= self._max_chained:
+        if isinstance(attend, PagedAttention) and len(x) <= self._max_chained:
             self._chain(x, attend)
             return x
         for number, layer in enumerate(self._layers):

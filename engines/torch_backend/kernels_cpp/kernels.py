@@ -37,7 +37,7 @@ class CpuKernels:
     has_attention: bool
     has_full_attention: bool  #: that of pictures
     bits: int  #: of activations that meet integer weights
-    has_layers: bool = False  #: all layers of a decoder in one call
+    has_layers: bool  #: all layers of a decoder in one call
 
     @property
     def float_dtypes(self) -> frozenset[torch.dtype]:

@@ -91,6 +91,10 @@ class AttentionStruct(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
+        ("num_runs", ctypes.c_int64),
+        ("run_table_width", ctypes.c_int64),
+        ("runs", ctypes.c_void_p),
+        ("run_table", ctypes.c_void_p),
     )
 
 

@@ -5,11 +5,11 @@
 
 constexpr int64_t COLUMNS = 16;
 
-// Rows of eight numbers to columns. Shapes: source (8, stride), of which 8 columns; target (8, COLUMNS).
+// Eight numbers of eight rows, from a place on, to columns. Shapes: target (8, COLUMNS).
 template <class W>
-inline void transpose(const W* source, int64_t stride, float* target) {
+inline void transpose(const W* const (&sources)[8], int64_t place, float* target) {
     Floats rows[8];
-    for (int r = 0; r < 8; r++) rows[r] = load(source + r * stride);
+    for (int r = 0; r < 8; r++) rows[r] = load(sources[r] + place);
 #if defined(__AVX2__)
     __m256 pairs[8], fours[8];
     for (int r = 0; r < 8; r += 2) {
@@ -29,6 +29,14 @@ inline void transpose(const W* source, int64_t stride, float* target) {
     for (int r = 0; r < 8; r++)
         for (int k = 0; k < 8; k++) target[k * COLUMNS + r] = rows[r][k];
 #endif
+}
+
+// The same of rows that lie `stride` numbers apart.
+template <class W>
+inline void transpose(const W* source, int64_t stride, float* target) {
+    const W* rows[8];
+    for (int r = 0; r < 8; r++) rows[r] = source + r * stride;
+    transpose(rows, 0, target);
 }
 
 // Adds to sums (M, 16) the product of rows (M, count), `stride` numbers apart, and columns (count, 16).

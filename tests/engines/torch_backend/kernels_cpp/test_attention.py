@@ -1,7 +1,10 @@
 """Attention by the C++ kernel equals its plain twin for every mixture of sequences in a step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from engines.torch_backend.attention import Span, paged_attention_by_sequence, plan_attention
 from engines.torch_backend.kernels_cpp.attention import PagedAttention
@@ -29,7 +32,13 @@ def make_spans(shares: list[tuple[int, int]]) -> list[Span]:
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (2, 64), (8, 8)])
 @pytest.mark.parametrize(
     "shares",
-    [[(1, 0)], [(1, 3), (1, 64), (1, 200)], [(1, 9), (1, 2), (7, 0), (6, 5)], [(9, 0)]],
+    [
+        [(1, 0)],
+        [(1, 3), (1, 64), (1, 200)],
+        [(1, 9), (1, 2), (7, 0), (6, 5)],
+        [(9, 0)],
+        [(2, 190), (100, 3)],
+    ],
     ids=str,
 )
 @torch.inference_mode()
@@ -65,3 +74,30 @@ def test_the_kernel_and_the_plain_twin_agree(
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=8 * eps, atol=8 * eps)
     torch.testing.assert_close(pools[0]._data, pools[1]._data, rtol=2 * eps, atol=eps)
+
+
+@torch.inference_mode()
+def test_a_token_has_the_same_result_in_any_chunk_and_company(kernels: CpuKernels):
+    """To the last bit: of prompts and streams alike."""
+    text = make_text_config(num_heads=8, num_kv_heads=2, head_dim=16)
+    rotary = RotaryTable(text, 256, torch.float32, CPU)
+    pool = KVCachePool(text, 128, BLOCK_SIZE, torch.float32, CPU)
+    torch.manual_seed(0)
+    pool._data.normal_()
+    numbers = torch.randn(64, (8 + 2 * 2) * 16)
+
+    def attend(spans: list[Span]) -> Tensor:
+        positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in spans])
+        plan = plan_attention(spans, BLOCK_SIZE, torch.float32, CPU)
+        qkv = torch.cat([numbers[s.num_computed : s.num_context] for s in spans])
+        return PagedAttention(kernels.library, text, pool, plan, rotary.at(positions))(1, qkv)
+
+    stream, first, second = make_spans([(1, 40), (33, 0), (21, 30)])
+    all_of_them = attend([stream, first, second])
+
+    assert torch.equal(attend([replace(stream, start=0)]), all_of_them[:1])
+    assert torch.equal(attend([replace(first, start=0)]), all_of_them[1:34])
+    assert torch.equal(attend([replace(second, start=0)]), all_of_them[34:])
+    for start, stop in [(30, 37), (37, 39), (39, 51)]:  # of the second one, again
+        part = Span(0, stop - start, start, second.block_ids)
+        assert torch.equal(attend([part]), all_of_them[34 + start - 30 : 34 + stop - 30])

@@ -74,7 +74,7 @@ def test_a_tower_uses_it_where_it_was_found_right(
     kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, is_right: bool
 ):
     model = make_model()
-    left = CpuKernels(kernels.library, kernels.kinds, True, is_right, kernels.bits)
+    left = CpuKernels(kernels.library, kernels.kinds, True, is_right, kernels.bits, True)
     calls: list[int] = []
 
     def counted(library: Library, *heads: Tensor) -> Tensor:

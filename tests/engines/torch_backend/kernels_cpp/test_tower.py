@@ -103,7 +103,7 @@ def test_only_linear_maps_are_packed_and_the_decoder_is_left(kernels: CpuKernels
 @torch.inference_mode()
 def test_without_a_right_kernel_the_tower_stays_as_it_is(kernels: CpuKernels):
     model = make_model()
-    left = CpuKernels(kernels.library, frozenset(), False, False, kernels.bits)
+    left = CpuKernels(kernels.library, frozenset(), False, False, kernels.bits, False)
     pixels = make_pixels(model)
     full = model.encode_images(pixels)
 
