@@ -67,11 +67,13 @@ def test_stages_add_up_to_the_time_that_the_client_measures(slow):
 
 
 def test_each_stage_holds_the_time_that_was_spent_in_it(slow):
-    timings = ask(slow, 100, timings=True)[0].json()["timings"]
-    assert VISION_S <= timings["vision_s"] < VISION_S + 0.05
-    assert timings["decode_s"] == pytest.approx((NUM_TOKENS - 1) * DECODE_S, rel=0.5)
-    assert timings["prefill_s"] >= 64 * PREFILL_S
-    assert timings["queue_s"] < 0.1
+    """What a busy machine adds differs; nobody is given less."""
+    seen = [ask(slow, seed, timings=True)[0].json()["timings"] for seed in range(100, 103)]
+    least = {f"{stage}_s": min(timings[f"{stage}_s"] for timings in seen) for stage in STAGES}
+    assert VISION_S <= least["vision_s"] < VISION_S + 0.05
+    assert least["decode_s"] == pytest.approx((NUM_TOKENS - 1) * DECODE_S, rel=0.5)
+    assert least["prefill_s"] >= 64 * PREFILL_S
+    assert least["queue_s"] < 0.1
 
 
 def test_server_timing_header_tells_the_same_as_the_body(slow):

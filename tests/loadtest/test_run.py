@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,6 +23,14 @@ from tests.loadtest.fake_server import FakeServer, stream
 def load(fake: FakeServer, *arguments: str) -> Done:
     short = ["--duration", "0.6", "--warmup", "0", "--max-tokens", "3", "--picture-bytes", "2000"]
     return CliRunner().invoke(vlm.app, ["loadtest", "--host", fake.url, *short, *arguments])
+
+
+def result_of(fake: FakeServer, tmp_path: Path, *arguments: str) -> tuple[Result, Done]:
+    """Of text requests without a failure."""
+    path = tmp_path / "a.json"
+    done = load(fake, "--profile", "text", "--json", str(path), *arguments)
+    assert done.exit_code == 0, done.stderr
+    return load_result(path), done
 
 
 def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
@@ -52,12 +61,7 @@ def open_at_once(result: Result) -> list[int]:
 def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
     """A server that answers after half a second still gets all of what arrives meanwhile."""
     fake.pause_s = 0.5
-    path = tmp_path / "a.json"
-    done = load(
-        fake, "--rate", "40", "--stream-ratio", "0", "--profile", "text", "--json", str(path)
-    )
-    assert done.exit_code == 0, done.stderr
-    result = load_result(path)
+    result, _ = result_of(fake, tmp_path, "--rate", "40", "--stream-ratio", "0")
     assert result.plan == Plan(loop="open", levels=(40.0,), duration_s=0.6, warmup_s=0.0)
     assert max(open_at_once(result)) > 10
     assert 20 < Sight(result).offered_rate < 70
@@ -67,12 +71,7 @@ def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
 
 def test_steps_change_the_number_of_users(fake, tmp_path):
     fake.pause_s = 0.03
-    path = tmp_path / "a.json"
-    done = load(
-        fake, "--users", "1,6", "--profile", "text", "--duration", "1.2", "--json", str(path)
-    )
-    assert done.exit_code == 0, done.stderr
-    result = load_result(path)
+    result, done = result_of(fake, tmp_path, "--users", "1,6", "--duration", "1.2")
     first = [
         n for n, r in zip(open_at_once(result), result.records, strict=True) if r.sent_at < 0.6
     ]
@@ -87,12 +86,7 @@ def test_steps_change_the_number_of_users(fake, tmp_path):
 
 def test_a_ramp_lets_users_come_one_after_another(fake, tmp_path):
     fake.pause_s = 0.03
-    path = tmp_path / "a.json"
-    done = load(
-        fake, "--users", "1..6", "--profile", "text", "--duration", "1.5", "--json", str(path)
-    )
-    assert done.exit_code == 0, done.stderr
-    result = load_result(path)
+    result, _ = result_of(fake, tmp_path, "--users", "1..6", "--duration", "1.5")
     assert result.plan == Plan(levels=(1, 6), is_ramp=True, duration_s=1.5, warmup_s=0.0)
     sent = list(zip(open_at_once(result), result.records, strict=True))
     thirds = [[n for n, r in sent if int(r.sent_at / 0.5) == third] for third in range(3)]

@@ -127,7 +127,7 @@ async def test_a_silent_server_is_given_up_in_time(tmp_path):
         started_at = time.monotonic()
         with pytest.raises(RedisTimeoutError):
             await link.execute("PING")
-        assert time.monotonic() - started_at < 1.0
+        assert time.monotonic() - started_at < RedisSettings().command_timeout_s
 
 
 async def test_what_does_not_speak_redis_is_refused(tmp_path):

@@ -124,6 +124,7 @@ async def test_what_its_gateway_does_not_trace_leaves_no_span(
 
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch):
+    else_s = spans.CLOSE_WITHIN_S
     monkeypatch.setattr(spans, "CLOSE_WITHIN_S", 0.1)
     with socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
@@ -135,4 +136,4 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch):
         tracer.begin("generate", "consumer", CALLER, epoch_ns(0.0)).end(0.0, [])
         began_at = time.monotonic()
         tracer.close()
-    assert time.monotonic() - began_at < 1
+    assert time.monotonic() - began_at < else_s
