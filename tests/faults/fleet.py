@@ -147,3 +147,12 @@ async def tokens_seen(fleet: Fleet, clients: Clients, texts: Sequence[str], coun
         return all(len(clients.history.tokens(text)) >= count for text in texts)
 
     await fleet.until(have_seen)
+
+
+@asynccontextmanager
+async def streaming(fleet: Fleet, num_requests: int, num_tokens: int) -> AsyncIterator[Clients]:
+    """`playing`, from when every stream has begun."""
+    texts = [fleet.name() for _ in range(num_requests)]
+    async with playing(fleet, texts, num_tokens=num_tokens) as clients:
+        await tokens_seen(fleet, clients, texts, 5)
+        yield clients

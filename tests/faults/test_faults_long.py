@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from tests.faults.clients import Clients
 from tests.faults.conftest import IS_LONG
-from tests.faults.fleet import KEYS, playing, tokens_seen
+from tests.faults.fleet import KEYS, playing, streaming, tokens_seen
 from tests.faults.history import FAILED, FINISHED, REFUSED
 from tests.faults.processes import MODEL
 from tests.faults.rest import Resources, growth
@@ -74,9 +74,7 @@ async def test_requests_wait_while_all_workers_are_gone(fleet):
 async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(fleet):
     await fleet.retire_workers()
     workers = [await fleet.worker() for _ in range(2)]
-    texts = [fleet.name() for _ in range(4)]
-    async with playing(fleet, texts, num_tokens=100) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 4, num_tokens=100) as clients:
         for worker in workers:
             await worker.end()
         await asyncio.sleep(20.0)  # the fault itself
@@ -123,9 +121,7 @@ async def test_an_entry_delivered_twice_runs_once(fleet):
 
 async def test_a_redis_that_is_emptied_ends_streams_with_one_error(fleet):
     await fleet.some_worker()
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=400) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 3, num_tokens=400) as clients:
         await fleet.redis.flushall()
     assert clients.history.outcomes() == {FAILED: 3}
     assert {error["code"] for error in clients.errors.values()} == {"worker_lost"}
@@ -139,7 +135,6 @@ async def test_a_redis_that_takes_no_writes_refuses_new_requests_and_keeps_old_o
     fleet, fault, tmp_path
 ):
     await fleet.some_worker()
-    texts = [fleet.name() for _ in range(2)]
     break_, mend = {
         "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
         "read-only": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
@@ -147,8 +142,7 @@ async def test_a_redis_that_takes_no_writes_refuses_new_requests_and_keeps_old_o
     }[fault]
     if fault == "disk":
         await _make_snapshots_fail(fleet, tmp_path / "gone")
-    async with playing(fleet, texts, num_tokens=150) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 2, num_tokens=150) as clients:
         await fleet.redis.execute_command(*break_)
         await fleet.until(lambda: _refuses_writes(fleet))
         late = Clients()

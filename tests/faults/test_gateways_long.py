@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.clients import Clients, answer_to, body_of
 from tests.faults.conftest import IS_LONG
-from tests.faults.fleet import playing, tokens_seen
+from tests.faults.fleet import streaming, tokens_seen
 from tests.faults.history import FAILED, FINISHED, REFUSED
 from tests.faults.processes import PREFIX, WITHIN_S
 
@@ -69,9 +69,7 @@ async def test_processes_whose_log_is_gone_go_on(fleet):
 
 async def test_a_gateway_that_stands_still_for_two_seconds_drops_no_stream(fleet):
     await fleet.some_worker()
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 3, num_tokens=150) as clients:
         fleet.gateway.signal(signal.SIGSTOP)
         await asyncio.sleep(2.0)  # the fault itself
         fleet.gateway.signal(signal.SIGCONT)

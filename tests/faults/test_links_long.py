@@ -11,7 +11,7 @@ import pytest
 from shared.scripts import CLAIM, ENQUEUE, FINISH, PUBLISH, RENEW
 from tests.faults.clients import Clients
 from tests.faults.conftest import IS_LONG
-from tests.faults.fleet import playing, tokens_seen
+from tests.faults.fleet import playing, streaming, tokens_seen
 from tests.faults.history import FINISHED, REFUSED
 from tests.faults.proxy import run_proxy
 
@@ -30,9 +30,7 @@ pytestmark = [
 async def test_a_redis_that_is_frozen_loses_nothing(fleet, frozen_s):
     """Who asks meanwhile is refused soon; streams pause and go on."""
     await fleet.some_worker()
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 3, num_tokens=150) as clients:
         fleet.proxy.freeze()
         thawed_at = time.monotonic() + frozen_s
         if frozen_s > 10:
@@ -54,9 +52,7 @@ async def test_a_gateway_cut_off_from_redis_refuses_and_its_streams_go_on(fleet)
     """Only the gateway: the worker speaks with Redis, and works on."""
     await fleet.retire_workers()
     await fleet.worker(VLM_REDIS_URL=fleet.processes.server.url)
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 3, num_tokens=150) as clients:
         fleet.proxy.freeze()
         thawed_at = time.monotonic() + 10.0
         await _is_refused_soon(fleet)
@@ -85,9 +81,7 @@ async def test_a_worker_cut_off_from_redis_loses_its_requests_to_another(fleet):
 async def test_half_open_connections_are_given_up_in_time(fleet):
     """Redis believes that they live, and goes on to deliver to them; no end of them ever comes."""
     await fleet.some_worker()
-    texts = [fleet.name() for _ in range(3)]
-    async with playing(fleet, texts, num_tokens=150) as clients:
-        await tokens_seen(fleet, clients, texts, 5)
+    async with streaming(fleet, 3, num_tokens=150) as clients:
         fleet.proxy.half_open()
     assert clients.history.outcomes() == {FINISHED: 3}
     assert clients.history.longest_pause_s() < 15.0
