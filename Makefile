@@ -27,8 +27,9 @@ install: $(STAMP)  ## set up .venv with everything
 serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with the built-in model
 	$(BIN)/vlm serve $(ARGS)
 
+# All in two processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage pictures, JSON and frames as often
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/test_json_structure.py \
