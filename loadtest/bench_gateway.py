@@ -5,7 +5,6 @@ same client; every number is the median of the rounds. All processes share the m
 """
 
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from loadtest.comparison import (
 )
 from loadtest.fleet import ROOT, Server, ServerError, free_port, run_fleet, run_server
 from loadtest.http_load import Job, Result
+from loadtest.machine import machine, measure_round_trip_s
 from loadtest.pictures import noise_jpeg, numbered, to_data_url
 from loadtest.report import show
 from loadtest.scenarios import picture_part, text_part, to_body
@@ -102,6 +102,9 @@ def run(seconds: float, rounds: int, connections: list[int], markdown: bool) -> 
         sys.exit(f"the benchmark stopped: {error}")
     show([*to_tables(measured), to_cpu_table(measured), to_goals(measured)], markdown)
     print(f"\n{rounds} rounds of {seconds:g} s, medians; {NUM_TOKENS} tokens; {machine()}")
+    print(
+        f"A byte to a sleeping process and back takes {measure_round_trip_s() * 1e6:.0f} us here."
+    )
 
 
 def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
@@ -218,8 +221,3 @@ def run_client() -> Iterator[LoadClient]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
-
-
-def machine() -> str:
-    """The machine in words."""
-    return f"{psutil.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}"

@@ -3,7 +3,6 @@
 Called by `vlm loadtest`. It puts processes together; what is asked is in the scenarios.
 """
 
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from tempfile import TemporaryFile
 from threading import Thread
 
 import msgspec
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -24,6 +22,7 @@ from loadtest.asking import first_model
 from loadtest.client import AnswerError
 from loadtest.fleet import ROOT, ServerError, run_fleet
 from loadtest.html_report import write_page
+from loadtest.machine import machine
 from loadtest.objective import Objective
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.report import show
@@ -183,8 +182,3 @@ def watch(reader: Thread, plan: Plan, records: list[Record]) -> None:
             latencies_s += [record.e2e_s for record in new if not record.error]
             words = progress_words(num_seen - num_failures, num_failures, latencies_s[-500:])
             progress.update(task, description=words, advance=PAUSE_S)
-
-
-def machine() -> str:
-    """The machine that made the load."""
-    return f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
