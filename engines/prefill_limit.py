@@ -1,33 +1,56 @@
 """How many prompt tokens a step may compute beside running streams, so that these do not stutter.
 
-Measured once by the loader, followed by the scheduler. It knows runners by their protocol alone.
+Measured once by the loader, followed by the scheduler, corrected by the runner's own steps: later contexts are longer,
+and the machine has other work at other times. It knows runners by their protocol alone.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.runner import ModelRunner
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 
-#: A step with prompt tokens takes at most so many times what it takes without; twice is promised.
-MAX_SLOWDOWN = 1.8
-_SMALLEST_CHUNK = 4
+#: A step with prompt tokens takes so many times what it takes without; twice at most is promised, and steps vary.
+MAX_SLOWDOWN = 1.7
+_SMALLEST_CHUNK = 3  # beside one stream four tokens, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
+#: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one in ten is too long.
+_SHRINKING, _GROWING = 0.9, 1.01
+_SHARES = 0.2, 1.5  # of what was measured at the start, at least and at most
+_NEWEST = 0.1  # weight of the newest step in what steps without prompts take
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillLimit:
     """Prompt tokens beside one stream, and by what share more beside each further one."""
 
     num_tokens: int
     growth: float = 0.0
-    spare_s: float | None = None  #: what a step beside one stream may take longer
+    spare_s: float | None = None  #: what a step beside streams may take longer
+    _share: float = field(default=1.0, compare=False)
+    _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by number of streams
 
     def beside(self, num_streams: int) -> int:
         """Prompt tokens of a step that draws so many tokens."""
-        return int(self.num_tokens * (1 + self.growth * (num_streams - 1)))
+        num_tokens = int(self.num_tokens * (1 + self.growth * (num_streams - 1)) * self._share)
+        return max(min(_SMALLEST_CHUNK, self.num_tokens), num_tokens)
+
+    def note(self, num_streams: int, num_prompt_tokens: int, seconds: float) -> None:
+        """What a step without pictures took."""
+        alone_s = self._alone_s.get(num_streams)
+        if num_prompt_tokens == 0:
+            if alone_s is not None:
+                seconds = _NEWEST * seconds + (1 - _NEWEST) * alone_s
+            self._alone_s[num_streams] = seconds
+            if self.spare_s is not None:
+                self.spare_s = (MAX_SLOWDOWN - 1) * seconds
+        elif alone_s is not None:
+            if seconds > MAX_SLOWDOWN * alone_s:
+                self._share = max(_SHARES[0], self._share * _SHRINKING)
+            elif num_prompt_tokens >= self.beside(num_streams):
+                self._share = min(_SHARES[1], self._share * _GROWING)
 
 
 def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
@@ -43,7 +66,7 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
         fast_chunk, fast_s = chunk, seconds
         if chunk >= min(max_tokens, trial.longest_chunk):
             return PrefillLimit(max_tokens, spare_s=spare_s)
-        chunk = min(2 * chunk, max_tokens, trial.longest_chunk)
+        chunk = min(2 * chunk + 1, max_tokens, trial.longest_chunk)
     share = (MAX_SLOWDOWN * alone - fast_s) / (seconds - fast_s)
     # A floor, for one noisy start must not slow all prompts of a worker's life to a token a step.
     num_tokens = max(_SMALLEST_CHUNK, int(fast_chunk + share * (chunk - fast_chunk)))

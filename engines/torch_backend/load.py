@@ -60,8 +60,7 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
     with phases.measure("warmup"):
         runner.warm_up()
         limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
-        if limit.spare_s is not None:
-            runner.limit_pictures(limit.spare_s)
+        runner.follow(limit)
     engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(

@@ -4,12 +4,14 @@ The torch `ModelRunner`; called by the engine thread alone. Which tokens a step 
 they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
 """
 
+import time
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput
+from engines.prefill_limit import PrefillLimit
 from engines.runner import StepResult, TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
@@ -76,6 +78,7 @@ class TorchRunner:
         self._cpu_decoder = (
             None if kernels is None else CpuDecoder(model.language_model, text, kernels, dtype)
         )
+        self._limit: PrefillLimit | None = None
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype, kernels
@@ -86,14 +89,21 @@ class TorchRunner:
         """Compute a step. Raises: SequenceFailure, DeviceOutOfMemory; a step may be run again after either."""
         if not batch.items:
             return StepResult([])
+        started = time.perf_counter()
         try:
-            return self._run(batch.items)
+            result = self._run(batch.items)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             raise DeviceOutOfMemory(
                 f"{self._device}: a step of {batch.num_tokens} tokens"
             ) from error
+        if self._limit is not None and not (result.vision_s or result.deferred):
+            num_streams = sum(item.num_new_tokens == 1 for item in batch.items)
+            seconds = time.perf_counter() - started
+            self._limit.note(num_streams, batch.num_tokens - num_streams, seconds)
+            self.limit_pictures(self._limit.spare_s)
+        return result
 
     def release(self, request_id: str) -> None:
         """Let go of the pictures that a request holds."""
@@ -120,7 +130,12 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def limit_pictures(self, seconds: float) -> None:
+    def follow(self, limit: PrefillLimit) -> None:
+        """Tell the limit from now on what steps take, and encode pictures in parts of the time that it leaves."""
+        self._limit = limit
+        self.limit_pictures(limit.spare_s)
+
+    def limit_pictures(self, seconds: float | None) -> None:
         """Encode pictures beside running streams in parts of so many seconds; on a GPU they are fast enough."""
         if self._device.type == "cpu":
             self._pictures.seconds_beside_streams = seconds

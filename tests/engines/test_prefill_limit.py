@@ -65,11 +65,68 @@ def test_the_limit_is_what_fills_the_time_that_a_step_may_take(monkeypatch):
 
 def test_there_is_always_progress_however_slow_the_machine_was_when_it_was_measured(monkeypatch):
     limit = measure(monkeypatch, 0.01, 0.0, 1.0)
-    assert limit.beside(1) == 4
+    assert limit.beside(1) == 3
 
 
 def test_where_prompts_cost_little_there_is_no_limit(monkeypatch):
-    assert measure(monkeypatch, 1.0, 0.0, 0.001) == PrefillLimit(256, spare_s=pytest.approx(0.8))
+    assert measure(monkeypatch, 1.0, 0.0, 0.001) == PrefillLimit(
+        256, spare_s=pytest.approx(MAX_SLOWDOWN - 1)
+    )
+
+
+def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
+    """By what steps are longer than those without a prompt, which take a second."""
+    slowdowns = []
+    for _ in range(num_steps):
+        limit.note(1, 0, 1.0)
+        num_tokens = limit.beside(1)
+        slowdowns.append(1.0 + token_s * num_tokens)
+        limit.note(1, num_tokens, slowdowns[-1])
+    return slowdowns
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(0.02, 120), (0.01, 120), (0.005, 120)])
+def test_the_limit_follows_what_steps_take(token_s: float, most: int):
+    """Measured was 0.01 s a token, hence 80 of them; later they cost more, the same, or less."""
+    limit = PrefillLimit(80, spare_s=0.3)
+
+    slowdowns = follow(limit, token_s, 300)[100:]
+
+    assert max(slowdowns) <= MAX_SLOWDOWN + token_s + 0.02
+    assert limit.beside(1) == pytest.approx(
+        min((MAX_SLOWDOWN - 1) / token_s, most), rel=0.15, abs=1
+    )
+    assert limit.spare_s == pytest.approx(MAX_SLOWDOWN - 1)
+
+
+def test_the_limit_stays_within_bounds_and_leaves_progress():
+    limit = PrefillLimit(80)
+    follow(limit, 10.0, 100)
+    assert limit.beside(1) == 16
+
+    small = PrefillLimit(6)
+    follow(small, 10.0, 100)
+    assert small.beside(1) == 3
+
+
+def test_a_step_that_was_not_filled_does_not_raise_the_limit():
+    limit = PrefillLimit(80)
+    limit.note(1, 0, 1.0)
+    for _ in range(100):
+        limit.note(1, 3, 1.1)
+    assert limit.beside(1) == 80
+
+
+def test_steps_beside_as_many_streams_are_compared():
+    limit = PrefillLimit(80)
+    limit.note(1, 0, 1.0)
+    for _ in range(10):
+        limit.note(4, 80, 2.5)  # nobody knows yet what four streams alone take
+    assert limit.beside(1) == 80
+    limit.note(4, 0, 2.0)
+    limit.note(4, 80, 2.5)
+    limit.note(1, 80, 2.5)
+    assert limit.beside(1) == 72
 
 
 def test_prompts_are_cut_beside_streams_and_not_alone():
