@@ -138,7 +138,7 @@ void multiply(const Linear& linear, int64_t num_tokens, const float* x, Target t
     const W* weights = (const W*)linear.weights;
     const auto block = [&] { return Block<W>{x, weights + n * linear.num_inputs, linear, target, n}; };
     if (num_tokens == 1)
-        for (; n + 4 <= stop; n += 4) block().template compute<1, 4>();
+        for (; n + 8 <= stop; n += 8) block().template compute<1, 8>();
     for (; n + 3 <= stop; n += 3) block().template compute_all<3>(num_tokens);
     for (; n < stop; n++) block().template compute_all<1>(num_tokens);
 }

@@ -19,18 +19,19 @@ struct Query {
     float* out;
 };
 
-// One head's. All its room is a thread's, and kept from call to call.
+// One head's, one at a time in a thread, which keeps the room for it.
 class Mixer {
   public:
     static constexpr int64_t ROWS = 6, QUERIES = 2 * ROWS;  // whose scores stay in the second cache
 
     Mixer(int64_t width, int64_t num_keys)
         : width_(width), num_keys_(num_keys), padded_keys_(round_up(num_keys)), padded_width_(round_up(width)) {
-        keys_.resize(padded_keys_ * width);
-        values_.resize(padded_keys_ * padded_width_);
-        queries_.resize(QUERIES * width);
-        scores_.resize(QUERIES * padded_keys_);
-        weights_.resize(QUERIES * padded_keys_);
+        static thread_local std::vector<float> room[5];
+        keys_ = fit(room[0], padded_keys_ * width);
+        values_ = fit(room[1], padded_keys_ * padded_width_);
+        queries_ = fit(room[2], QUERIES * width);
+        scores_ = fit(room[3], QUERIES * padded_keys_);
+        weights_ = fit(room[4], QUERIES * padded_keys_);
     }
 
     // `place(t)` says where the row of key t begins. Those that there are not are the last one: nobody sees them.
@@ -39,13 +40,13 @@ class Mixer {
         for (int64_t first = 0; first < padded_keys_; first += 8) {
             const T* rows[8];
             for (int64_t r = 0; r < 8; r++) rows[r] = keys + place(std::min(first + r, num_keys_ - 1));
-            float* target = keys_.data() + first / COLUMNS * COLUMNS * width_ + first % COLUMNS;
+            float* target = keys_ + first / COLUMNS * COLUMNS * width_ + first % COLUMNS;
             for (int64_t d = 0; d < width_; d += 8) transpose(rows, d, target + d * COLUMNS);
         }
         for (int64_t t = 0; t < padded_keys_; t++) {
             const T* row = values + place(std::min(t, num_keys_ - 1));
             for (int64_t d = 0; d < padded_width_; d += 8)
-                store(values_.data() + (d / COLUMNS * padded_keys_ + t) * COLUMNS + d % COLUMNS,
+                store(values_ + (d / COLUMNS * padded_keys_ + t) * COLUMNS + d % COLUMNS,
                       d < width_ ? load(row + d) : Floats{});
         }
     }
@@ -65,25 +66,30 @@ class Mixer {
   private:
     static int64_t round_up(int64_t count) { return (count + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
+    static float* fit(std::vector<float>& room, int64_t size) {
+        if ((int64_t)room.size() < size) room.resize(size);
+        return room.data();
+    }
+
     void scale(const Query* queries, int64_t count) {
         const float scale = 1.0f / std::sqrt((float)width_);
         for (int64_t row = 0; row < count; row++)
             for (int64_t d = 0; d < width_; d += LANES)
-                store(queries_.data() + row * width_ + d, load(queries[row].source + d) * scale);
+                store(queries_ + row * width_ + d, load(queries[row].source + d) * scale);
     }
 
     // Tiles of scores: six queries and sixteen keys, one tile after another, then the next keys.
     void score(int64_t num_tiles, int64_t num_keys) {
-        std::fill(scores_.begin(), scores_.begin() + QUERIES * num_keys, 0.0f);
+        std::fill(scores_, scores_ + QUERIES * num_keys, 0.0f);
         for (int64_t key = 0; key < num_keys; key += COLUMNS)
             for (int64_t tile = 0; tile < num_tiles; tile++)
-                multiply_six(queries_.data() + tile * ROWS * width_, width_, keys_.data() + key * width_, width_,
-                             scores_.data() + key * QUERIES + tile * ROWS * COLUMNS);
+                multiply_six(queries_ + tile * ROWS * width_, width_, keys_ + key * width_, width_,
+                             scores_ + key * QUERIES + tile * ROWS * COLUMNS);
     }
 
     // A query's scores to weights, side by side, whose sum is left for later.
     void soften(int64_t row, int64_t num_seen, int64_t num_keys) {
-        float* scores = scores_.data() + row * COLUMNS;
+        float* scores = scores_ + row * COLUMNS;
         for (int64_t k = num_seen; k < num_keys; k++)
             scores[k / COLUMNS * COLUMNS * QUERIES + k % COLUMNS] = -std::numeric_limits<float>::infinity();
         Floats most[2] = {load(scores), load(scores + 8)};
@@ -99,7 +105,7 @@ class Mixer {
             for (int half = 0; half < 2; half++) {
                 const Floats shifted = load(scores + key * QUERIES + 8 * half) - largest;
                 const Floats weights = shifted < all(-87.0f) ? Floats{} : exp(shifted);
-                store(weights_.data() + row * padded_keys_ + key + 8 * half, weights);
+                store(weights_ + row * padded_keys_ + key + 8 * half, weights);
                 sums[half] += weights;
             }
         totals_[row] = sum(sums[0] + sums[1]);
@@ -109,8 +115,8 @@ class Mixer {
         for (int64_t d = 0; d < padded_width_; d += COLUMNS) {
             std::fill(mixed_, mixed_ + QUERIES * COLUMNS, 0.0f);
             for (int64_t tile = 0; tile < num_tiles; tile++)
-                multiply_six(weights_.data() + tile * ROWS * padded_keys_, padded_keys_,
-                             values_.data() + d * padded_keys_, num_keys, mixed_ + tile * ROWS * COLUMNS);
+                multiply_six(weights_ + tile * ROWS * padded_keys_, padded_keys_,
+                             values_ + d * padded_keys_, num_keys, mixed_ + tile * ROWS * COLUMNS);
             const int64_t width = std::min(COLUMNS, width_ - d);
             for (int64_t row = 0; row < count; row++)
                 for (int64_t i = 0; i < width; i += LANES)
@@ -119,9 +125,7 @@ class Mixer {
     }
 
     const int64_t width_, num_keys_, padded_keys_, padded_width_;
-    static thread_local std::vector<float> keys_, values_, queries_, scores_, weights_;
+    float *keys_, *values_, *queries_, *scores_, *weights_;  // a thread's room
     float totals_[QUERIES];
     float mixed_[QUERIES * COLUMNS];
 };
-
-inline thread_local std::vector<float> Mixer::keys_, Mixer::values_, Mixer::queries_, Mixer::scores_, Mixer::weights_;
