@@ -12,7 +12,7 @@ from engines.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 
 #: A step with prompt tokens takes so many times what it takes without; twice at most is promised, and steps vary.
-MAX_SLOWDOWN = 1.7
+MAX_SLOWDOWN = 1.6
 _SMALLEST_CHUNK = 3  # beside one stream four tokens, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
