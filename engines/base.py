@@ -37,7 +37,7 @@ class InvalidRequest(EngineError):
 class SequenceFailure(Exception):
     """A step failed because of one sequence, which alone ends; the others are computed again.
 
-    Raised by `ModelRunner.run` before it changes any state of others. The client sees the message.
+    Raised by a `ModelRunner` before it changes any state of others. The client sees the message.
     """
 
     def __init__(self, request_id: str, message: str) -> None:
@@ -66,6 +66,8 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     encoder_cache_bytes: int = 256 * 1024 * 1024
     max_images_per_step: int = 8  #: pictures that one step encodes at most
+    overlap_steps: bool | None = None
+    """Launch a step before the tokens of the one before it are known; None: where a device computes beside the host."""
 
 
 @dataclass(frozen=True, slots=True)

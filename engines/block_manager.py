@@ -65,6 +65,8 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but published, oldest first
         self._published: dict[bytes, int] = {}
         self._promised: set[bytes] = set()  # hashes of blocks that the present step fills
+        self._is_parking = False
+        self._parked: list[list[int]] = []  # block tables freed while a step may write to them
 
     @property
     def num_free_blocks(self) -> int:
@@ -159,20 +161,26 @@ class BlockManager:
             sequence.num_published_blocks = index + 1
 
     def free(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back, so that a prefix is evicted from its end."""
-        for block_id in reversed(sequence.block_ids):
-            block = self._blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.block_hash is None:
-                    self._empty.append(block_id)
-                else:
-                    self._evictable[block_id] = None
+        """Take the sequence's blocks back."""
+        if self._is_parking:
+            self._parked.append(sequence.block_ids)
+        else:
+            self._give_back(sequence.block_ids)
         sequence.block_ids = []
+
+    def park_freed(self) -> None:
+        """Lend what is freed from now on to nobody until `unpark`: a step that is under way may write to it."""
+        self._is_parking = True
+
+    def unpark(self) -> None:
+        """Take back what was parked, and from now on at once."""
+        self._is_parking = False
+        while self._parked:
+            self._give_back(self._parked.pop())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Compare all books with the block tables of all sequences. Raises: AssertionError."""
-        holders: Counter[int] = Counter()
+        holders = Counter(block_id for table in self._parked for block_id in table)
         for sequence in sequences:
             holders.update(sequence.block_ids)
             self._check_table(sequence)
@@ -204,6 +212,17 @@ class BlockManager:
             assert index < num_full, "a published block would be written to"
             assert block.block_hash == self._block_hash(sequence, index), "another prefix's block"
             assert block.token_ids == tokens, "another text's block"
+
+    def _give_back(self, block_ids: list[int]) -> None:
+        """End a table's hold on its blocks, so that a prefix is evicted from its end."""
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.block_hash is None:
+                    self._empty.append(block_id)
+                else:
+                    self._evictable[block_id] = None
 
     def _take_free_block(self) -> int:
         if self._empty:

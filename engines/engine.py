@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 
 from engines.base import (
-    DeviceOutOfMemory,
     Engine,
     EngineConfig,
     EngineOutput,
@@ -25,7 +24,7 @@ from engines.prefill_limit import PrefillLimit
 from engines.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
 from engines.scheduler import Scheduler
 from engines.sequence import Batch, ScheduledSequence, Sequence
-from engines.step_budget import StepBudget
+from engines.step_pipeline import StepPipeline
 from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
 
 
@@ -54,7 +53,11 @@ class BatchingEngine(Engine):
             prefill_limit=_prefill_limit(config, prefill_limit),
             eos_token_ids=tokenizer.eos_token_ids,
         )
-        self.budget = StepBudget(self.scheduler)
+        overlaps = config.overlap_steps
+        self.pipeline = StepPipeline(
+            self.scheduler,
+            is_overlapping=runner.computes_aside if overlaps is None else overlaps,
+        )
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,
@@ -103,32 +106,27 @@ class BatchingEngine(Engine):
         ]
 
     def step(self) -> list[EngineOutput]:
-        """One forward pass of the batch. Returns what each of its requests has to say.
+        """One forward pass of a batch. Returns what each of its requests has to say.
 
-        Raises: DeviceOutOfMemory when steps cannot be smaller, and what else the runner raises that no
+        The one behind it may have been launched before. Raises: DeviceOutOfMemory when steps cannot be smaller, and what else the runner raises that no
         single request is to blame for; the engine is lost.
         """
         self._num_steps += 1
         outputs, self._finished_early = self._finished_early, []
-        batch = self.scheduler.schedule()
-        if not batch.items:
-            return outputs
         started_at = time.perf_counter()
         try:
-            result = self.runner.run(batch)
+            step = self.pipeline.advance(self.runner)
         except SequenceFailure as failure:
             return [*outputs, self._fail(failure)]
-        except DeviceOutOfMemory:
-            self.budget.halve(batch)
-            return outputs
-        self.budget.note_success()
-        self.scheduler.update(batch, result.choices, result.deferred, result.late)
-        outputs += self._collect_outputs(batch, result, started_at)
+        if step is not None:
+            batch, result = step
+            self.scheduler.update(batch, result.choices, result.deferred, result.late)
+            outputs += self._collect_outputs(batch, result, started_at)
         return outputs
 
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to tell."""
-        return self.scheduler.has_work() or bool(self._finished_early)
+        return self.scheduler.has_work() or self.pipeline.has_work or bool(self._finished_early)
 
     def stats(self) -> EngineStats:
         """The engine's present state; cheap."""
@@ -155,6 +153,7 @@ class BatchingEngine(Engine):
 
     def close(self) -> None:
         """Forget all requests and free the device. Idempotent."""
+        self.pipeline.discard()
         for request_id in tuple(self._generations):
             self._forget(request_id)
         self._finished_early.clear()

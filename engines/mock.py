@@ -114,11 +114,27 @@ class MockProcessor:
         return Prompt(token_ids, tuple(inputs))
 
 
+@dataclass(slots=True)
+class MockStep:
+    """A step on a device that is not there: one after another, each takes its time."""
+
+    result: StepResult
+    ready_at: float  #: `time.perf_counter`; 0 where no time is simulated
+    can_be_followed: bool = True
+
+    def wait(self) -> StepResult:
+        """Sleep until the step would be computed."""
+        if self.ready_at and (rest_s := self.ready_at - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        return self.result
+
+
 class MockRunner:
-    """Pretends to compute steps: draws words, counts pictures, sleeps as long as a model takes."""
+    """Pretends to compute steps: draws words, counts pictures, takes as long as a model."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = MAX_MODEL_LEN
+    computes_aside = False
 
     def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
         self.block_size = config.block_size
@@ -132,9 +148,14 @@ class MockRunner:
         self._encoder_cache_bytes = 0
         self._num_encoder_queries = 0
         self._num_encoder_hits = 0
+        self._free_at = 0.0  # when the last step with a simulated time is done, `time.perf_counter`
 
     def run(self, batch: Batch) -> StepResult:
-        """Draw a token for each sequence that has caught up; sleeps for the simulated time."""
+        """Launch a step and wait for it."""
+        return self.launch(batch).wait()
+
+    def launch(self, batch: Batch) -> "MockStep":
+        """Draw a token for each sequence that has caught up; they are known after the simulated time."""
         choices = [self._choose(item) if item.samples else None for item in batch.items]
         num_prefill_tokens = 0
         num_images = 0
@@ -148,8 +169,8 @@ class MockRunner:
         if step_s > 0:
             jitter = 1 + mock.jitter_ratio * self._random.uniform(-1, 1)
             vision_s *= jitter
-            time.sleep(step_s * jitter)
-        return StepResult(choices, vision_s)
+            self._free_at = max(self._free_at, time.perf_counter()) + step_s * jitter
+        return MockStep(StepResult(choices, vision_s), self._free_at)
 
     def release(self, request_id: str) -> None:
         """Drop what is kept for a request that ended."""
@@ -178,7 +199,7 @@ class MockRunner:
     def _choose(self, item: ScheduledSequence) -> TokenChoice:
         sequence = item.sequence
         sampling = sequence.sampling
-        position = item.end - sequence.num_prompt_tokens
+        position = item.output_position
         ends = position + 1 >= self._mock.num_output_tokens and not sampling.ignore_eos
         value = self._answer(sequence, position)
         token_id = EOS_ID if ends else FIRST_WORD_ID + value

@@ -38,19 +38,51 @@ class StepResult:
     late: frozenset[str] = frozenset()
 
 
+class RunningStep(Protocol):
+    """A step that was launched."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether another may be launched behind it that decodes the tokens which this one draws."""
+        ...
+
+    def wait(self) -> StepResult:
+        """What was computed. Raises: SequenceFailure, DeviceOutOfMemory."""
+        ...
+
+
+@dataclass(slots=True)
+class ComputedStep:
+    """A step that was computed while it was launched."""
+
+    result: StepResult
+    can_be_followed: bool = False
+
+    def wait(self) -> StepResult:
+        """What was computed."""
+        return self.result
+
+
 class ModelRunner(Protocol):
-    """Computes one step. KV slots are the scheduler's: it names blocks, the runner owns tensors."""
+    """Computes steps. KV slots are the scheduler's: it names blocks, the runner owns tensors."""
 
     block_size: int
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    computes_aside: bool  #: whether a device computes beside the host, which goes on meanwhile
+
+    def launch(self, batch: Batch) -> RunningStep:
+        """Begin to compute every scheduled token and to draw the next one where a sequence has caught up.
+
+        At most one step is under way when another is launched, and whoever has a share in both `follows`. All that
+        is read of the sequences is read here. Raises: SequenceFailure, DeviceOutOfMemory, as does waiting for
+        the step; anything else is the end of the engine.
+        """
+        ...
 
     def run(self, batch: Batch) -> StepResult:
-        """Compute every scheduled token and draw the next one where a sequence has caught up.
-
-        Raises: SequenceFailure, DeviceOutOfMemory; anything else is the end of the engine.
-        """
+        """Launch a step and wait for it."""
         ...
 
     def release(self, request_id: str) -> None:

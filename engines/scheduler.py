@@ -8,33 +8,14 @@ behind all interactive work. Beside interactive streams prompts have a smaller b
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass
 from itertools import takewhile
 
 from engines.block_manager import BlockManager
 from engines.prefill_limit import PrefillLimit
 from engines.runner import TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from engines.token_budget import TokenBudget
 from shared.protocol import FinishReason, Priority
-
-
-@dataclass(slots=True)
-class _Budget:
-    """New tokens that a step may still compute, and how many of them for prompts."""
-
-    num_tokens: int
-    num_prefill_tokens: int
-
-    def share(self, num_pending: int) -> int:
-        """How many of a sequence's pending tokens fit; one alone is no prompt."""
-        if num_pending > self.num_prefill_tokens and num_pending > 1:
-            num_pending = self.num_prefill_tokens
-        return num_pending if num_pending < self.num_tokens else self.num_tokens
-
-    def take(self, num_new: int, num_pending: int, *, is_late: bool = False) -> None:
-        self.num_tokens -= num_new
-        if num_pending > 1 and not is_late:
-            self.num_prefill_tokens -= num_new
 
 
 class Scheduler:
@@ -138,6 +119,15 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
+    def is_waited_for(self) -> bool:
+        """Whether the next schedule might start somebody who waits, or take blocks and seat from another for it."""
+        if not self.waiting:
+            return False
+        if self._has_room_for_next():
+            return True
+        first, youngest = next(iter(self.waiting.values())), next(reversed(self.running.values()))
+        return youngest.yields and not first.yields
+
     def check_integrity(self) -> None:
         """Compare queues, states and blocks with each other. Raises: AssertionError."""
         assert len(self.running) <= self.max_num_seqs
@@ -179,13 +169,13 @@ class Scheduler:
         prefix = self.blocks.find_prefix(sequence)
         return self.blocks.can_admit(sequence, prefix, num_spare_blocks=num_running - num_freed)
 
-    def _new_budget(self) -> _Budget:
+    def _new_budget(self) -> TokenBudget:
         num_prefill_tokens = self.max_num_batched_tokens
         if self.prefill_limit and (num_streams := sum(map(_is_stream, self.running.values()))):
             num_prefill_tokens = self.prefill_limit.beside(num_streams)
-        return _Budget(self.max_num_batched_tokens, num_prefill_tokens)
+        return TokenBudget(self.max_num_batched_tokens, num_prefill_tokens)
 
-    def _schedule_running(self, batch: Batch, budget: _Budget) -> None:
+    def _schedule_running(self, batch: Batch, budget: TokenBudget) -> None:
         """Give every running sequence its share, oldest first."""
         items, late, block_size = batch.items, self._late, self.blocks.block_size
         for sequence in tuple(self.running.values()):
@@ -206,7 +196,7 @@ class Scheduler:
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)
 
-    def _schedule_waiting(self, batch: Batch, budget: _Budget) -> None:
+    def _schedule_waiting(self, batch: Batch, budget: TokenBudget) -> None:
         """Start waiting sequences in order while there is budget, a seat, and space for all tokens.
 
         One spare block for each running sequence keeps a newcomer from being preempted at once. Who

@@ -90,15 +90,26 @@ class ScheduledSequence:
     Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step draws a token.
     """
 
-    __slots__ = ("end", "num_new_tokens", "samples", "sequence", "start")
+    __slots__ = ("end", "follows", "num_new_tokens", "samples", "sequence", "start")
 
-    def __init__(self, sequence: Sequence, num_new_tokens: int) -> None:
+    def __init__(self, sequence: Sequence, num_new_tokens: int, follows: int | None = None) -> None:
+        """What the sequence has yet to compute, or, where it `follows`, the one token that it will have next.
+
+        That token is drawn by the step launched before, for its share of this number.
+        """
         self.sequence = sequence
         self.num_new_tokens = num_new_tokens
-        self.start = start = sequence.num_computed_tokens
+        self.follows = follows
+        num_tokens = len(sequence.token_ids)
+        self.start = start = sequence.num_computed_tokens if follows is None else num_tokens
         self.end = end = start + num_new_tokens
         #: whether this share reaches the sequence's end, so that the next token can be drawn
-        self.samples = end == len(sequence.token_ids)
+        self.samples = end >= num_tokens
+
+    @property
+    def output_position(self) -> int:
+        """How many output tokens stand before the one that is drawn."""
+        return self.end - self.sequence.num_prompt_tokens
 
     @property
     def images(self) -> list[ImageInput]:

@@ -67,6 +67,10 @@ class EngineSettings(Group):
         ge=1,
         description="Prompt tokens of a step beside running streams; none: measured, so that it takes less than twice as long.",
     )
+    overlap_steps: bool | None = Field(
+        default=None,
+        description="Launch a step before the tokens of the one before it are known; none: on a GPU.",
+    )
     max_model_len: int | None = Field(
         default=None, ge=16, description="Context length; none: the model's own."
     )

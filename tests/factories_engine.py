@@ -1,16 +1,17 @@
 """Things of the engine core with defaults, for tests that care about one of their properties."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, ImageInput
 from engines.block_manager import BlockManager
 from engines.engine import BatchingEngine
-from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockTokenizer
+from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockStep, MockTokenizer
 from engines.prefill_limit import PrefillLimit
 from engines.runner import StepResult, TokenChoice
 from engines.scheduler import Scheduler
-from engines.sequence import Batch, Sequence
+from engines.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage
 
 EOS_ID = 9999
@@ -113,41 +114,93 @@ class CheckingRunner(MockRunner):
 
     def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
         super().__init__(config, mock)
-        self._notes: list[object] = [None] * (self.num_blocks * self.block_size)
+        self.notes: list[object] = [None] * (self.num_blocks * self.block_size)
+        self.find_lent: Callable[[], set[int]] | None = None  # tells which blocks are lent
+        self._last: CheckingStep | None = None
         self.failures: list[Exception] = []  # raised, one by one, instead of computing
         self.known_requests: set[str] = set()  # seen and not released yet
 
-    def run(self, batch: Batch) -> StepResult:
+    def launch(self, batch: Batch) -> "CheckingStep":
         assert batch.items
         self.known_requests |= {item.sequence.request_id for item in batch.items}
-        if self.failures:
-            raise self.failures.pop()
-        for item in batch.items:
-            sequence = item.sequence
-            start = sequence.num_computed_tokens
-            for position in range(start, start + item.num_new_tokens):
-                self._notes[self._slot(sequence, position)] = note(sequence, position)
-        for item in batch.items:
-            sequence = item.sequence
-            for position in range(sequence.num_computed_tokens + item.num_new_tokens):
-                assert self._notes[self._slot(sequence, position)] == note(sequence, position)
-        return super().run(batch)
+        before = self._last if any(item.follows is not None for item in batch.items) else None
+        drawn = before.step.result.choices if before else []
+        shares = [CheckedShare.create(item, drawn, self.block_size) for item in batch.items]
+        self._last = CheckingStep(self, shares, super().launch(batch), before)
+        return self._last
 
     def release(self, request_id: str) -> None:
         super().release(request_id)
         self.known_requests.discard(request_id)
 
-    def _slot(self, sequence: Sequence, position: int) -> int:
-        return sequence.block_ids[position // self.block_size] * self.block_size + (
-            position % self.block_size
-        )
+
+@dataclass
+class CheckedShare:
+    """What a share reads and writes, as it stood when the step was launched."""
+
+    sequence: Sequence
+    start: int
+    slots: list[int]
+    notes: list[object]
+
+    @classmethod
+    def create(
+        cls, item: ScheduledSequence, drawn: list[TokenChoice | None], block_size: int
+    ) -> "CheckedShare":
+        sequence = item.sequence
+        token_ids = list(sequence.token_ids[: item.end])
+        if item.follows is not None:
+            choice = drawn[item.follows]
+            assert choice is not None
+            token_ids.append(choice.token_id)
+        positions = range(item.end)
+        table = sequence.block_ids
+        slots = [table[p // block_size] * block_size + p % block_size for p in positions]
+        return cls(sequence, item.start, slots, [note(sequence, p, token_ids) for p in positions])
 
 
-def note(sequence: Sequence, position: int) -> object:
+@dataclass
+class CheckingStep:
+    """Computed when it is waited for, as late as can be; behind one that failed, it computes nonsense."""
+
+    can_be_followed: ClassVar[bool] = True
+    runner: CheckingRunner
+    shares: list[CheckedShare]
+    step: MockStep
+    before: "CheckingStep | None"
+    has_failed: bool = False
+
+    def wait(self) -> StepResult:
+        try:
+            self.compute()
+        except Exception:
+            self.has_failed = True
+            raise
+        return self.step.wait()
+
+    def compute(self) -> None:
+        if self.runner.find_lent is not None:
+            lent = self.runner.find_lent()
+            for share in self.shares:
+                written = {slot // self.runner.block_size for slot in share.slots[share.start :]}
+                assert written <= lent, "a step writes to a block that is free"
+        if self.runner.failures:
+            raise self.runner.failures.pop()
+        is_nonsense = self.before is not None and self.before.has_failed
+        self.before = None
+        notes = self.runner.notes
+        for share in self.shares:
+            for position in range(share.start, len(share.notes)):
+                notes[share.slots[position]] = None if is_nonsense else share.notes[position]
+        for share in self.shares:
+            assert is_nonsense or [notes[slot] for slot in share.slots] == share.notes
+
+
+def note(sequence: Sequence, position: int, token_ids: list[int]) -> object:
     for image in sequence.images:
         if image.offset <= position < image.offset + image.num_tokens:
             return (sequence.cache_salt, position, image.image_hash, position - image.offset)
-    return (sequence.cache_salt, position, sequence.token_ids[position])
+    return (sequence.cache_salt, position, token_ids[position])
 
 
 def make_engine(
@@ -156,7 +209,11 @@ def make_engine(
     """The mock engine over a pool of notes."""
     engine_config = EngineConfig(**{"block_size": 4, "num_kv_blocks": 256, **config})
     mock = mock or MockConfig(num_output_tokens=num_output_tokens, tokens_per_image=8)
-    return BatchingEngine(CheckingRunner(engine_config, mock), MockTokenizer(), engine_config)
+    runner = CheckingRunner(engine_config, mock)
+    engine = BatchingEngine(runner, MockTokenizer(), engine_config)
+    blocks = engine.blocks._blocks
+    runner.find_lent = lambda: {i for i, block in enumerate(blocks) if block.ref_count}
+    return engine
 
 
 @dataclass

@@ -71,6 +71,7 @@ def engine_spec(settings: EngineSettings) -> EngineSpec:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
+            overlap_steps=settings.overlap_steps,
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             kv_dtype=settings.kv_dtype,

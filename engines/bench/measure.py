@@ -13,7 +13,7 @@ from typing import Any
 from engines.base import EngineRequest
 from engines.bench.cost import ModelCost, Work
 from engines.engine import BatchingEngine
-from engines.runner import ModelRunner, StepResult
+from engines.runner import ModelRunner, RunningStep, StepResult
 from engines.sequence import Batch
 
 #: tokens of each stream before a late request comes
@@ -31,17 +31,37 @@ class WorkCounter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, batch: Batch) -> StepResult:
-        """The runner's own, counted."""
+    def launch(self, batch: Batch) -> RunningStep:
+        """The runner's own, counted when it is waited for."""
         before = self._num_encoded()
-        result = self._runner.run(batch)
+        step = self._runner.launch(batch)
+        return _CountedStep(self, batch, step, self._num_encoded() - before)
+
+    def count(self, batch: Batch, result: StepResult, num_pictures: int) -> None:
+        """Note a step that encoded so many pictures."""
         computed = [i for i in batch.items if i.sequence.request_id not in result.deferred]
-        self.steps.append(self._cost.step(Batch(computed), self._num_encoded() - before))
-        return result
+        self.steps.append(self._cost.step(Batch(computed), num_pictures))
 
     def _num_encoded(self) -> int:
         num_queries, num_hits, _ = self._runner.encoder_cache_counts()
         return num_queries - num_hits
+
+
+@dataclass(slots=True)
+class _CountedStep:
+    counter: WorkCounter
+    batch: Batch
+    step: RunningStep
+    num_pictures: int
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.step.can_be_followed
+
+    def wait(self) -> StepResult:
+        result = self.step.wait()
+        self.counter.count(self.batch, result, self.num_pictures)
+        return result
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Steps in which every sequence has one new token, captured in CUDA graphs and replayed.
 
 Used by the runner on a GPU. A step is filled into the buffers of the next larger batch size, and one launch
-replays all of it: embedding, layers, output head, and drawing the tokens. A graph is captured when its batch size
+replays all of it: embedding, layers, output head, and drawing the tokens. These stay on the device too, where the
+step behind may take them up before the host has seen them. A graph is captured when its batch size
 and way of drawing are first met. Without a GPU the same function runs eagerly over the same buffers, which is how
 tests hold it to the plain path.
 """
@@ -13,20 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.base import SequenceFailure
-from engines.runner import TokenChoice
+from engines.runner import ComputedStep, RunningStep, StepResult
 from engines.sequence import ScheduledSequence
 from engines.torch_backend.cuda_decoder import CudaDecoder
 from engines.torch_backend.decode_buffers import DecodeBuffers
+from engines.torch_backend.decode_step import NO_TOKEN, DecodeStep
 from engines.torch_backend.drawing import draw, is_limited
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.models.rotary import RotaryTable
-from engines.torch_backend.sampler import NOT_FINITE, has_penalty, sample
+from engines.torch_backend.sampler import needs_host, sample
 from shared.protocol import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_NO_TOKEN = -1  # where the scores are no numbers
 
 
 class Drawing(Enum):
@@ -56,6 +55,8 @@ class DecodeGraphs:
         self._table_width = -(-len(rotary.cos) // pool.block_size)
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
+        # what the last step drew, by its rows; 0 where it drew nothing, which can be embedded too
+        self._drawn = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
         self._buffers: dict[int, DecodeBuffers] = {}
         self._graphs: dict[tuple[int, Drawing], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._memory: Any = None  # of torch's allocator, shared by all graphs
@@ -66,19 +67,18 @@ class DecodeGraphs:
             item.num_new_tokens == 1 and item.samples and not item.images for item in items
         )
 
-    def run(self, items: list[ScheduledSequence]) -> list[TokenChoice]:
-        """The next token of each sequence. Raises: SequenceFailure for scores that are no numbers."""
+    def launch(self, items: list[ScheduledSequence]) -> RunningStep:
+        """Draw the next token of each sequence; waits for them only where the sampler needs the scores.
+
+        Raises: SequenceFailure for scores that are no numbers.
+        """
         params = [item.sequence.sampling for item in items]
-        is_plain = not any(map(_needs_host, params))
-        drawing = _choose_drawing(params) if is_plain else Drawing.BEST
-        logits, token_ids = self._compute(items, drawing)
-        if not is_plain:
-            return sample(logits[: len(items)], [item.sequence for item in items])
-        choices = [TokenChoice(token_id) for token_id in token_ids[: len(items)].tolist()]
-        for item, choice in zip(items, choices, strict=True):
-            if choice.token_id == _NO_TOKEN:
-                raise SequenceFailure(item.sequence.request_id, NOT_FINITE)
-        return choices
+        if any(map(needs_host, params)):
+            logits, _, _ = self._compute(items, Drawing.BEST)
+            choices = sample(logits[: len(items)], [item.sequence for item in items])
+            return ComputedStep(StepResult(list(choices)))
+        _, token_ids, buffers = self._compute(items, _choose_drawing(params))
+        return DecodeStep(items, *buffers.fetch(token_ids))
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
@@ -95,17 +95,17 @@ class DecodeGraphs:
 
     def _compute(
         self, items: list[ScheduledSequence], drawing: Drawing, size: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, DecodeBuffers]:
         """Scores and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
         buffers = self._buffers.get(size) or self._create_buffers(size)
         buffers.fill(items)
         if self._device.type != "cuda":
-            return self._step(buffers, drawing)
+            return *self._step(buffers, drawing), buffers
         captured = self._graphs.get((size, drawing)) or self._capture(size, drawing)
         graph, logits, token_ids = captured
         graph.replay()
-        return logits, token_ids
+        return logits, token_ids, buffers
 
     def _create_buffers(self, size: int) -> DecodeBuffers:
         pool = self._pool
@@ -127,7 +127,9 @@ class DecodeGraphs:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return decoder.ops.attend_decodes(pool, layer, query, buffers.tables, buffers.lengths)
 
-        x = decoder.embed(buffers.token_ids)
+        followed = buffers.followed
+        drawn_before = self._drawn.index_select(0, followed.clamp(min=0))
+        x = decoder.embed(torch.where(followed < 0, buffers.token_ids, drawn_before))
         hidden = decoder(x, self._rotary, buffers.positions, buffers.slots, pool, attend)
         logits = decoder.logits(hidden)
         scores = logits.float()
@@ -136,15 +138,19 @@ class DecodeGraphs:
             is_limited = drawing is Drawing.LIMITED
             drawn = draw(scores, buffers.draw_params, limited=is_limited, is_exact=True)
             token_ids = torch.where(buffers.is_drawn > 0, drawn, token_ids)
-        return logits, token_ids.masked_fill(~best.isfinite(), _NO_TOKEN)
+        token_ids = token_ids.masked_fill(~best.isfinite(), NO_TOKEN)
+        self._drawn[: len(token_ids)].copy_(token_ids.clamp(min=0))
+        return logits, token_ids
 
     def _capture(self, size: int, drawing: Drawing) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         buffers = self._buffers[size]
+        drawn_before = self._drawn.clone()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their memory
             self._step(buffers, drawing)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._drawn.copy_(drawn_before)  # for the replay, which is the same step once more
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             logits, token_ids = self._step(buffers, drawing)
@@ -157,11 +163,6 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The sizes to which a batch is padded: at most 7 rows, or less than half, are idle."""
     small = [size for size in (1, 2, 4) if size < max_num_seqs]
     return (*small, *range(8, max_num_seqs, 8), max_num_seqs)
-
-
-def _needs_host(params: SamplingParams) -> bool:
-    """Whether the sampler must see the scores: for what depends on earlier tokens, or tells of probabilities."""
-    return has_penalty(params) or bool(params.logit_bias) or params.num_logprobs is not None
 
 
 def _choose_drawing(params: list[SamplingParams]) -> Drawing:

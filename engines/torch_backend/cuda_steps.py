@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.base import EngineConfig
-from engines.runner import TokenChoice
+from engines.runner import RunningStep
 from engines.sequence import ScheduledSequence
 from engines.torch_backend.attention import AttentionPlan
 from engines.torch_backend.cuda_attention import StepAttention
@@ -71,11 +71,11 @@ class CudaSteps:
         if self._graphs is not None and not self._graphs.warm_up():
             self._graphs = None
 
-    def decode(self, items: list[ScheduledSequence]) -> list[TokenChoice] | None:
-        """The next tokens, if a graph can compute the step; else None. Raises: SequenceFailure."""
+    def decode(self, items: list[ScheduledSequence]) -> RunningStep | None:
+        """The next tokens on their way, if a graph can compute the step; else None. Raises: SequenceFailure."""
         if self._graphs is None or not self._graphs.can_run(items):
             return None
-        return self._graphs.run(items)
+        return self._graphs.launch(items)
 
     def forward(self, embeddings: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: (N, C), (N,); returns (N, C)."""

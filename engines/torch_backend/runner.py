@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput
 from engines.prefill_limit import PrefillLimit
-from engines.runner import StepResult, TokenChoice
+from engines.runner import ComputedStep, RunningStep, StepResult, TokenChoice
 from engines.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
 from engines.torch_backend.cuda_steps import CudaSteps, is_served
@@ -25,7 +25,7 @@ from engines.torch_backend.memory import free_bytes
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.rotary import RotaryTable
 from engines.torch_backend.picture_encoder import PictureEncoder
-from engines.torch_backend.sampler import sample
+from engines.torch_backend.sampler import needs_host, sample
 from shared.protocol import SamplingParams
 
 
@@ -67,7 +67,7 @@ class TorchRunner:
         self._dtype = dtype
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
-        is_cuda = is_served(device)
+        is_cuda = self.computes_aside = is_served(device)
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
         self._kv_pool = create_pool(text, num_blocks, self.block_size, dtype, device)
         self._cuda = (
@@ -79,31 +79,43 @@ class TorchRunner:
             None if kernels is None else CpuDecoder(model.language_model, text, kernels, dtype)
         )
         self._limit: PrefillLimit | None = None
+        self._drawn: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._pictures = PictureEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype, kernels
         )
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
-        """Compute a step. Raises: SequenceFailure, DeviceOutOfMemory; a step may be run again after either."""
+        """Launch a step and wait for it. Raises: SequenceFailure, DeviceOutOfMemory; it may be run again after either."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> RunningStep:
+        """Begin a step. A graph's is under way afterwards; every other is computed. Raises: as `run`."""
         if not batch.items:
-            return StepResult([])
+            return ComputedStep(StepResult([]))
         started = time.perf_counter()
         try:
-            result = self._run(batch.items)
+            step = self._launch(batch.items)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             raise DeviceOutOfMemory(
                 f"{self._device}: a step of {batch.num_tokens} tokens"
             ) from error
-        if self._limit is not None and not (result.vision_s or result.deferred):
-            num_streams = sum(item.num_new_tokens == 1 for item in batch.items)
-            seconds = time.perf_counter() - started
-            self._limit.note(num_streams, batch.num_tokens - num_streams, seconds)
-            self.limit_pictures(self._limit.spare_s)
-        return result
+        if self._limit is not None and isinstance(step, ComputedStep):
+            self._note_time(batch, step.result, time.perf_counter() - started, self._limit)
+        return step
+
+    def _note_time(
+        self, batch: Batch, result: StepResult, seconds: float, limit: PrefillLimit
+    ) -> None:
+        """Let the limit know what a step without pictures took."""
+        if result.vision_s or result.deferred:
+            return
+        num_streams = sum(item.num_new_tokens == 1 for item in batch.items)
+        limit.note(num_streams, batch.num_tokens - num_streams, seconds)
+        self.limit_pictures(limit.spare_s)
 
     def release(self, request_id: str) -> None:
         """Let go of the pictures that a request holds."""
@@ -164,9 +176,18 @@ class TorchRunner:
             sequence.token_ids.append(0)
         self._encoder_cache.clear()
 
-    def _run(self, items: list[ScheduledSequence]) -> StepResult:
-        if self._cuda is not None and (decoded := self._cuda.decode(items)) is not None:
-            return StepResult(list(decoded))
+    def _launch(self, items: list[ScheduledSequence]) -> RunningStep:
+        if self._cuda is not None and (step := self._cuda.decode(items)) is not None:
+            return step
+        result = self._compute(items)
+        self._drawn = result.choices
+        # what stays on the device are the tokens of graphs alone; the sampler needs all earlier ones
+        can_be_followed = self._cuda is None and not (
+            result.deferred or any(needs_host(item.sequence.sampling) for item in items)
+        )
+        return ComputedStep(result, can_be_followed)
+
+    def _compute(self, items: list[ScheduledSequence]) -> StepResult:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
@@ -205,10 +226,17 @@ class TorchRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         for item in items:
-            token_ids += item.sequence.token_ids[item.start : item.end]
+            token_ids += self._tokens_of(item)
             positions += range(item.start, item.end)
         inputs = torch.tensor([token_ids, positions]).to(self._device)
         return inputs[0], inputs[1]
+
+    def _tokens_of(self, item: ScheduledSequence) -> list[int]:
+        if item.follows is None:
+            return item.sequence.token_ids[item.start : item.end]
+        choice = self._drawn[item.follows]
+        assert choice is not None
+        return [choice.token_id]
 
     def _sample(
         self, items: list[ScheduledSequence], spans: list[Span], hidden: Tensor
@@ -223,7 +251,9 @@ class TorchRunner:
             hidden = hidden[rows]
         decoder = self._cpu_decoder or self.model.language_model
         logits = decoder.logits(hidden)
-        drawn = sample(logits, [items[place].sequence for place in sampling])
+        sampled = [items[place] for place in sampling]
+        positions = [item.output_position for item in sampled]
+        drawn = sample(logits, [item.sequence for item in sampled], positions)
         for place, choice in zip(sampling, drawn, strict=True):
             choices[place] = choice
         return choices

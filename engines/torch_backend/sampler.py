@@ -24,8 +24,15 @@ LEAST_LOGPROB = -9999.0
 NOT_FINITE = "The model's scores for the next token are not finite numbers."
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[TokenChoice]:
-    """The next token of each row. Shapes: logits (B, V). Raises: SequenceFailure for logits that are no numbers."""
+def sample(
+    logits: Tensor, sequences: list[Sequence], positions: list[int] | None = None
+) -> list[TokenChoice]:
+    """The next token of each row. Shapes: logits (B, V). Raises: SequenceFailure for logits that are no numbers.
+
+    `positions` are those of the tokens in their outputs, where these are not known up to there.
+    """
+    if positions is None:
+        positions = [sequence.num_output_tokens for sequence in sequences]
     logits = logits.float()
     scores = _adjust(logits, sequences)
     best, token_ids = scores.max(dim=-1)
@@ -33,7 +40,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[TokenChoice]:
     drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        token_ids[rows] = _draw(scores[rows], [sequences[row] for row in drawn])
+        params = [sequences[row].sampling for row in drawn]
+        token_ids[rows] = _draw(scores[rows], params, [positions[row] for row in drawn])
     choices = [TokenChoice(token_id) for token_id in token_ids.tolist()]
     _add_logprobs(choices, logits, sequences)
     return choices
@@ -64,6 +72,11 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     row_index, token_index = torch.tensor(places, device=scores.device).unbind(1)
     scores[row_index, token_index] += torch.tensor(bias, device=scores.device)
     return scores
+
+
+def needs_host(sampling: SamplingParams) -> bool:
+    """Whether scores go through the host: for what depends on earlier tokens, or tells of probabilities."""
+    return has_penalty(sampling) or bool(sampling.logit_bias) or sampling.num_logprobs is not None
 
 
 def has_penalty(sampling: SamplingParams) -> bool:
@@ -102,10 +115,8 @@ def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return token_ids, factors.astype(np.float32), amounts.astype(np.float32)
 
 
-def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
+def _draw(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
     """A random token per row. Shapes: (B, V); returns (B,)."""
-    params = [sequence.sampling for sequence in sequences]
-    positions = [sequence.num_output_tokens for sequence in sequences]
     how = DrawParams.create(params, positions, scores.shape[1], scores.device)
     return draw(scores, how, limited=any(map(is_limited, params)))
 

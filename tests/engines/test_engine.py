@@ -15,7 +15,7 @@ from engines.base import (
 )
 from engines.engine import BatchingEngine
 from engines.mock import EOS_ID, MockConfig
-from engines.runner import StepResult
+from engines.runner import RunningStep
 from engines.sequence import Batch
 from shared.protocol import FinishReason, Priority
 from tests.factories_engine import (
@@ -60,6 +60,7 @@ def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
     )
 
 
+@pytest.mark.parametrize("overlap_steps", [False, True])
 @pytest.mark.parametrize(
     "config",
     [
@@ -71,12 +72,13 @@ def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
         pytest.param({"encoder_cache_bytes": 0}, id="no encoder cache"),
     ],
 )
-def test_answers_in_company_equal_answers_alone(config: dict[str, object]):
-    engine = make_engine(**config)
+def test_answers_in_company_equal_answers_alone(config: dict[str, object], overlap_steps: bool):
+    engine = make_engine(overlap_steps=overlap_steps, **config)
     requests = requests_of_all_kinds()
     answers = run_all(engine, *requests)
     for request in requests:
         assert is_same_answer(answers[request.request_id], request)
+    assert (engine.pipeline.num_overlapped > 0) == overlap_steps
     if "num_kv_blocks" in config:
         assert engine.stats().num_preemptions > 0
 
@@ -349,14 +351,14 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
 
 def test_out_of_memory_for_pictures_makes_steps_with_fewer(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(max_num_batched_tokens=1024)
-    run = engine.runner.run
+    launch = engine.runner.launch
 
-    def run_one_picture(batch: Batch) -> StepResult:
+    def launch_one_picture(batch: Batch) -> RunningStep:
         if len([image for item in batch.items for image in item.images]) > 1:
             raise DeviceOutOfMemory
-        return run(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(engine.runner, "run", run_one_picture)
+    monkeypatch.setattr(engine.runner, "launch", launch_one_picture)
     requests = [
         make_request(name, name * 60, images=(make_image(image_hash=name),)) for name in "abcd"
     ]
@@ -429,6 +431,7 @@ def tiny_configs(draw: st.DrawFn) -> dict[str, object]:
         "max_num_batched_tokens": draw(st.integers(1, 24)),
         "max_images_per_step": draw(st.integers(1, 2)),
         "enable_prefix_cache": draw(st.booleans()),
+        "overlap_steps": draw(st.booleans()),
     }
 
 

@@ -34,11 +34,11 @@ def fault_in(text: str, attempt: int) -> str:
 class FaultyRunner(engines.mock.MockRunner):
     """The mock's arithmetic, interrupted."""
 
-    def run(self, batch: Batch) -> engines.mock.StepResult:
+    def launch(self, batch: Batch) -> engines.mock.MockStep:
         """One step, unless a request in it asks for something else."""
         for item in batch.items:
             self._play(item)
-        return super().run(batch)
+        return super().launch(batch)
 
     def _play(self, item: ScheduledSequence) -> None:
         sequence = item.sequence

@@ -226,6 +226,22 @@ def test_a_step_without_memory_may_be_run_again(
     assert found == answers(on_cpu, [request])
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}])
+def test_overlapped_steps_change_no_token(tiny: Path, sampling: dict[str, Any]) -> None:
+    """Ends of all lengths, and somebody who comes later, so that steps are taken back."""
+    found = []
+    for overlap_steps in (False, True):
+        loaded = load(tiny, "cuda", config=replace(CONFIG, overlap_steps=overlap_steps))
+        engine, _ = core(loaded)
+        wanted = [
+            make_request(loaded, f"r{i}", f"Say {i}.", [], max_tokens=3 + 5 * i, **sampling)
+            for i in range(6)
+        ]
+        found.append([answers(loaded, wanted[:4]), answers(loaded, wanted)])
+        assert (engine.pipeline.num_overlapped > 0) == overlap_steps
+    assert found[0] == found[1]
+
+
 def test_random_bits_are_those_of_the_cpu() -> None:
     streams = [stream_key(seed, position) for seed in (0, -1, 1 << 63) for position in (0, 7)]
     keys = torch.tensor([signed(key) for key in streams])

@@ -14,7 +14,7 @@ from engines.base import EngineConfig, EngineRequest, ImageInput
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
 from engines.engine import BatchingEngine
 from engines.factory import EngineSpec, create_engine
-from engines.runner import ModelRunner, StepResult, TokenChoice
+from engines.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
 from engines.sequence import Batch
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import SamplingParams
@@ -153,9 +153,10 @@ class _SkippingRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, batch: Batch) -> StepResult:
+    def launch(self, batch: Batch) -> ComputedStep:
         """A step of no time."""
-        return StepResult([TokenChoice(5) if item.samples else None for item in batch.items])
+        choices = [TokenChoice(5) if item.samples else None for item in batch.items]
+        return ComputedStep(StepResult(choices))
 
 
 def _fill_with_noise(runner: TorchRunner) -> None:

@@ -41,7 +41,7 @@ def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
 def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
     ours = Ours(tiny, "float32", 1, max_batch_size=4)
     seen = []
-    compute = ours._runner.run
+    compute = ours._runner.launch
 
     def look(batch):
         seen.append(
@@ -51,7 +51,7 @@ def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
         assert len(set(blocks)) == len(blocks)
         return compute(batch)
 
-    monkeypatch.setattr(ours._runner, "run", look)
+    monkeypatch.setattr(ours._runner, "launch", look)
     ours.decode(batch_size=4, num_steps=2)
     assert seen == [[(length, 1)] * 4 for length in (47, 48, 49)]
 

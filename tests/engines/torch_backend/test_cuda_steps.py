@@ -191,6 +191,65 @@ def test_steps_are_padded_to_batch_sizes_and_idle_rows_do_no_harm(
     assert together == StepResult(alone)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_overlapped"), [({}, True), ({"overlap_steps": False}, False)]
+)
+def test_it_is_overlapped_unless_it_is_switched_off(
+    config: dict[str, Any], is_overlapped: bool, on_cpu: None
+):
+    model = pair("grouped")
+    engine = make_engine(model, **config)
+    found = run_batched(lambda: engine, requests(model, **SAMPLINGS["seeded"]))
+    assert found == expected_outside("grouped", "seeded")
+    assert (engine.pipeline.num_overlapped > 0) == is_overlapped
+
+
+@pytest.mark.parametrize("drawing", Drawing)
+def test_a_step_reads_on_the_device_what_the_one_before_has_drawn(drawing: Drawing, on_cpu: None):
+    """Of the same size or a smaller one; described while the one before is under way."""
+    for kept in ([0, 1, 2], [2], [0, 2]):
+        made = make_runner(pair("grouped"), max_num_seqs=16)
+        made._kv_pool._data.fill_(0.1)
+        items = [make_item(f"r{i}", 8 * i, 6, **STEPS[drawing]) for i in range(3)]
+        for item in items:
+            item.sequence.block_ids.append(item.sequence.block_ids[-1] + 1)
+        sequences = [items[place].sequence for place in kept]
+        first = made.launch(Batch(items))
+        ahead = [ScheduledSequence(items[place].sequence, 1, follows=place) for place in kept]
+        second = made.launch(Batch(ahead))
+        drawn = first.wait()
+        found = second.wait()
+        for place, item in enumerate(items):
+            choice = drawn.choices[place]
+            assert choice is not None
+            item.sequence.token_ids.append(choice.token_id)
+            item.sequence.num_computed_tokens += 1
+        made._kv_pool._data[:, :, [s.block_ids[-1] for s in sequences]] = 0.1
+        assert found == made.run(Batch([ScheduledSequence(s, 1) for s in sequences]))
+
+
+def test_behind_scores_that_are_no_numbers_any_token_is_decoded(on_cpu: None):
+    """There is none to embed, and a device must not be asked for it."""
+    made = make_runner(pair("grouped"))
+    bad = make_item("bad", 8, 6)
+    made._kv_pool._data.zero_()
+    made._kv_pool._data[:, 1, 8] = torch.nan
+    first = made.launch(Batch([bad]))
+    second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, follows=0)]))
+    for step in (first, second):
+        with pytest.raises(SequenceFailure):
+            step.wait()
+
+
+@pytest.mark.parametrize("sampling", [{"num_logprobs": 1}, SAMPLINGS["penalised"]])
+def test_what_needs_the_host_is_not_followed(sampling: dict[str, Any], on_cpu: None):
+    made = make_runner(pair("grouped"))
+    made._kv_pool._data.fill_(0.1)
+    assert made.launch(Batch([make_item("plain", 0, 6)])).can_be_followed
+    items = [make_item("plain", 0, 6), make_item("needy", 8, 6, **sampling)]
+    assert not made.launch(Batch(items)).can_be_followed
+
+
 def test_a_prompt_or_a_picture_is_not_decoded(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
     seen = spy(monkeypatch)
     model = pair("grouped")

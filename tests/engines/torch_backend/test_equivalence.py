@@ -253,10 +253,11 @@ def expected_logits() -> dict[Place, torch.Tensor]:
 def dictate(answers: Tokens, seen: dict[Place, torch.Tensor]) -> Callable[..., list[TokenChoice]]:
     """A sampler that notes the logits and draws the given answers, so that all texts are the same."""
 
-    def choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[TokenChoice]:
+    def choose(
+        logits: torch.Tensor, sequences: list[Sequence], positions: list[int]
+    ) -> list[TokenChoice]:
         choices = []
-        for row, sequence in zip(logits, sequences, strict=True):
-            place = sequence.num_output_tokens
+        for row, sequence, place in zip(logits, sequences, positions, strict=True):
             seen[sequence.request_id, place] = row.float()
             choices.append(TokenChoice(answers[sequence.request_id][place]))
         return choices

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from engines.base import EngineRequest
 from engines.engine import BatchingEngine
+from engines.torch_backend.sampler import needs_host
 from tests.factories_torch import run_to_end
 
 Start = Callable[..., BatchingEngine]
@@ -98,6 +99,15 @@ def run_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
     return tokens
 
 
+def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Steps are launched before the tokens of those before them are known, with few blocks, while others come."""
+    engine = start(overlap_steps=True, num_kv_blocks=24)
+    tokens = _run_in_turn(engine, wanted)
+    is_possible = not any(needs_host(request.sampling) for request in wanted)
+    assert (engine.pipeline.num_overlapped > 0) == is_possible
+    return tokens
+
+
 def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineRequest]:
     """The requests as they are handed on when their first worker has died."""
     first = run_batched(start, wanted)
@@ -118,5 +128,6 @@ WAYS: list[Way] = [
     run_prefix_cached,
     run_encoder_cached,
     run_taken_over,
+    run_overlapped,
     run_under_all_of_it,
 ]
