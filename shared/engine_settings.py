@@ -88,7 +88,9 @@ class EngineSettings(Group):
         default=256 * MIB, ge=0, description="Size of the picture feature cache."
     )
     num_threads: int = Field(
-        default=0, ge=0, description="CPU threads of the engine; 0: torch's choice."
+        default=0,
+        ge=0,
+        description="CPU threads of the engine; 0: one for a small model, else torch's choice.",
     )
     disabled_gpu_kernels: Annotated[tuple[GpuKernel, ...], NoDecode] = Field(
         default=(), description="What a GPU is to compute in a slower way, comma separated."

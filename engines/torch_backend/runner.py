@@ -28,6 +28,9 @@ from engines.torch_backend.picture_encoder import PictureEncoder
 from engines.torch_backend.sampler import needs_host, sample
 from shared.protocol import SamplingParams
 
+#: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.
+_ONE_THREAD_BYTES = 64 * 2**20
+
 
 class TorchRunner:
     """One LLaVA on one device, with its KV cache and its picture cache."""
@@ -42,7 +45,7 @@ class TorchRunner:
         free_before_load: int | None = None,
         kernels: CpuKernels | None = None,
     ) -> None:
-        """Take a loaded model and allocate its caches. `num_threads` 0 leaves torch's choice.
+        """Take a loaded model and allocate its caches. `num_threads` 0: one for a small model, else torch's choice.
 
         `kernels` are those that the model was loaded for; they compute it.
 
@@ -50,10 +53,12 @@ class TorchRunner:
         count as free still.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        if num_threads == 0 and device.type == "cpu" and self._weight_bytes < _ONE_THREAD_BYTES:
+            num_threads = 1
+        if num_threads > 0:
+            torch.set_num_threads(num_threads)
         free = free_bytes(device)
         if free_before_load is not None:
             free = max(0, min(free, free_before_load - self._weight_bytes))

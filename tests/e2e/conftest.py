@@ -9,8 +9,8 @@ from tests.integration.fleet_process import Served, start_fleet
 
 @pytest.fixture(scope="package")
 def shapes_fleet(tmp_path_factory) -> Iterator[Served]:
-    """With one thread: two wait for each other, and for many times as long where other tests compute beside them."""
+    """One fleet for all questions."""
     folder = tmp_path_factory.mktemp("shapes")
-    served = start_fleet(folder, engine="torch", VLM_ENGINE__NUM_THREADS="1")
+    served = start_fleet(folder, engine="torch")
     yield served
     served.end()

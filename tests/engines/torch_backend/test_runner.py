@@ -261,4 +261,6 @@ def test_threads_are_set_when_asked_for():
     config = EngineConfig(num_kv_blocks=1)
     TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32, num_threads=2)
     assert torch.get_num_threads() == 2
+    TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32)  # a small one
+    assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
