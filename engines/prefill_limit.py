@@ -5,6 +5,7 @@ and the machine has other work at other times. It knows runners by their protoco
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from engines.runner import ModelRunner
@@ -18,7 +19,8 @@ _NUM_STREAMS = 8
 _TRIES = 2
 #: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one in ten is too long.
 _SHRINKING, _GROWING = 0.9, 1.01
-_SHARES = 0.2, 1.5  # of what was measured at the start, at least and at most
+_SHARES = 0.2, 20.0  # of what was measured at the start, at least and at most
+_LONGEST_RUN = 64  # steps with prompts, before one without shows what these are compared to
 _NEWEST = 0.1  # weight of the newest step in what steps without prompts take
 
 
@@ -31,26 +33,47 @@ class PrefillLimit:
     spare_s: float | None = None  #: what a step beside streams may take longer
     _share: float = field(default=1.0, compare=False)
     _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by number of streams
+    _num_mixed: Counter[int] = field(default_factory=Counter, compare=False)  # steps since, as many
+    _stale: set[int] = field(default_factory=set, compare=False)
 
     def beside(self, num_streams: int) -> int:
-        """Prompt tokens of a step that draws so many tokens."""
+        """Prompt tokens of the next step, which draws so many tokens; none now and then, while prompts never end.
+
+        What streams alone take changes with contexts and with what else the machine does: it has to be seen.
+        """
+        if self._num_mixed[num_streams] >= _LONGEST_RUN:
+            self._num_mixed[num_streams] = 0
+            self._stale.add(num_streams)
+            return 0
+        return self._most_beside(num_streams)
+
+    def _most_beside(self, num_streams: int) -> int:
         num_tokens = int(self.num_tokens * (1 + self.growth * (num_streams - 1)) * self._share)
         return max(min(_SMALLEST_CHUNK, self.num_tokens), num_tokens)
 
     def note(self, num_streams: int, num_prompt_tokens: int, seconds: float) -> None:
         """What a step without pictures took."""
-        alone_s = self._alone_s.get(num_streams)
         if num_prompt_tokens == 0:
-            if alone_s is not None:
-                seconds = _NEWEST * seconds + (1 - _NEWEST) * alone_s
-            self._alone_s[num_streams] = seconds
-            if self.spare_s is not None:
-                self.spare_s = (MAX_SLOWDOWN - 1) * seconds
-        elif alone_s is not None:
-            if seconds > MAX_SLOWDOWN * alone_s:
-                self._share = max(_SHARES[0], self._share * _SHRINKING)
-            elif num_prompt_tokens >= self.beside(num_streams):
-                self._share = min(_SHARES[1], self._share * _GROWING)
+            self._note_alone(num_streams, seconds)
+            return
+        self._num_mixed[num_streams] += 1
+        alone_s = self._alone_s.get(num_streams)
+        if alone_s is None:
+            return
+        if seconds > MAX_SLOWDOWN * alone_s:
+            self._share = max(_SHARES[0], self._share * _SHRINKING)
+        elif num_prompt_tokens >= self._most_beside(num_streams):
+            self._share = min(_SHARES[1], self._share * _GROWING)
+
+    def _note_alone(self, num_streams: int, seconds: float) -> None:
+        alone_s = self._alone_s.get(num_streams)
+        if alone_s is not None and num_streams not in self._stale:
+            seconds = _NEWEST * seconds + (1 - _NEWEST) * alone_s
+        self._stale.discard(num_streams)
+        self._num_mixed[num_streams] = 0
+        self._alone_s[num_streams] = seconds
+        if self.spare_s is not None:
+            self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
 
 def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:

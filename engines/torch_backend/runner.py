@@ -26,7 +26,7 @@ from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.rotary import RotaryTable
 from engines.torch_backend.picture_encoder import PictureEncoder
 from engines.torch_backend.sampler import needs_host, sample
-from shared.protocol import SamplingParams
+from shared.protocol import Priority, SamplingParams
 
 #: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.
 _ONE_THREAD_BYTES = 64 * 2**20
@@ -115,10 +115,13 @@ class TorchRunner:
     def _note_time(
         self, batch: Batch, result: StepResult, seconds: float, limit: PrefillLimit
     ) -> None:
-        """Let the limit know what a step without pictures took."""
+        """Let the limit know what a step without pictures took, if all its streams are to be kept smooth."""
         if result.vision_s or result.deferred:
             return
-        num_streams = sum(item.num_new_tokens == 1 for item in batch.items)
+        streams = [item for item in batch.items if item.num_new_tokens == 1]
+        if not all(map(_is_smooth, streams)):
+            return
+        num_streams = len(streams)
         limit.note(num_streams, batch.num_tokens - num_streams, seconds)
         self.limit_pictures(limit.spare_s)
 
@@ -148,7 +151,12 @@ class TorchRunner:
             torch.cuda.empty_cache()
 
     def follow(self, limit: PrefillLimit) -> None:
-        """Tell the limit from now on what steps take, and encode pictures in parts of the time that it leaves."""
+        """Tell the limit from now on what steps take, and encode pictures in parts of the time that it leaves.
+
+        On a CPU: a GPU's streams are computed by graphs, its prompts are not, and neither says how long the other takes.
+        """
+        if self._device.type != "cpu":
+            return
         self._limit = limit
         self.limit_pictures(limit.spare_s)
 
@@ -272,6 +280,11 @@ def _to_spans(items: list[ScheduledSequence]) -> list[Span]:
         spans.append(Span(start, item.num_new_tokens, item.start, item.sequence.block_ids))
         start += item.num_new_tokens
     return spans
+
+
+def _is_smooth(item: ScheduledSequence) -> bool:
+    """Whether somebody waits for its token, as the scheduler sees it."""
+    return item.samples and item.sequence.priority is Priority.INTERACTIVE
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -112,7 +112,7 @@ def test_the_limit_stays_within_bounds_and_leaves_progress():
 def test_a_step_that_was_not_filled_does_not_raise_the_limit():
     limit = PrefillLimit(80)
     limit.note(1, 0, 1.0)
-    for _ in range(100):
+    for _ in range(50):
         limit.note(1, 3, 1.1)
     assert limit.beside(1) == 80
 
@@ -127,6 +127,34 @@ def test_steps_beside_as_many_streams_are_compared():
     limit.note(4, 80, 2.5)
     limit.note(1, 80, 2.5)
     assert limit.beside(1) == 72
+
+
+def test_while_prompts_never_end_a_step_without_shows_what_streams_take():
+    limit = PrefillLimit(40)
+    limit.note(4, 0, 1.0)
+    taken = []
+    for _ in range(130):
+        taken.append(limit.beside(4))
+        limit.note(4, taken[-1], 1.0 + taken[-1] / 100)
+    assert taken.count(0) == 2
+    assert all(taken[:64])
+
+
+def test_a_machine_that_became_slower_is_no_reason_to_starve_prompts():
+    limit = PrefillLimit(40)
+    limit.note(4, 0, 1.0)
+    for _ in range(1000):
+        num_tokens = limit.beside(4)
+        limit.note(4, num_tokens, 2 * (1.0 + num_tokens / 100))
+    assert limit.beside(4) >= 40
+
+
+def test_a_noisy_start_is_forgotten():
+    limit = PrefillLimit(3)
+    for _ in range(1000):
+        limit.note(1, 0, 1.0)
+        limit.note(1, limit.beside(1), 1.0 + limit.beside(1) / 100)
+    assert limit.beside(1) >= 50
 
 
 def test_prompts_are_cut_beside_streams_and_not_alone():
