@@ -153,11 +153,13 @@ class BatchingEngine(Engine):
 
     def close(self) -> None:
         """Forget all requests and free the device. Idempotent."""
-        self.pipeline.discard()
-        for request_id in tuple(self._generations):
-            self._forget(request_id)
-        self._finished_early.clear()
-        self.runner.close()
+        try:
+            self.pipeline.discard()
+            for request_id in tuple(self._generations):
+                self._forget(request_id)
+            self._finished_early.clear()
+        finally:  # a device that fails is to be freed too
+            self.runner.close()
 
     def _check(self, request: EngineRequest) -> None:
         """Raises: PromptTooLong, InvalidRequest."""

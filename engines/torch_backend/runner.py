@@ -4,6 +4,7 @@ The torch `ModelRunner`; called by the engine thread alone. Which tokens a step 
 they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
 """
 
+import os
 import time
 from functools import partial
 
@@ -29,7 +30,7 @@ from engines.torch_backend.sampler import needs_host, sample
 from shared.protocol import Priority, SamplingParams
 
 #: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.
-_ONE_THREAD_BYTES = 64 * 2**20
+_ONE_THREAD_BYTES = 32 * 2**20
 
 
 class TorchRunner:
@@ -55,7 +56,8 @@ class TorchRunner:
         """
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        if num_threads == 0 and device.type == "cpu" and self._weight_bytes < _ONE_THREAD_BYTES:
+        is_small = device.type == "cpu" and self._weight_bytes < _ONE_THREAD_BYTES
+        if num_threads == 0 and is_small and "OMP_NUM_THREADS" not in os.environ:
             num_threads = 1
         if num_threads > 0:
             torch.set_num_threads(num_threads)

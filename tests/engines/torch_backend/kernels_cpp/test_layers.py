@@ -55,6 +55,22 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
     assert torch.equal(found, pass_step(decoder, spans, x))
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 5])
+@torch.inference_mode()
+def test_a_team_gives_what_one_thread_gives(kernels: CpuKernels, num_threads: int):
+    """Bit by bit, also where some have nothing to do."""
+    decoder, spans = make_decoder(kernels), make_spans(STEPS[2])
+    x = make_stream(spans[-1].stop)
+    alone = pass_step(decoder, spans, x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(20):
+            assert torch.equal(pass_step(decoder, spans, x), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
 @torch.inference_mode()
 def test_without_a_right_kernel_parts_are_called(kernels: CpuKernels):
     spans = make_spans(STEPS[2])
