@@ -17,11 +17,12 @@ MAX_SLOWDOWN = 1.6
 _SMALLEST_CHUNK = 3  # beside one stream four tokens, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
-#: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one in ten is too long.
-_SHRINKING, _GROWING = 0.9, 1.01
-_SHARES = 0.2, 20.0  # of what was measured at the start, at least and at most
+#: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one in a hundred is too long.
+_SHRINKING, _GROWING = 0.9, 1.001
+_SHARES = 0.2, 4.0  # of what was measured at the start, at least and at most
 _LONGEST_RUN = 64  # steps with prompts, before one without shows what these are compared to
-_NEWEST = 0.1  # weight of the newest step in what steps without prompts take
+#: Weight of the newest step in what steps without prompts take, and of one that was not seen for long; it may be noise.
+_NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
 
 @dataclass(slots=True)
@@ -67,8 +68,9 @@ class PrefillLimit:
 
     def _note_alone(self, num_streams: int, seconds: float) -> None:
         alone_s = self._alone_s.get(num_streams)
-        if alone_s is not None and num_streams not in self._stale:
-            seconds = _NEWEST * seconds + (1 - _NEWEST) * alone_s
+        if alone_s is not None:
+            weight = _FIRST_AGAIN if num_streams in self._stale else _NEWEST
+            seconds = weight * seconds + (1 - weight) * alone_s
         self._stale.discard(num_streams)
         self._num_mixed[num_streams] = 0
         self._alone_s[num_streams] = seconds
