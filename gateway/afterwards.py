@@ -7,6 +7,7 @@ anybody looks at what it feeds.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextvars import Context, copy_context
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +19,12 @@ class Afterwards:
     """Calls in the order in which they came. Used on the event loop alone."""
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], None]] = []
+        self._calls: list[tuple[Context, Callable[[], None]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, call: Callable[[], None]) -> None:
         """Have this called soon, once."""
-        self._calls.append(call)
+        self._calls.append((copy_context(), call))  # it logs under the id of its own request
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LONGEST_WAIT_S, self.run)
 
@@ -34,8 +35,8 @@ class Afterwards:
         self._timer.cancel()
         self._timer = None
         calls, self._calls = self._calls, []
-        for call in calls:
+        for context, call in calls:
             try:
-                call()
+                context.run(call)
             except Exception:
                 logger.exception("a request could not be accounted for")

@@ -195,8 +195,6 @@ class ChatCompletions:
 
 def _account(run: ChatRun, context: RequestContext, outcome: str, status: int | None) -> None:
     """Count and log a request that has ended."""
-    if outcome == "ok" and run.recorder is not None:
-        run.recorder.record()
     log_request(
         context,
         model=run.model,
@@ -206,6 +204,8 @@ def _account(run: ChatRun, context: RequestContext, outcome: str, status: int | 
         user=run.user,
         recorder=run.recorder,
     )
+    if outcome == "ok" and run.recorder is not None:
+        run.recorder.record()
 
 
 def reply_options(request: ChatCompletionRequest, context: RequestContext) -> ReplyOptions:

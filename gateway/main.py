@@ -24,4 +24,6 @@ def run_gateway(settings: Settings) -> int:
         server.run()
     except SystemExit as stop:  # uvicorn's way to say that it cannot listen
         return stop.code if isinstance(stop.code, int) else 1
+    finally:
+        services.afterwards.run()  # a second signal ends the loop before the services are stopped
     return 0

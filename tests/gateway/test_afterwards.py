@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from gateway.afterwards import Afterwards
+from shared.logs import request_id
 from tests.factories_gateway import make_body
 
 
@@ -35,6 +36,15 @@ async def test_one_that_fails_keeps_no_other_from_being_made(caplog):
         afterwards.run()
     assert calls == [1]
     assert "broken" in caplog.text
+
+
+async def test_a_call_has_the_context_of_the_request_that_left_it():
+    afterwards, seen = Afterwards(), []
+    request_id.set("one")
+    afterwards.add(lambda: seen.append(request_id.get()))
+    request_id.set("another")
+    afterwards.run()
+    assert seen == ["one"]
 
 
 async def test_whoever_reads_the_metrics_sees_every_answer(gateway, worker):
