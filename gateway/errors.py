@@ -21,12 +21,14 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ErrorFields(msgspec.Struct):
-    """The four keys that clients rely on."""
+    """The four keys that clients rely on; in a stream's last event also what the headers would say."""
 
     message: str
     type: str
     param: str | None
     code: str | None
+    should_retry: bool | msgspec.UnsetType = msgspec.UNSET
+    retry_after: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorBody(msgspec.Struct):
@@ -57,9 +59,23 @@ class ApiError(Exception):
         self.status = status or self.status
         self.retry_after_s = retry_after_s
 
+    @property
+    def should_retry(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.retry_after_s is not None
+
     def body(self) -> bytes:
         """The JSON of the error."""
-        fields = ErrorFields(self.message, self.type, self.param, self.code)
+        return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
+
+    def event(self) -> bytes:
+        """The JSON of the error as a stream's last event, where no header can say whether to retry."""
+        fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
+        if self.retry_after_s is not None:
+            fields.retry_after = self.retry_after_s
+        return self._encode(fields)
+
+    def _encode(self, fields: ErrorFields) -> bytes:
         return msgspec.json.encode(ErrorBody(fields))
 
     def headers(self) -> Headers:
@@ -67,8 +83,8 @@ class ApiError(Exception):
         headers: Headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
-        elif self.status >= 500:
-            headers.append((b"x-should-retry", b"false"))
+        if self.should_retry or self.status >= 500:
+            headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers
@@ -119,7 +135,8 @@ FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
     ErrorCode.CANCELLED: (ServerError, 503, 1),
     ErrorCode.WORKER_LOST: (ServerError, 503, 1),
     ErrorCode.DEADLINE_EXCEEDED: (ServerError, 504, None),
-    ErrorCode.TOO_MANY_ATTEMPTS: (ServerError, 500, None),
+    ErrorCode.TOO_MANY_ATTEMPTS: (ServerError, 503, 1),
+    ErrorCode.REQUEST_KILLS_WORKERS: (ServerError, 500, None),
     ErrorCode.ENGINE_FAILURE: (ServerError, 500, None),
 }
 

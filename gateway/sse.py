@@ -36,7 +36,7 @@ def frame(data: bytes) -> bytes:
 
 def error_frame(error: ApiError) -> bytes:
     """How a stream ends that cannot be completed; no `[DONE]` follows."""
-    return frame(error.body())
+    return frame(error.event())
 
 
 def merge_deltas(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:

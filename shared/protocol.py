@@ -41,7 +41,10 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
+    #: Every worker that tried it was lost while it ran other requests too: perhaps not its fault.
     TOO_MANY_ATTEMPTS = "too_many_attempts"
+    #: It ran alone each time that its worker was lost.
+    REQUEST_KILLS_WORKERS = "request_kills_workers"
     ENGINE_FAILURE = "engine_failure"
     WORKER_LOST = "worker_lost"
 

@@ -148,6 +148,8 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_done(gateway, worker):
             "type": "server_error",
             "param": None,
             "code": "worker_lost",
+            "should_retry": True,
+            "retry_after": 1,
         }
     }
 
@@ -159,12 +161,13 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_done(gateway, worker):
         (ErrorCode.CONTEXT_LENGTH_EXCEEDED, 400, None),
         (ErrorCode.INVALID_IMAGE, 400, None),
         (ErrorCode.INVALID_REQUEST, 400, None),
-        (ErrorCode.IMAGE_UNAVAILABLE, 503, "retry-after"),
-        (ErrorCode.WORKER_LOST, 503, "retry-after"),
-        (ErrorCode.CANCELLED, 503, "retry-after"),
-        (ErrorCode.DEADLINE_EXCEEDED, 504, "x-should-retry"),
-        (ErrorCode.TOO_MANY_ATTEMPTS, 500, "x-should-retry"),
-        (ErrorCode.ENGINE_FAILURE, 500, "x-should-retry"),
+        (ErrorCode.IMAGE_UNAVAILABLE, 503, "true"),
+        (ErrorCode.WORKER_LOST, 503, "true"),
+        (ErrorCode.CANCELLED, 503, "true"),
+        (ErrorCode.TOO_MANY_ATTEMPTS, 503, "true"),
+        (ErrorCode.REQUEST_KILLS_WORKERS, 500, "false"),
+        (ErrorCode.DEADLINE_EXCEEDED, 504, "false"),
+        (ErrorCode.ENGINE_FAILURE, 500, "false"),
     ],
 )
 async def test_a_failure_before_the_answer_has_a_status(
@@ -177,7 +180,25 @@ async def test_a_failure_before_the_answer_has_a_status(
     response = await gateway.chat(make_body(stream=stream))
     assert response.status_code == status
     assert response.json()["error"]["code"] == code.value
-    assert retry is None or retry in response.headers
+    assert response.headers.get("x-should-retry") == retry
+    assert ("retry-after" in response.headers) == (retry == "true")
+
+
+@pytest.mark.parametrize(
+    ("code", "retry"),
+    [(ErrorCode.TOO_MANY_ATTEMPTS, True), (ErrorCode.REQUEST_KILLS_WORKERS, False)],
+)
+async def test_a_stream_that_fails_says_whether_to_retry(gateway, worker, code, retry):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await answer.fail(code)
+
+    worker.script = script
+    *_, last = read_events(await gateway.stream())
+    assert last["error"]["code"] == code.value
+    assert last["error"]["should_retry"] is retry
+    assert ("retry_after" in last["error"]) == retry
 
 
 def test_every_failure_of_the_wire_has_a_status():
