@@ -21,7 +21,9 @@ class Block:
 
     ref_count: int = 0
     block_hash: bytes | None = None
+    parent_hash: bytes | None = None  #: of a published block
     token_ids: list[int] | None = None  #: of a published block, compared on a hit
+    is_withdrawn: bool = False  #: published once; those who hold it may share it still
 
 
 def hash_root(cache_salt: str) -> bytes:
@@ -157,8 +159,27 @@ class BlockManager:
                 self._published[block_hash] = block_id
                 block = self._blocks[block_id]
                 block.block_hash = block_hash
+                block.parent_hash = sequence.block_hashes[index - 1] if index else None
                 block.token_ids = sequence.token_ids[index * size : (index + 1) * size]
             sequence.num_published_blocks = index + 1
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Let nobody find the blocks of a sequence that failed, nor those that were computed from them.
+
+        Any of them may hold what made it fail: a chunk of a prompt is published before its scores are looked at.
+        """
+        children: dict[bytes, list[bytes]] = {}
+        for block_hash, block_id in self._published.items():
+            parent_hash = self._blocks[block_id].parent_hash
+            if parent_hash is not None:
+                children.setdefault(parent_hash, []).append(block_hash)
+        doomed = [self._block_hash(sequence, i) for i in range(sequence.num_published_blocks)]
+        while doomed:
+            block_hash = doomed.pop()
+            doomed += children.pop(block_hash, ())
+            block_id = self._published.get(block_hash)
+            if block_id is not None:
+                self._unpublish(block_id)
 
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back."""
@@ -206,7 +227,10 @@ class BlockManager:
         for index, block_id in enumerate(sequence.block_ids):
             block = self._blocks[block_id]
             if block.block_hash is None:
-                assert block.ref_count == 1, "a block is shared that nobody published"
+                is_shared = block.ref_count > 1
+                assert block.is_withdrawn or not is_shared, (
+                    "a block is shared that nobody published"
+                )
                 continue
             tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
             assert index < num_full, "a published block would be written to"
@@ -225,16 +249,22 @@ class BlockManager:
                     self._evictable[block_id] = None
 
     def _take_free_block(self) -> int:
-        if self._empty:
-            block_id = self._empty.pop()
-            self._blocks[block_id].ref_count = 1
-            return block_id
-        block_id, _ = self._evictable.popitem(last=False)
+        if not self._empty:
+            self._unpublish(next(iter(self._evictable)))
+        block_id = self._empty.pop()
+        block = self._blocks[block_id]
+        block.ref_count, block.is_withdrawn = 1, False
+        return block_id
+
+    def _unpublish(self, block_id: int) -> None:
         block = self._blocks[block_id]
         assert block.block_hash is not None
         del self._published[block.block_hash]
-        block.block_hash, block.token_ids, block.ref_count = None, None, 1
-        return block_id
+        block.block_hash = block.parent_hash = block.token_ids = None
+        block.is_withdrawn = True
+        if block.ref_count == 0:
+            del self._evictable[block_id]
+            self._empty.append(block_id)
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         """The hash of a full block; each is computed once in the life of a sequence."""

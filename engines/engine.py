@@ -268,6 +268,7 @@ class BatchingEngine(Engine):
     def _fail(self, failure: SequenceFailure) -> EngineOutput:
         """The error of one sequence; all others are scheduled again as if the step had not been."""
         generation = self._generations.pop(failure.request_id)
+        self.blocks.withdraw(generation.sequence)
         self.scheduler.finish(generation.sequence, FinishReason.ABORT)
         self.runner.release(failure.request_id)
         return EngineOutput(

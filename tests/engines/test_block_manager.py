@@ -108,6 +108,26 @@ def test_a_shared_block_stays_until_its_last_holder_frees_it():
     assert blocks.num_free_blocks == 16 - len(second.block_ids)
 
 
+def test_withdrawn_blocks_are_found_by_nobody_nor_what_was_computed_from_them():
+    blocks = make_blocks()
+    compute_and_free(blocks, make_sequence(17))  # goes on where the one that fails ends
+    failed, holder, other = make_sequence(9), make_sequence(9), make_sequence(9, cache_salt="b")
+    for sequence in (failed, holder, other):
+        compute(blocks, sequence)
+
+    blocks.withdraw(failed)
+
+    assert blocks.find_prefix(make_sequence(17)) == []
+    assert len(blocks.find_prefix(make_sequence(9, cache_salt="b"))) == 2
+    blocks.check_integrity([failed, holder, other])
+    for sequence in (failed, holder):
+        blocks.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
+    compute_and_free(blocks, make_sequence(9))
+    blocks.check_integrity([other])
+    assert len(blocks.find_prefix(make_sequence(17))) == 2
+
+
 def test_admission_counts_free_prefix_blocks_as_taken():
     blocks = make_blocks(num_blocks=3)
     compute_and_free(blocks, make_sequence(9))

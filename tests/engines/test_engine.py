@@ -341,6 +341,24 @@ def test_a_failure_of_one_sequence_ends_only_that_one():
     assert is_same_answer(answers["c"], requests[2])
 
 
+def test_what_a_failed_request_computed_is_found_by_nobody():
+    """Its first chunk was published before the scores behind the last one turned out to be no numbers."""
+    engine = make_engine(max_num_batched_tokens=16)
+    assert isinstance(engine.runner, CheckingRunner)
+    engine.add(make_request("a", "x" * 40))
+    engine.step()
+    engine.runner.notes = [float("nan")] * len(engine.runner.notes)
+    fail_next_step(engine, SequenceFailure("a", "no numbers"))
+    (failed,) = engine.step()
+    assert failed.error == "no numbers"
+
+    again = make_request("b", "x" * 40)
+    answers = run_all(engine, again)
+
+    assert is_same_answer(answers["b"], again)
+    assert engine.stats().num_prefix_hit_tokens == 0
+
+
 def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
     engine = make_engine(max_num_batched_tokens=64)
     fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
