@@ -1,6 +1,7 @@
 """A real Redis server for the whole run, on a unix socket of its own, and a key prefix for each test."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from uuid import uuid4
 import pytest
 from redis.asyncio import Redis
 
-from shared.embedded_redis import EmbeddedRedis
+from shared.embedded_redis import EmbeddedRedis, EmbeddedRedisError, find_redis_server
 from shared.redis_client import create_redis
 from shared.settings import RedisSettings
 from tests.factories_queue import Ends, open_ends
@@ -17,6 +18,23 @@ from tests.factories_queue import Ends, open_ends
 if not Path("/dev/nvidiactl").exists():
     # kernels are tested in Triton's interpreter then, which whoever imports triton first must ask for
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", params=["bundled", "installed"])
+def redis_program(request: pytest.FixtureRequest) -> Path:
+    """Each redis-server of this machine in turn: the one that comes with the project, the one on the PATH."""
+    installed = shutil.which("redis-server")
+    try:
+        first = find_redis_server()
+    except EmbeddedRedisError as error:
+        pytest.skip(str(error))
+    if request.param == "bundled":
+        return first
+    if installed is None:
+        pytest.skip(f"no redis-server on the PATH: only {first} was tested")
+    if Path(installed).resolve() == first.resolve():
+        pytest.skip(f"{first} is the one on the PATH too: there is no bundled one beside it")
+    return Path(installed)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """A redis-server with the configuration and the users of `config/redis`, on a unix socket."""
 
 import os
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -43,24 +45,51 @@ class RedisWithUsers:
             return False
 
 
-@contextmanager
-def run_redis(server: Path, folder: Path) -> Iterator[RedisWithUsers]:
-    """Start it as compose does, by `start.sh`."""
-    running = RedisWithUsers(folder / "redis.sock")
-    variables = {f"REDIS_{user.upper()}_PASSWORD": text for user, text in PASSWORDS.items()}
-    path = f"{server.parent}:{os.environ['PATH']}"
-    process = subprocess.Popen(
-        ["sh", FOLDER / "start.sh", "--port", "0", "--unixsocket", running.socket],
-        cwd=folder, env={"PATH": path, "TMPDIR": str(folder), **variables},
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
+class RestartableRedis(RedisWithUsers):
+    """A server with the shipped configuration and users that may be killed and started again on what it kept.
+
+    `admin`: a user beside the shipped ones, for tests that look at every key.
+    """
+
+    def __init__(self, program: Path, folder: Path) -> None:
+        super().__init__(folder / "redis.sock")
+        self._program = program
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._config = folder / "config"
+        shutil.copytree(FOLDER, self._config)
+        with (self._config / "users.acl").open("a") as users:
+            users.write("user admin reset on nopass ~* &* +@all\n")
+
+    def start(self) -> None:
+        """Start it as compose does, by `start.sh`, and wait until it has loaded what it keeps."""
+        variables = {f"REDIS_{user.upper()}_PASSWORD": text for user, text in PASSWORDS.items()}
+        path = f"{self._program.parent}:{os.environ['PATH']}"
+        self._process = subprocess.Popen(
+            ["sh", self._config / "start.sh", "--port", "0", "--unixsocket", self.socket],
+            cwd=self._folder, env={"PATH": path, "TMPDIR": str(self._folder), **variables},
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
         give_up_at = time.monotonic() + WITHIN_S
-        while not running.is_ready():
-            assert process.poll() is None, "redis-server ended"
+        while not self.is_ready():
+            assert self._process.poll() is None, "redis-server ended"
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
-        yield running
+
+    def end(self, signal_number: signal.Signals = signal.SIGKILL) -> None:
+        """Let it end, and wait until it has."""
+        if self._process is not None:
+            self._process.send_signal(signal_number)
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def run_redis(program: Path, folder: Path) -> Iterator[RestartableRedis]:
+    """A server in a folder of its own."""
+    server = RestartableRedis(program, folder)
+    try:
+        server.start()
+        yield server
     finally:
-        process.kill()
-        process.wait()
+        server.end()

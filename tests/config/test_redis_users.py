@@ -1,21 +1,36 @@
 """The Redis of `config/redis`: the whole main path works under its users, and what they do not need is denied."""
 
 import asyncio
+import inspect
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from hashlib import sha256
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from loadtest.fleet import ROOT
-from shared.embedded_redis import find_redis_server
+from shared import scripts as scripts_module
+from shared.claim_script import ClaimCalls
+from shared.image_store import ImageStore
+from shared.mailbox import Mailbox
+from shared.protocol import Delta
+from shared.publisher import Publisher
+from shared.queue_entries import QueueEntries
+from shared.redis_client import create_redis
+from shared.redis_link import RedisSender
+from shared.registry import Registry
+from shared.request_claims import RequestClaims
+from shared.request_queue import RequestQueue
+from shared.scripts import Script
+from shared.settings import RedisSettings
+from tests import factories_queue
 from tests.config.redis_with_users import FOLDER, RedisWithUsers, run_redis
 from tests.factories_gateway import (
     CHAT,
@@ -25,21 +40,17 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
 )
 from tests.factories_pictures import data_url
+from tests.factories_queue import make_delta, make_finished, make_request, publication
 from tests.faults.processes import Process
 
-INSTALLED = Path(shutil.which("redis-server") or "/absent")
 USERS = (FOLDER / "users.acl").read_text().replace("\\\n", "")
 MODEL = "mock"
 SHA = "0" * 64
 
 
-@pytest.fixture(scope="module", params=["bundled", "installed"])
-def server(request, tmp_path_factory) -> Iterator[RedisWithUsers]:
-    """The Redis that comes with the project, and Debian's where it is installed."""
-    path = find_redis_server() if request.param == "bundled" else INSTALLED
-    if not path.exists() or (request.param == "installed" and path == find_redis_server()):
-        pytest.skip("no other redis-server is installed")
-    with run_redis(path, tmp_path_factory.mktemp("redis")) as server:
+@pytest.fixture(scope="module")
+def server(redis_program, tmp_path_factory) -> Iterator[RedisWithUsers]:
+    with run_redis(redis_program, tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
@@ -227,14 +238,54 @@ async def test_a_gateway_with_a_wrong_password_says_that_it_is_not_ready(server)
     assert (answer.status_code, answer.json()) == (503, {"status": "no redis"})
 
 
-def test_users_may_call_nothing_that_no_code_calls():
-    sources = [*(ROOT / "shared" / "lua").glob("*.lua"), *(ROOT / "shared").glob("*.py")]
-    called = set(re.findall(r"""['"]([A-Z]{3,})['"]""", "".join(p.read_text() for p in sources)))
-    for user in ("gateway", "worker"):
-        [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
-        commands = re.findall(r"\+(\S+)", line)
-        assert len(commands) > 10
-        assert [c for c in commands if not set(c.upper().split("|")) <= called] == []
+#: What each kind of process calls of the code that speaks to Redis, besides the sending itself.
+CALLED = {
+    "gateway": (
+        *(RequestQueue, Mailbox, ImageStore.put_all, ImageStore._put, ImageStore.release),
+        *(Registry.workers, Registry.models, Registry._members),
+    ),
+    "worker": (
+        *(RequestClaims, QueueEntries, Publisher, ClaimCalls, ImageStore.get),
+        *(Registry.announce, Registry.withdraw),
+    ),
+}
+CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own
+
+
+WORD = r"""['"]([A-Z]{3,})['"](?:,\s*['"]([A-Z]+)['"])?"""
+
+
+def commands_in(source: str, pattern: str = WORD) -> set[str]:
+    """What looks like a command, with the subcommand where the right is for that."""
+    found = re.findall(pattern, source)
+    return {f"{word}|{sub}" if word in CONTAINERS else word for word, sub in found}
+
+
+def commands_of_script(script: Script) -> set[str]:
+    """What it may call: functions of a prelude that this script does not use are left out."""
+    source = script.source
+    for function, name in re.findall(r"(?ms)^(local function (\w+)\(.*?^end$)", source):
+        if len(re.findall(rf"\b{name}\(", source)) == 1:
+            source = source.replace(function, "")
+    return commands_in(source, r"redis\.p?call\(\s*" + WORD)
+
+
+def commands_of(code) -> set[str]:
+    """The commands of a function or class, and those of each script that it names."""
+    source = inspect.getsource(code)
+    named = [s for name, s in vars(scripts_module).items() if re.search(rf"\b{name}\b", source)]
+    scripts = [script for script in named if isinstance(script, Script)]
+    return commands_in(source).union(*map(commands_of_script, scripts))
+
+
+@pytest.mark.parametrize("user", ["gateway", "worker"])
+def test_users_may_call_what_their_code_calls_and_nothing_else(server, user):
+    [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
+    allowed = {command.upper() for command in re.findall(r"\+(\S+)", line)}
+    called = commands_of(RedisSender.run).union(*map(commands_of, CALLED[user]))
+    with server.client("admin") as admin:
+        known = {name.upper() for name in admin.execute_command("COMMAND")}
+    assert allowed == {word for word in called if word.partition("|")[0] in known}
 
 
 def test_a_missing_password_stops_the_server(tmp_path):
@@ -244,3 +295,71 @@ def test_a_missing_password_stops_the_server(tmp_path):
     )  # fmt: skip
     assert done.returncode != 0
     assert "REDIS_GATEWAY_PASSWORD" in done.stderr
+
+
+@asynccontextmanager
+async def connect(server: RedisWithUsers, user: str) -> AsyncIterator[tuple[Redis, Redis]]:
+    """A user's clients as the processes make them: for commands, and for reads that wait."""
+    settings = RedisSettings(url=server.url(user))
+    clients = create_redis(settings), create_redis(settings, blocking=True)
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            await client.aclose()
+
+
+@asynccontextmanager
+async def open_queue(
+    server: RedisWithUsers,
+) -> AsyncIterator[tuple[RequestQueue, ImageStore, RequestClaims]]:
+    """What a gateway and a worker hold of the queue, each as its own user."""
+    async with connect(server, "gateway") as (gateway, _), connect(server, "worker") as workers:
+        queue, images = RequestQueue(gateway, "vlm"), ImageStore(gateway, "vlm")
+        claims = RequestClaims(
+            *workers, keys_prefix="vlm", model=factories_queue.MODEL, worker_id="w",
+            lease_s=10.0, max_attempts=3,
+        )  # fmt: skip
+        try:
+            yield queue, images, claims
+        finally:
+            for closes in (queue, images, claims):
+                await closes.close()
+
+
+def keys_that_never_expire(server: RedisWithUsers) -> list[bytes]:
+    with server.client("admin") as admin:
+        keys = list(admin.scan_iter())
+        assert keys
+        return [key for key in keys if admin.pttl(key) == -1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how):
+    """Requests that wait, one that runs, its tokens and pictures: all are there, and all will go away."""
+    waiting = {f"waits-{number}" for number in range(8)}
+    picture = b"picture"
+    digest = sha256(picture).hexdigest()
+    with run_redis(redis_program, tmp_path) as server:
+        async with open_queue(server) as (queue, images, worker):
+            await factories_queue.enqueue(queue, make_request(request_id="runs"))
+            await images.put_all([(digest, picture)], 60.0, "runs")
+            await worker.create_group()
+            [claim] = await worker.read(1, 1.0)
+            await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
+            for name in sorted(waiting):
+                await factories_queue.enqueue(queue, make_request(request_id=name))
+            server.end(how)
+            server.start()
+            assert keys_that_never_expire(server) == []
+        async with open_queue(server) as (queue, images, worker):
+            assert await images.get(digest) == picture
+            ends = publication(claim, 2, 2, make_delta(claim, 2, 7), make_finished(claim, 3))
+            assert await worker.publish([ends]) == {}
+            events = await queue.events(claim.request.model, "runs")
+            tokens = [t for event in events if isinstance(event, Delta) for t in event.token_ids]
+            assert tokens == [5, 6, 7]
+            claims = await worker.read(len(waiting), 1.0)
+            assert {claim.request.request_id for claim in claims} == waiting
+            assert {claim.attempt for claim in claims} == {1}
+            assert keys_that_never_expire(server) == []

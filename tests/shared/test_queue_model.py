@@ -7,7 +7,6 @@ form (`make faults`) the sequences are more and longer.
 
 import asyncio
 import os
-import shutil
 import signal
 import tempfile
 from collections import Counter
@@ -30,7 +29,7 @@ from hypothesis.stateful import (
 from redis import Redis as SyncRedis
 
 import shared.embedded_redis
-from shared.embedded_redis import EmbeddedRedis, find_redis_server
+from shared.embedded_redis import EmbeddedRedis
 from shared.protocol import Delta, ErrorCode, Failed, Finished, Priority, decode_events
 from shared.publication import Claim, Publication
 from shared.redis_client import create_redis
@@ -52,7 +51,6 @@ from tests.factories_queue import (
 IS_LONG = bool(os.environ.get("FAULTS_LONG"))
 MAX_ATTEMPTS = 3
 WORKERS = ("a", "b")
-INSTALLED = shutil.which("redis-server")
 
 
 @dataclass(slots=True)
@@ -553,21 +551,11 @@ class QueueMachine(RuleBasedStateMachine):
                 request.state = "failed"
 
 
-def _servers() -> list:
-    bundled = find_redis_server()
-    is_other = INSTALLED is not None and Path(INSTALLED).resolve() != bundled.resolve()
-    missing = pytest.mark.skip(reason="no redis-server besides the bundled one is installed")
-    return [
-        pytest.param(bundled, id="bundled"),
-        pytest.param(INSTALLED, id="installed", marks=[] if is_other else [missing]),
-    ]
-
-
-@pytest.fixture(scope="module", params=_servers())
-def own_server(request) -> Iterator[EmbeddedRedis]:
+@pytest.fixture(scope="module")
+def own_server(redis_program) -> Iterator[EmbeddedRedis]:
     """A server that the machine may kill."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory("-vlm-model") as folder:
-        patch.setattr(shared.embedded_redis, "find_redis_server", lambda: Path(request.param))
+        patch.setattr(shared.embedded_redis, "find_redis_server", lambda: redis_program)
         with EmbeddedRedis(Path(folder)) as server:
             yield server
 
