@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
-from gateway.admission import Admission
+from gateway.admission import Admission, HeldBody
 from gateway.afterwards import Afterwards
 from gateway.context import RequestContext, context_of
 from gateway.errors import ApiError, Overloaded, unavailable, unexpected
@@ -160,8 +160,8 @@ class ChatCompletions:
             run.model = card.name
             options = reply_options(request, context)
             if detach(context, request):
-                return await self._submit_detached(request, card, context, run, options)
-            return options, await self.intake.submit(request, card, context, run.clock)
+                return await self._submit_detached(request, card, context, run, options, held)
+            return options, await self.intake.submit(request, card, context, run.clock, held)
 
     async def _submit_detached(
         self,
@@ -170,6 +170,7 @@ class ChatCompletions:
         context: RequestContext,
         run: ChatRun,
         options: ReplyOptions,
+        held: HeldBody,
     ) -> tuple[ReplyOptions, Generation]:
         """Queue a request that outlives its connection, or follow it if it was sent before."""
         context.is_detached = True
@@ -182,7 +183,7 @@ class ChatCompletions:
             if await self.streams.is_known(context.id, found.model):
                 return options, self.streams.follow(context.id, found.model)
         try:
-            return options, await self.intake.submit(request, card, context, run.clock)
+            return options, await self.intake.submit(request, card, context, run.clock, held)
         except DuplicateRequest:  # queued by a try that was told nothing of it, or that came first
             return options, self.streams.follow(context.id, card.name)
         except QueueUnavailable:  # it may be queued: a retry finds out

@@ -6,7 +6,7 @@ holds the interpreter lock. It must not know Redis or the model.
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -46,18 +46,26 @@ class ImageLoader:
         self.fetcher = fetcher
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="image")
 
-    async def load_all(self, sources: Sequence[ImageSource]) -> list[LoadedImage]:
-        """Load pictures in their order. Raises: InvalidRequest that names the one refused."""
-        if not sources:
-            return []
-        if any(not _is_data(source.url) for source in sources):
-            return list(await asyncio.gather(*(self._load(source) for source in sources)))
-        return [await self._load(source) for source in sources]
+    async def load_all(
+        self, sources: Sequence[ImageSource], reserve: Callable[[int], None]
+    ) -> list[LoadedImage]:
+        """Load images in their order. `reserve` is told of bytes that are fetched, before they are kept.
 
-    async def _load(self, source: ImageSource) -> LoadedImage:
+        Raises: InvalidRequest that names the one refused; whatever `reserve` raises. The others are given up then.
+        """
+        if all(_is_data(source.url) for source in sources):
+            return [await self._load(source, reserve) for source in sources]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._load(source, reserve)) for source in sources]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
         try:
             if not _is_data(source.url):
-                data = await self._fetch(source.url)
+                data = await self._fetch(source.url, reserve)
             elif len(source.url) <= _INLINE_CHARS:
                 return self._from_data_url(source.url)
             else:
@@ -67,7 +75,7 @@ class ImageLoader:
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
 
-    async def _fetch(self, url: str) -> bytes:
+    async def _fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
         if not url[:8].lower().startswith(("http://", "https://")):
             raise ImageRefused("The image URL must be a data: URL.", code="invalid_image_url")
         if self.fetcher is None:
@@ -76,7 +84,7 @@ class ImageLoader:
                 "(the operator may set gateway.remote_images).",
                 code="invalid_image_url",
             )
-        return await self.fetcher.fetch(url)
+        return await self.fetcher.fetch(url, reserve)
 
     def _from_data_url(self, url: str) -> LoadedImage:
         comma = url.find(",", 0, 256)

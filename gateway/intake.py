@@ -96,6 +96,7 @@ class Intake:
         card: ModelCard,
         context: RequestContext,
         clock: StageClock,
+        held: HeldBody,
     ) -> Generation:
         """Queue one request per choice. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
         self.key_limits.check(card.name, context.cache_salt)
@@ -103,7 +104,7 @@ class Intake:
         sampling = translate_sampling(request, self.limits, seed=random.getrandbits(64))
         conversation = translate_messages(request.messages, self.limits)
         check_model(conversation, sampling, card)
-        images = await self._load_images(conversation.sources, clock)
+        images = await self._load_images(conversation.sources, clock, held)
         generate = GenerateRequest(
             request_id=context.id,
             reply_to=self.gateway_id,
@@ -160,13 +161,13 @@ class Intake:
         return generation
 
     async def _load_images(
-        self, sources: list[ImageSource], clock: StageClock
+        self, sources: list[ImageSource], clock: StageClock, held: HeldBody
     ) -> list[LoadedImage]:
         if not sources:
             return []
         began_at = time.perf_counter()
         try:
-            images = await self.loader.load_all(sources)
+            images = await self.loader.load_all(sources, held.add)
         except InvalidRequest:
             self.metrics.record_image("refused")
             raise

@@ -28,7 +28,7 @@ from shared.engine_settings import EngineSettings
 from shared.limits import LimitSettings
 from shared.settings_group import MIB, Group, split_items
 
-_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
 
@@ -83,7 +83,8 @@ class GatewaySettings(Group):
     )
     remote_images: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="Hosts from which pictures are fetched, comma separated, or `any-public`. None: no fetching.",
+        description="Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or "
+        "`any-public`. None: no fetching.",
     )
     image_fetch_timeout_s: float = Field(
         default=10.0, gt=0, description="Whole time for fetching one picture."
@@ -98,9 +99,11 @@ class GatewaySettings(Group):
     @field_validator("remote_images")
     @classmethod
     def check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        """Take host names only; no URLs, ports or wildcards. Raises: ValueError."""
+        """Take `host` and `host:port` only; no URLs or wildcards. Raises: ValueError."""
         if any(not _HOST.fullmatch(host) for host in hosts):
-            raise ValueError("name hosts, such as `pictures.example.com`, or `any-public`")
+            raise ValueError(
+                "name hosts, such as `images.example.com` or `images.example.com:8443`, or `any-public`"
+            )
         return hosts
 
 

@@ -1,9 +1,11 @@
 """Pictures at the door: headers read without decoding, strict base64, bounds."""
 
+import asyncio
 import base64
 import io
 import struct
 import zlib
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from gateway.errors import InvalidRequest
 from gateway.image_header import ImageRefused, check_header, read_header
 from gateway.images import ImageLoader, ImageSource, decode_base64
 from shared.limits import LimitSettings
-from tests.factories_pictures import data_url, encoded
+from tests.factories_pictures import data_url, encoded, ignore
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 300), (640, 480), (3000, 17)])
@@ -97,7 +99,7 @@ async def test_large_pictures_are_decoded_off_the_event_loop():
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     assert len(url) > 256 * 1024
     loader = ImageLoader(LimitSettings(), None)
-    [image] = await loader.load_all([ImageSource(url, "p")])
+    [image] = await loader.load_all([ImageSource(url, "p")], ignore)
     loader.close()
     assert image.data == buffer.getvalue()
     assert (image.ref.width, image.ref.height) == (700, 700)
@@ -106,7 +108,7 @@ async def test_large_pictures_are_decoded_off_the_event_loop():
 async def test_the_bytes_decide_and_not_the_media_type():
     loader = ImageLoader(LimitSettings(), None)
     url = data_url(format="JPEG").replace("image/jpeg", "IMAGE/PNG;name=x")
-    [image] = await loader.load_all([ImageSource(url, "p")])
+    [image] = await loader.load_all([ImageSource(url, "p")], ignore)
     loader.close()
     assert image.ref.media_type == "image/jpeg"
 
@@ -114,7 +116,38 @@ async def test_the_bytes_decide_and_not_the_media_type():
 async def test_a_refused_picture_is_named():
     loader = ImageLoader(LimitSettings(max_image_bytes=10), None)
     with pytest.raises(InvalidRequest) as raised:
-        await loader.load_all([ImageSource(data_url(), "messages.[3].content.[1].image_url")])
+        await loader.load_all(
+            [ImageSource(data_url(), "messages.[3].content.[1].image_url")], ignore
+        )
     loader.close()
     assert raised.value.param == "messages.[3].content.[1].image_url"
     assert raised.value.code == "image_too_large"
+
+
+class SlowFetcher:
+    """Stands in for `ImageFetcher`: `missing` is refused at once, others are never there."""
+
+    def __init__(self) -> None:
+        self.num_started = self.num_cancelled = 0
+
+    async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+        self.num_started += 1
+        if "missing" in url:
+            raise ImageRefused("no")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+async def test_the_siblings_of_a_refused_picture_are_given_up():
+    fetcher = SlowFetcher()
+    loader = ImageLoader(LimitSettings(), fetcher)  # type: ignore[arg-type]
+    sources = [ImageSource(f"http://x.example/{name}", name) for name in ("a", "missing", "b")]
+    with pytest.raises(InvalidRequest) as raised:
+        async with asyncio.timeout(5):
+            await loader.load_all(sources, ignore)
+    loader.close()
+    assert raised.value.param == "missing"
+    assert fetcher.num_cancelled == fetcher.num_started - 1 >= 1
