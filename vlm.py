@@ -56,10 +56,14 @@ def takes_settings(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def call(**values: Any) -> None:
-            overrides: dict[str, dict[str, Any]] = {}
+            overrides: dict[str, Any] = {}
             for group, flags in groups.items():
                 given = {field: values.pop(f"{group}_{field}") for field in flags}
                 overrides[group] = {name: v for name, v in given.items() if v is not None}
+            if values.get("die_with_parent"):
+                overrides["_env_file"] = (
+                    None  # its parent has read it, and hands on what is its own
+                )
             command(settings=load_settings(**overrides), **values)
 
         own = dict(signature(command).parameters)

@@ -34,6 +34,10 @@ class InvalidRequest(EngineError):
     """A parameter that this model cannot honour, such as a biased token outside its vocabulary."""
 
 
+class EngineStartError(Exception):
+    """Base of what making an engine raises where the operator is to mend it; the message says how."""
+
+
 class SequenceFailure(Exception):
     """A step failed because of one sequence, which alone ends; the others are computed again.
 

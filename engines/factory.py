@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engines.base import Engine, EngineConfig
+from engines.base import Engine, EngineConfig, EngineStartError
 from engines.mock import MockConfig, create_mock_engine
 from engines.runner import Processor
 from shared.protocol import ModelCard
@@ -47,7 +47,7 @@ class LoadedEngine:
 def create_engine(spec: EngineSpec) -> LoadedEngine:
     """Make the engine that the specification asks for; blocks until it can serve.
 
-    Raises: whatever loading the model raises; its message names what is wrong.
+    Raises: EngineStartError, with a message that says what to do.
     """
     if spec.kind == "mock":
         engine, processor = create_mock_engine(spec.config, spec.mock)
@@ -59,6 +59,11 @@ def create_engine(spec: EngineSpec) -> LoadedEngine:
             tokens_per_image=processor.tokens_per_image,
         )
         return LoadedEngine(engine, processor, card)
-    from engines.torch_backend.load import load_engine  # noqa: PLC0415 - torch only when asked for
-
+    try:
+        from engines.torch_backend.load import load_engine  # noqa: PLC0415 - only when asked for
+    except ModuleNotFoundError as error:
+        raise EngineStartError(
+            f"the torch engine needs the package {error.name!r}: "
+            "pip install 'vlm-fleet[torch]', or take --engine mock"
+        ) from None
     return load_engine(spec)

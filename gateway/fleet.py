@@ -26,7 +26,14 @@ STABLE_AFTER_S = 60.0
 
 
 class FleetError(Exception):
-    """The fleet could not start or had to stop; the message says why and what to do next."""
+    """The fleet could not start or had to stop; the message says why and what to do next.
+
+    `exit_code` is what `vlm serve` ends with. An empty message: the process that failed has said it.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(slots=True)
@@ -46,7 +53,7 @@ class Child:
         self.started_at = time.monotonic()
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "vlm", *self.arguments, "--die-with-parent"),
-            env={**os.environ, **self.environment},
+            env=self.environment,
             cwd=Path.cwd(),
             start_new_session=True,
         )
@@ -73,6 +80,7 @@ class Fleet:
     url: str
     stop_within_s: float
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    was_ready: bool = False
 
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Start all, call `on_ready` when the gateway can answer, stop all at the end. Raises: FleetError."""
@@ -86,24 +94,26 @@ class Fleet:
                 for task in (*watchers, ready):
                     task.cancel()
         except* FleetError as group:
-            raise FleetError(str(group.exceptions[0])) from None
+            raise group.exceptions[0] from None
         finally:
             await self.stop()
 
     async def _announce(self, on_ready: Callable[[], None]) -> None:
         await wait_until_ready(self.url)
+        self.was_ready = True
         on_ready()
 
     async def _watch(self, child: Child) -> None:
         while True:
             assert child.process is not None
             code = await child.process.wait()
+            # Later, the same code of a worker has a cause that may pass, such as too little free memory.
+            if code == os.EX_CONFIG and not self.was_ready:
+                raise FleetError("", exit_code=code)
             if not child.restart:
                 raise FleetError(
                     f"{child.name} ended with exit code {code}; its last lines say why"
                 )
-            if code == os.EX_CONFIG:
-                raise FleetError(f"{child.name} cannot start; its last lines say why")
             pause_s = child.next_pause_s()
             logger.warning("%s ended with exit code %s; again in %.1f s", child.name, code, pause_s)
             await asyncio.sleep(pause_s)

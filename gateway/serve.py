@@ -16,11 +16,18 @@ from rich.panel import Panel
 from gateway.fleet import Child, Fleet, FleetError, check_port_free, free_port, stop_on_signals
 from shared.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from shared.logs import setup_logging
-from shared.settings import LogSettings, Settings
+from shared.settings import PREFIX, LogSettings, Settings
 from shared.settings_loading import to_environment
 
 SAMPLE = Path(__file__).parent.parent / "engines" / "shapes" / "samples" / "shapes.png"
 GRACE_S = 5.0
+
+SHARED_GROUPS = frozenset({"redis", "limits", "logs", "traces"})
+GATEWAY_GROUPS = SHARED_GROUPS | {"gateway"}
+WORKER_GROUPS = SHARED_GROUPS | {"worker", "engine"}
+#: Variables that only a worker reads, and that only a client on this machine does.
+HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"})
+CLIENT_SECRETS = frozenset({"API_KEY", "OPENAI_API_KEY"})
 
 console = Console(stderr=True, highlight=False)
 logger = logging.getLogger(__name__)
@@ -39,8 +46,9 @@ def run_fleet(settings: Settings, num_workers: int, data_dir: Path | None) -> in
                 )
             asyncio.run(_run(settings, num_workers))
     except (FleetError, EmbeddedRedisError) as error:
-        console.print(f"[red]{error}[/red]")
-        return 1
+        if str(error):
+            console.print(str(error), style="red", markup=False)
+        return error.exit_code if isinstance(error, FleetError) else 1
     return 0
 
 
@@ -86,8 +94,8 @@ async def _run(settings: Settings, num_workers: int) -> None:
 
 def create_fleet(settings: Settings, num_workers: int) -> Fleet:
     """The processes that these settings ask for. Threads are shared out among the workers."""
-    environment = to_environment(settings)
-    worker_environment = dict(environment)
+    worker_environment = child_environment(settings, WORKER_GROUPS)
+    gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
     if num_workers > 1 and settings.engine.num_threads == 0:
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
@@ -95,9 +103,31 @@ def create_fleet(settings: Settings, num_workers: int) -> Fleet:
         Child(f"worker {index + 1}", ["worker"], worker_environment, restart=True)
         for index in range(num_workers)
     ]
-    gateway = Child("gateway", ["gateway"], environment, restart=False)
+    gateway = Child("gateway", ["gateway"], gateway_environment, restart=False)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
     return Fleet([*workers, gateway], base_url(settings), drain_s + GRACE_S)
+
+
+def child_environment(
+    settings: Settings, groups: frozenset[str], secrets: frozenset[str] = frozenset()
+) -> dict[str, str]:
+    """The environment of a child: ours without `secrets` and clients' keys, and its groups of the settings.
+
+    A child reads no other source: `.env` and the file of `VLM_CONFIG` hold what is not its own.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(PREFIX) and name not in secrets | CLIENT_SECRETS
+    }
+    own = settings.model_copy(
+        update={
+            name: field.default
+            for name, field in type(settings).model_fields.items()
+            if name not in groups
+        }
+    )
+    return inherited | to_environment(own)
 
 
 def base_url(settings: Settings) -> str:

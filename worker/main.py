@@ -17,7 +17,7 @@ from secrets import token_hex
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from engines.base import EngineConfig
+from engines.base import EngineConfig, EngineStartError
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.mock import MockConfig
 from engines.picture_decoder import Decode, decode_image
@@ -26,7 +26,7 @@ from shared.image_store import ImageStore
 from shared.redis_client import create_redis
 from shared.registry import Registry
 from shared.request_claims import RequestClaims
-from shared.settings import Settings
+from shared.settings import Settings, SettingsError
 from shared.tracing import create_tracer
 from worker.decoder_pool import DecoderPool
 from worker.engine_thread import EngineBroken, EngineThread, News
@@ -50,6 +50,9 @@ def run_worker(settings: Settings) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         uvloop.run(WorkerProcess(settings).run())
+    except (EngineStartError, SettingsError) as error:
+        logger.critical("%s", error)
+        return os.EX_CONFIG
     except EngineBroken as error:
         logger.critical("%s; ending, so that others continue the requests", error)
         return EXIT_BROKEN
@@ -104,7 +107,7 @@ class WorkerProcess:
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
-        """Load the engine, serve, stop on a signal. Raises: EngineBroken, and what loading raises."""
+        """Load the engine, serve, stop on a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
         self._handle_signals()
         async with AsyncExitStack() as stack:
             port = await self._start_health(stack)
@@ -132,7 +135,14 @@ class WorkerProcess:
 
     async def _start_health(self, stack: AsyncExitStack) -> int:
         server = HealthServer(self._is_alive, self._is_ready, lambda: self._registry)
-        await server.start(self._settings.worker.health_host, self._settings.worker.health_port)
+        host, port = self._settings.worker.health_host, self._settings.worker.health_port
+        try:
+            await server.start(host, port)
+        except OSError as error:
+            raise SettingsError(
+                f"VLM_WORKER__HEALTH_PORT: cannot listen on {host}:{port} ({error.strerror}); "
+                "give another port, or 0 for a free one"
+            ) from None
         stack.push_async_callback(server.close)
         return server.port
 

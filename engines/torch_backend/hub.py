@@ -21,6 +21,8 @@ from huggingface_hub.errors import (
 )
 from tqdm.auto import tqdm
 
+from engines.base import EngineStartError
+
 BUILT_IN = {"shapes": Path(__file__).parent.parent / "shapes" / "checkpoint"}
 #: Root files only: other folders hold the same model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
@@ -31,7 +33,7 @@ _RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
 Report = Callable[[float], None]
 
 
-class ModelUnavailable(Exception):
+class ModelUnavailable(EngineStartError):
     """The model's files cannot be had; the message says why and what to do."""
 
 
@@ -58,8 +60,8 @@ def resolve_model(model: str, report: Report | None = None) -> Path:
     if match := _HUB_ID.fullmatch(model):
         return _fetch(match["repo"], match["revision"], report)
     raise ModelUnavailable(
-        f"model {model!r} is no directory, no built-in name ({', '.join(BUILT_IN)}) "
-        "and no hub id such as llava-hf/llava-1.5-7b-hf"
+        f"model {model!r} is unknown: give a built-in name ({', '.join(BUILT_IN)}), a directory, "
+        "or a hub id as org/name[@revision], such as llava-hf/llava-1.5-7b-hf"
     )
 
 

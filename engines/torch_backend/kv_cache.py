@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.base import EngineConfig
+from engines.base import EngineConfig, EngineStartError
 from engines.torch_backend.models.config import TextConfig
 
 #: share of the memory left after loading that the pool may take when nobody says
@@ -22,7 +22,7 @@ FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
 SCALE_DTYPE = torch.float32
 
 
-class KVCacheTooSmall(Exception):
+class KVCacheTooSmall(EngineStartError):
     """The pool cannot hold one sequence of the context length asked for, or memory not the pool asked for."""
 
 
@@ -52,11 +52,11 @@ def plan_kv_cache(
     """Size the pool: as told, else for one full batch of whole contexts, within free memory.
 
     A context length that nobody asked for is lowered to what fits.
-    Raises: KVCacheTooSmall, with the numbers; ValueError for a context longer than the model's own.
+    Raises: KVCacheTooSmall, with the numbers; EngineStartError for a context longer than the model's own.
     """
     if (engine.max_model_len or 0) > text.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {engine.max_model_len} is beyond the model's context of "
+        raise EngineStartError(
+            f"max_model_len {engine.max_model_len} is beyond the model's context; ask for at most "
             f"{text.max_position_embeddings} tokens"
         )
     storage = kv_storage_dtype(engine.kv_dtype, dtype)

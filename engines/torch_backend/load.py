@@ -3,6 +3,7 @@
 Called by the engine factory. It must not know the queue or settings.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from engines.base import EngineStartError
 from engines.chat_template import LLAVA_TEMPLATE, ChatTemplate, UnusableTemplate, read_chat_template
 from engines.engine import BatchingEngine
 from engines.factory import EngineSpec, LoadedEngine, Progress
@@ -36,7 +38,7 @@ _FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # flags of /proc/cpuinfo; 
 def load_engine(spec: EngineSpec) -> LoadedEngine:
     """Make the engine of a model; blocks until it has answered a warm-up.
 
-    Raises: ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall, ValueError.
+    Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
     """
     phases = _Phases(spec.progress)
     device = choose_device(spec.device)
@@ -90,12 +92,17 @@ def create_processor(directory: Path, config: VLMConfig) -> TorchProcessor:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one. Raises: ValueError for a device that is not there."""
+    """`auto` takes a GPU if there is one. Raises: EngineStartError for a device that is not there."""
+    num_gpus = torch.cuda.device_count()
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise EngineStartError(f"device {name!r} is unknown: give auto, cpu, cuda or cuda:N")
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name} is not there; torch sees {torch.cuda.device_count()} GPUs")
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise EngineStartError(
+            f"device {name} is not there: torch sees {num_gpus} GPUs; give another, or auto"
+        )
     return device
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engines.base import EngineStartError
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.kernels_cpp.packed_linear import pack_linears, pack_tower
 from engines.torch_backend.memory import free_bytes
@@ -23,7 +24,7 @@ from engines.torch_backend.stored_tensors import StoredTensor, list_tensors
 _MAX_NAMES = 5  # in messages
 
 
-class ModelTooLarge(Exception):
+class ModelTooLarge(EngineStartError):
     """The weights do not fit the device's memory; the message has the numbers and what would fit."""
 
 

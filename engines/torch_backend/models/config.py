@@ -6,6 +6,8 @@ Used by the model code, the loader and the checkpoint maker. Knows no tensors an
 from dataclasses import dataclass
 from typing import Literal
 
+from engines.base import EngineStartError
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
@@ -78,5 +80,5 @@ class VLMConfig:
         return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
 
 
-class UnsupportedCheckpoint(Exception):
+class UnsupportedCheckpoint(EngineStartError):
     """The checkpoint is not one that this backend can run; the message says why and what would do."""

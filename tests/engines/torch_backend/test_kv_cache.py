@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.base import EngineConfig
+from engines.base import EngineConfig, EngineStartError
 from engines.torch_backend.kv_cache import (
     KVCachePool,
     KVCacheTooSmall,
@@ -65,7 +65,7 @@ def test_more_than_is_free_is_refused_with_numbers(asked):
 
 
 def test_a_context_longer_than_the_models_own_is_refused():
-    with pytest.raises(ValueError, match=r"257 .* 256"):
+    with pytest.raises(EngineStartError, match=r"257 .* 256"):
         plan(max_model_len=257)
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from engines.base import EngineConfig, EngineRequest
+from engines.base import EngineConfig, EngineRequest, EngineStartError
 from engines.factory import EngineSpec, LoadedEngine, create_engine
 from engines.torch_backend import load as module
 from engines.torch_backend.hub import ModelUnavailable
@@ -209,7 +209,7 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="cuda:99 is not there"):
+    with pytest.raises(EngineStartError, match="cuda:99 is not there"):
         choose_device("cuda:99")
 
 

@@ -1,0 +1,93 @@
+"""What a person sees who asks `vlm serve` for something that cannot run: one sentence, at once, exit code 78."""
+
+import os
+import time
+
+import pytest
+
+from tests.integration.fleet_process import run_vlm, start_fleet
+
+CANNOT_START = os.EX_CONFIG
+WITHIN_S = 45  # of a busy machine; most of it is importing torch
+
+
+def run_serve(tmp_path, *arguments: str):
+    return run_vlm("serve", "--port", "0", "--data-dir", str(tmp_path / "redis"), *arguments)
+
+
+def sentences(stderr: str) -> list[str]:
+    """Lines that say something; the animation of the start is none."""
+    return [line for line in stderr.splitlines() if line.strip() and "starting " not in line]
+
+
+def test_a_misspelled_model_is_one_sentence_with_what_to_do(tmp_path):
+    started = time.monotonic()
+    done = run_serve(tmp_path, "--model", "typo")
+    assert time.monotonic() - started < WITHIN_S
+    assert done.returncode == CANNOT_START
+    [sentence] = sentences(done.stderr)
+    for word in ("typo", "shapes", "directory", "org/name"):
+        assert word in sentence
+
+
+def test_a_checkpoint_that_cannot_be_run_is_one_sentence(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text('{"model_type": "gpt2"}')
+    done = run_serve(tmp_path, "--model", str(checkpoint))
+    assert done.returncode == CANNOT_START
+    [sentence] = sentences(done.stderr)
+    assert "gpt2" in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--engine", "mock", "--host", "0.0.0.0"], "API_KEYS"),
+        (["--engine", "mock", "--max-model-len", "1"], "MAX_MODEL_LEN"),
+    ],
+)
+def test_bad_settings_are_named_once(tmp_path, arguments, named):
+    done = run_serve(tmp_path, *arguments)
+    assert done.returncode == CANNOT_START
+    assert done.stderr.count(named) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "exit code" not in done.stderr
+
+
+def environment_of(process) -> dict[str, str]:
+    """What /proc/PID/environ holds."""
+    return process.environ()
+
+
+def test_each_process_has_only_its_own_secrets(tmp_path, monkeypatch):
+    (tmp_path / "vlm.yaml").write_text("gateway: {api_keys: key-of-the-file}\n")
+    shared = {"OTEL_SERVICE_NAME": "mine", "CUDA_VISIBLE_DEVICES": "0", "PATH": os.environ["PATH"]}
+    served = start_fleet(
+        tmp_path / "redis",
+        **shared,
+        VLM_CONFIG=str(tmp_path / "vlm.yaml"),
+        VLM_GATEWAY__API_KEYS="key-of-the-environment",
+        OPENAI_API_KEY="key-of-the-environment",
+        API_KEY="key-of-the-environment",
+        HF_TOKEN="token-of-the-hub",
+        VLM_WORKER__ID="named",
+        VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="3",
+    )
+    try:
+        worker = environment_of(served.child("worker"))
+        gateway = environment_of(served.child("gateway"))
+        with served.client() as client:
+            assert client.get("/v1/models").status_code == 401
+    finally:
+        served.end()
+    assert not any("key-of" in value for value in worker.values())
+    assert not any(name.startswith("VLM_GATEWAY") or name == "VLM_CONFIG" for name in worker)
+    assert worker["HF_TOKEN"] == "token-of-the-hub"
+    assert worker["VLM_WORKER__ID"] == "named"
+    assert worker["VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS"] == "3"
+    assert gateway["VLM_GATEWAY__API_KEYS"] == "key-of-the-environment"
+    assert not any("token-of" in value for value in gateway.values())
+    assert not any(name.startswith(("VLM_WORKER", "VLM_ENGINE")) for name in gateway)
+    for name, value in shared.items():
+        assert worker[name] == gateway[name] == value
