@@ -1,15 +1,17 @@
 """One connection to Redis on which many commands travel at once, and the gathering of them.
 
-redis-py spends more on a command than Redis does. Here all commands of a loop turn are one write, hiredis
-packs and parses, and one timer guards the whole exchange. Addresses and credentials come from redis-py's
-client; nothing here knows keys or what scripts mean.
+redis-py spends more on a command than Redis does. Here the commands of a loop turn are one write, up to a size, and
+hiredis packs and parses. A connection is given up when nothing has moved on it for the time of a command, however
+much there is to send or to read. Addresses and credentials come from redis-py's client; nothing here knows keys or
+what scripts mean.
 """
 
 import asyncio
+import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import hiredis
 from redis.asyncio import Redis, SSLConnection
@@ -26,8 +28,13 @@ from shared.scripts import Script
 
 Part = str | bytes | int
 Command = Sequence[Part]
-Done = Callable[[list[Any] | Exception], None]
-Call = tuple[Command, asyncio.Future[Any]]
+#: Hears replies in their order as they come, or once why no more do.
+Hear = Callable[[Sequence[Any], Exception | None], None]
+
+#: Commands share a write up to so many bytes: more would wait for each other, and fail together.
+MAX_WRITE_BYTES = 256 * 1024
+#: What the kernel may hold of a write. Nobody sees it move, so it has to pass within the time of a command.
+MAX_UNSEEN_BYTES = 512 * 1024
 
 _ERRORS: dict[str, type[Exception]] = {
     "NOSCRIPT": NoScriptError,
@@ -39,6 +46,10 @@ _ERRORS: dict[str, type[Exception]] = {
 
 #: hiredis declares a tuple of one part; any number is right.
 _pack: Callable[[tuple[Part, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
+
+
+def _pack_all(commands: Sequence[Command]) -> list[bytes]:
+    return [_pack(tuple(command)) for command in commands]
 
 
 def _to_error(message: str) -> Exception:
@@ -53,10 +64,14 @@ class _Wire(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._parser = hiredis.Reader(replyError=_to_error)
-        self._replies: list[Any] = []
         self._num_wanted = 0
-        self._done: Done | None = None
+        self._hear: Hear | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timeout_s = 0.0
+        self._moved_at = 0.0  #: by the loop's clock: bytes were taken or came
+        self._unwritten = memoryview(b"")
+        self._is_paused = False
+        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
 
     @property
@@ -67,24 +82,30 @@ class _Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop has a connection for us."""
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)  # else uvloop keeps writes to a turn's end
+        # Next to nothing is buffered, else uvloop keeps writes to a turn's end; with 0, TLS would pause for nothing.
+        self._transport.set_write_buffer_limits(high=1, low=0)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSEEN_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        """Gather replies; the last one that is wanted ends the exchange."""
+        """Pass replies on; the last one that is wanted ends the exchange."""
+        self._moved_at = self._loop.time()
         self._parser.feed(data)
+        replies: list[Any] = []
         try:
             while (reply := self._parser.gets()) is not False:
-                self._replies.append(reply)
+                replies.append(reply)
         except hiredis.ProtocolError as error:
             self.fail(ConnectionError(f"not the protocol of Redis: {error}"))
             return
-        if self._done is None:
+        if len(replies) > self._num_wanted:
             self.fail(ConnectionError("Redis answers what nobody asked"))
-        elif len(self._replies) >= self._num_wanted:
-            replies, self._replies = self._replies, []
+        elif replies:
             if any(isinstance(reply, ConnectionError) for reply in replies):
                 self._hang_up()
-            self._finish(replies)
+            self._num_wanted -= len(replies)
+            self._tell(replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits learns that no reply comes."""
@@ -93,34 +114,72 @@ class _Wire(asyncio.Protocol):
     def fail(self, error: Exception) -> None:
         """Close, and let whoever waits know why."""
         self._hang_up()
-        self._finish(error)
+        self._num_wanted = 0
+        self._tell((), error)
 
     def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
-    def _finish(self, result: list[Any] | Exception) -> None:
-        done, self._done = self._done, None
-        if self._timer is not None:
-            self._timer.cancel()
-        if done is not None:
-            done(result)
+    def _tell(self, replies: Sequence[Any], failure: Exception | None = None) -> None:
+        hear = self._hear
+        if self._num_wanted == 0:
+            self._hear = None
+            self._unwritten = memoryview(b"")
+            if self._timer is not None:
+                self._timer.cancel()
+        if hear is not None:
+            hear(replies, failure)
 
-    def start(self, commands: Sequence[Command], timeout_s: float, done: Done) -> None:
-        """Send commands; `done` gets their replies, or what went wrong."""
+    def start(self, packed: Sequence[bytes], timeout_s: float, hear: Hear) -> None:
+        """Send commands; `hear` gets their replies, or what went wrong."""
+        self._hear = hear
+        self._num_wanted = len(packed)
+        self._timeout_s = timeout_s
+        self._moved_at = self._loop.time()
+        self._timer = self._loop.call_later(timeout_s, self._look)
+        self._unwritten = memoryview(b"".join(packed) if len(packed) > 1 else packed[0])
+        self._write()
+
+    def _write(self) -> None:
+        """As much as the kernel takes, by pieces: each that it has taken is a sign of life."""
         assert self._transport is not None
-        self._done = done
-        self._num_wanted = len(commands)
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
-        self._transport.write(b"".join([_pack(tuple(command)) for command in commands]))
+        while self._unwritten and not self._is_paused:
+            piece, self._unwritten = (
+                self._unwritten[:MAX_WRITE_BYTES],
+                self._unwritten[MAX_WRITE_BYTES:],
+            )
+            self._transport.write(piece)
 
-    def _give_up(self) -> None:
-        self.fail(TimeoutError("Redis did not answer in time"))
+    def pause_writing(self) -> None:
+        """The kernel has enough for now."""
+        self._is_paused = True
 
-    async def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+    def resume_writing(self) -> None:
+        """The kernel has taken what it was given."""
+        self._is_paused = False
+        self._moved_at = self._loop.time()
+        self._write()
+
+    def _look(self) -> None:
+        """Give up if nothing has moved; else look again when it could have stood still long enough."""
+        left_s = self._moved_at + self._timeout_s - self._loop.time()
+        if left_s > 1e-3:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self.fail(TimeoutError("Redis did not answer in time"))
+
+    async def exchange(self, packed: Sequence[bytes], timeout_s: float) -> list[Any]:
         """`start`, awaited. Raises: ConnectionError, TimeoutError (of redis)."""
-        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self.start(commands, timeout_s, partial(_set, answer))
+        answer: asyncio.Future[list[Any]] = self._loop.create_future()
+        gathered: list[Any] = []
+
+        def hear(replies: Sequence[Any], failure: Exception | None) -> None:
+            gathered.extend(replies)
+            if failure is not None or len(gathered) == len(packed):
+                _set(answer, failure or gathered)
+
+        self.start(packed, timeout_s, hear)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -144,7 +203,7 @@ class RedisLink:
         pool = redis.connection_pool
         self._options: Mapping[str, Any] = pool.connection_kwargs
         self._is_tls = issubclass(pool.connection_class, SSLConnection)
-        self._timeout_s: float = self._options["socket_timeout"]
+        self.timeout_s: float = self._options["socket_timeout"]  #: how long nothing may move
         self._wire: _Wire | None = None
 
     async def exchange(self, commands: Sequence[Command]) -> list[Any]:
@@ -152,17 +211,15 @@ class RedisLink:
 
         Raises: ConnectionError, TimeoutError (of redis); the connection is closed then.
         """
-        wire = self._wire
-        if wire is None or not wire.is_open:
-            wire = self._wire = await self._connect()
-        return await wire.exchange(commands, self._timeout_s)
+        wire = await self.connect()
+        return await wire.exchange(_pack_all(commands), self.timeout_s)
 
-    def start(self, commands: Sequence[Command], done: Done) -> bool:
-        """`exchange` without a task: `done` gets what it would return or raise. False if not connected."""
+    def start(self, packed: Sequence[bytes], hear: Hear) -> bool:
+        """Send packed commands without a task: `hear` gets what comes. False if not connected."""
         wire = self._wire
         if wire is None or not wire.is_open:
             return False
-        wire.start(commands, self._timeout_s, done)
+        wire.start(packed, self.timeout_s, hear)
         return True
 
     async def execute(self, *command: Part) -> Any:
@@ -177,6 +234,12 @@ class RedisLink:
         if self._wire is not None:
             self._wire.fail(ConnectionError("closed"))
 
+    async def connect(self) -> _Wire:
+        """The open connection, or a new one. Raises: ConnectionError, TimeoutError (of redis)."""
+        if self._wire is None or not self._wire.is_open:
+            self._wire = await self._connect()
+        return self._wire
+
     async def _connect(self) -> _Wire:
         timeout_s = self._options["socket_connect_timeout"]
         try:
@@ -186,7 +249,7 @@ class RedisLink:
             raise ConnectionError(f"cannot connect to Redis: {error or 'timeout'}") from error
         greeting = self._greeting()
         if greeting:
-            for reply in await wire.exchange(greeting, timeout_s):
+            for reply in await wire.exchange(_pack_all(greeting), timeout_s):
                 if isinstance(reply, Exception):
                     wire.fail(reply)
                     raise ConnectionError(f"Redis refuses the connection: {reply}")
@@ -223,13 +286,24 @@ class RedisLink:
         return greeting
 
 
+class _Call(NamedTuple):
+    """A command, who waits for its reply, and since when (by the loop's clock)."""
+
+    command: Command
+    future: asyncio.Future[Any]
+    since: float
+
+
 class RedisSender:
-    """Gathers the commands of many callers: those of one loop turn, or of one round trip, share a write."""
+    """Gathers the commands of many callers: those of one loop turn, or of one round trip, share a write.
+
+    A command that is still to be sent when its caller leaves is not sent.
+    """
 
     def __init__(self, redis: Redis) -> None:
         self._link = RedisLink(redis)
-        self._waiting: list[Call] = []
-        self._sent: list[Call] = []
+        self._waiting: deque[_Call] = deque()
+        self._sent: deque[_Call] = deque()
         self._is_sending = False
         self._connecting: asyncio.Task[None] | None = None
 
@@ -237,7 +311,7 @@ class RedisSender:
         """One command. Raises: RedisError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((command, future))
+        self._waiting.append(_Call(command, future, loop.time()))
         if not self._is_sending:
             self._is_sending = True
             loop.call_soon(self._send)
@@ -251,33 +325,59 @@ class RedisSender:
             return await self.execute("EVAL", script.source, len(keys), *keys, *arguments)
 
     def _send(self) -> None:
-        """Send what waits. What comes while it is under way goes with the next write."""
-        self._sent, self._waiting = self._waiting, []
-        if not self._sent:
+        """Send of what waits as much as shares a write. What comes meanwhile goes with a later one."""
+        packed = self._pack_next()
+        if not packed:
             self._is_sending = False
-            return
-        commands = [command for command, _ in self._sent]
-        if not self._link.start(commands, self._settle):
-            self._connecting = asyncio.create_task(self._connect_and_send(commands))
+        elif not self._link.start(packed, self._hear):
+            self._connecting = asyncio.create_task(self._connect_and_send(packed))
 
-    async def _connect_and_send(self, commands: Sequence[Command]) -> None:
-        result: list[Any] | Exception
+    def _pack_next(self) -> list[bytes]:
+        packed: list[bytes] = []
+        num_bytes = 0
+        while self._waiting and num_bytes < MAX_WRITE_BYTES:
+            call = self._waiting.popleft()
+            if not call.future.done():
+                packed.append(_pack(tuple(call.command)))
+                num_bytes += len(packed[-1])
+                self._sent.append(call)
+        return packed
+
+    async def _connect_and_send(self, packed: Sequence[bytes]) -> None:
         try:
-            result = await self._link.exchange(commands)
-        except Exception as error:
-            result = error
-        self._settle(result)
+            await self._link.connect()
+        except Exception as error:  # all who wait would fare the same
+            self._fail([*self._sent, *self._waiting], error)
+            self._waiting.clear()
+            self._sent.clear()
+            self._send()
+            return
+        if not self._link.start(packed, self._hear):
+            self._hear((), ConnectionError("Redis closed the connection"))
 
-    def _settle(self, result: list[Any] | Exception) -> None:
-        replies = [result] * len(self._sent) if isinstance(result, Exception) else result
-        for (_, future), reply in zip(self._sent, replies, strict=True):
-            _set(future, reply)
-        self._send()
+    def _hear(self, replies: Sequence[Any], failure: Exception | None) -> None:
+        for reply in replies:
+            _set(self._sent.popleft().future, reply)
+        if failure is not None:
+            self._fail(self._sent, failure)
+            self._sent.clear()
+            if isinstance(
+                failure, TimeoutError
+            ):  # those behind have waited for a sign of life as long
+                before = asyncio.get_running_loop().time() - self._link.timeout_s
+                while self._waiting and self._waiting[0].since <= before:
+                    _set(self._waiting.popleft().future, failure)
+        if not self._sent:
+            self._send()
+
+    def _fail(self, calls: Iterable[_Call], error: Exception) -> None:
+        for call in calls:
+            _set(call.future, error)
 
     async def close(self) -> None:
         """Hang up. Commands under way fail as cancelled."""
-        for _, future in (*self._sent, *self._waiting):
-            future.cancel()
+        for call in (*self._sent, *self._waiting):
+            call.future.cancel()
         self._waiting.clear()
         if self._connecting is not None:
             self._connecting.cancel()

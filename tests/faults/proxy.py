@@ -6,6 +6,7 @@ It stands between processes and Redis; it must not know what they say, only whic
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,9 @@ class FaultProxy:
         self.target = target
         self.port = 0
         self.latency_s = 0.0
+        self.bytes_per_s = 0.0  #: of commands, which all connections share; 0: any
         self.num_lost = 0  #: replies that were dropped
+        self._line_is_free_at = 0.0
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._lost_after = b""
@@ -89,6 +92,7 @@ class FaultProxy:
         with suppress(OSError):
             while data := await reader.read(CHUNK):
                 await self._delay()
+                await self._throttle(len(data))
                 if client in self._is_half_open:
                     continue
                 if self._lost_after and self._lost_after in data:
@@ -116,6 +120,14 @@ class FaultProxy:
             await asyncio.sleep(self.latency_s)
         await self._flowing.wait()
 
+    async def _throttle(self, num_bytes: int) -> None:
+        """Connections take turns, as on one line."""
+        if self.bytes_per_s:
+            now = time.monotonic()
+            self._line_is_free_at = max(now, self._line_is_free_at) + num_bytes / self.bytes_per_s
+            if self._line_is_free_at - now > 0.005:  # shorter sleeps take longer than they say
+                await asyncio.sleep(self._line_is_free_at - now)
+
     async def close(self) -> None:
         """End all connections."""
         self.thaw()
@@ -129,8 +141,12 @@ class FaultProxy:
 async def run_proxy(target: Path) -> AsyncIterator[FaultProxy]:
     """A proxy on a free port of loopback."""
     proxy = FaultProxy(target)
-    server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
-    proxy.port = server.sockets[0].getsockname()[1]
+    listening = socket.socket()
+    # Else loopback swallows megabytes that a sender takes for delivered; connections inherit it.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK)
+    listening.bind(("127.0.0.1", 0))
+    server = await asyncio.start_server(proxy._serve, sock=listening)
+    proxy.port = listening.getsockname()[1]
     try:
         yield proxy
     finally:

@@ -4,15 +4,95 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from shared.image_store import ImageStore
 from shared.redis_client import create_redis, retry_idempotent
 from shared.redis_link import RedisLink, RedisSender
+from shared.request_queue import RequestQueue
 from shared.settings import RedisSettings
+from tests.faults.proxy import run_proxy
+
+TIMEOUT_S = 0.5
+
+
+@asynccontextmanager
+async def slow_redis(redis_server: str, bytes_per_s: float) -> AsyncIterator[Redis]:
+    """A client with little patience behind a slow line."""
+    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
+        proxy.bytes_per_s = bytes_per_s
+        client = create_redis(RedisSettings(url=proxy.url, command_timeout_s=TIMEOUT_S))
+        yield client
+        await client.aclose()
+
+
+async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
+    """How long small commands took, one after another, until something else was done."""
+    longest_s = 0.0
+    while not until.done():
+        started_at = time.monotonic()
+        await sender.execute("PING")
+        longest_s = max(longest_s, time.monotonic() - started_at)
+    return longest_s
+
+
+async def test_many_pictures_at_once_each_have_their_time(redis_server, redis_prefix):
+    """60 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
+    async with slow_redis(redis_server, 20e6) as redis:
+        store, tokens = ImageStore(redis, redis_prefix), RedisSender(redis)
+        pictures = [bytes([number]) * 1_500_000 for number in range(40)]
+        named = {sha256(picture).hexdigest(): picture for picture in pictures}
+        putting = asyncio.ensure_future(store.put_all(named.items(), 60.0, "request"))
+        longest_s = await longest_answer_s(tokens, putting)
+        await putting
+        gets = [store.get(digest) for digest in named]
+        assert await asyncio.gather(*gets) == pictures
+        assert longest_s < 1.0  # all of them take 3 s
+        await store.close()
+        await tokens.close()
+
+
+async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_prefix):
+    async with slow_redis(redis_server, 3e6) as redis:
+        queue = RequestQueue(redis, redis_prefix)
+        names = [f"request-{number:05}-{'x' * 24}" for number in range(28_700)]
+        await asyncio.gather(
+            *(queue.cancel("m", names[first : first + 16]) for first in range(0, len(names), 16))
+        )
+        await queue.close()
+
+
+async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
+    """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
+    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
+        client = create_redis(RedisSettings(url=proxy.url, command_timeout_s=TIMEOUT_S))
+        sender = RedisSender(client)
+        await sender.execute("PING")
+        proxy.freeze()
+        started_at = time.monotonic()
+        waiting = [sender.execute("ECHO", bytes(1_000_000)) for _ in range(20)]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(result) for result in results} == {RedisTimeoutError}
+        assert time.monotonic() - started_at < 4 * TIMEOUT_S
+        proxy.thaw()
+        assert await retry_idempotent(lambda: sender.execute("ECHO", "a")) == b"a"
+        await sender.close()
+        await client.aclose()
+
+
+async def test_each_reply_is_passed_on_as_it_comes(sender):
+    first = asyncio.ensure_future(sender.execute("ECHO", "a"))
+    second = asyncio.ensure_future(sender.execute("BLPOP", "nothing", 5))
+    assert await first == b"a"
+    assert not second.done()
+    second.cancel()
 
 
 @pytest.fixture
