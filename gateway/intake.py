@@ -78,10 +78,10 @@ class Intake:
             exchange.receive,
             context,
             held,
-            max_bytes=self.limits.max_body_bytes,
+            self.limits,
             timeout_s=self.settings.body_timeout_s,
         )
-        request = decode_request(body, self.limits)
+        request = decode_request(body)
         check_supported(request)
         check_stream_options(request)
         return request

@@ -5,7 +5,7 @@ Strict: an unknown field is an error. It must not know the rest of a request.
 Source: OpenAI API reference, "Create chat completion".
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -13,8 +13,24 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from shared.limits import MAX_NAME_CHARS
 
 Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
+Neutral = Raw | UnsetType  #: skipped too, and refused by `asks_for_something` unless it is neutral
+
+_MAX_NEUTRAL_BYTES = 256
 
 Detail = Literal["auto", "low", "high"]
+
+
+def asks_for_something(field: Neutral, neutral: tuple[bytes, ...] = ()) -> bool:
+    """Whether a field that is not supported holds more than null or one of `neutral`, compact JSON."""
+    if field is UNSET:
+        return False
+    if len(memoryview(field)) > _MAX_NEUTRAL_BYTES:  # nothing is built of what is not small
+        return True
+    try:
+        compact = msgspec.json.encode(msgspec.json.decode(field))
+    except msgspec.DecodeError:  # a number out of range
+        return True
+    return compact not in (b"null", *neutral)
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +101,6 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[ContentPart], Meta(min_length=1)]
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
+    audio: Neutral = UNSET
+    function_call: Neutral = UNSET
+    tool_calls: Neutral = UNSET

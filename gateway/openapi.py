@@ -81,8 +81,8 @@ def _chat_operation(limits: LimitSettings) -> dict[str, Any]:
     errors = {status: _error(text) for status, text in _ERRORS.items()}
     request = {"application/json": {"schema": _schema("ChatCompletionRequest")}}
     body = (
-        f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes, {limits.max_json_items} strings, objects and "
-        f"arrays, {limits.max_json_depth} of them inside each other; no key twice in one object."
+        f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes and {limits.max_commas} commas; of a key that "
+        "comes twice in one object the last counts."
     )
     return {
         "operationId": "create_chat_completion",
@@ -121,7 +121,7 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
             properties[name]["description"] = "Accepted; changes nothing."
     for name, neutral in NEUTRAL_VALUES.items():
         properties[name] = {
-            "enum": [None, *neutral],
+            "enum": [None, *map(msgspec.json.decode, neutral)],
             "default": None,
             "description": "Unsupported.",
         }

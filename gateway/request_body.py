@@ -8,13 +8,12 @@ import asyncio
 import re
 
 import msgspec
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from gateway.admission import HeldBody
 from gateway.context import RequestContext
 from gateway.errors import ApiError, InvalidRequest
 from gateway.exchange import ClientGone
-from gateway.json_structure import check_structure
 from gateway.schemas import ChatCompletionRequest
 from shared.limits import LimitSettings
 
@@ -35,39 +34,43 @@ _CHOICES = {
 
 
 async def read_body(
-    receive: Receive, context: RequestContext, held: HeldBody, *, max_bytes: int, timeout_s: float
+    receive: Receive,
+    context: RequestContext,
+    held: HeldBody,
+    limits: LimitSettings,
+    *,
+    timeout_s: float,
 ) -> bytes:
     """The request's body. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
-    _check_headers(context, max_bytes)
+    _check_headers(context, limits.max_body_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_all(receive, held, max_bytes)
+            return await _read_all(receive, held, limits)
     except TimeoutError:
         raise InvalidRequest(
             f"The body did not arrive within {timeout_s:g} s.", status=408, code="timeout"
         ) from None
 
 
-async def _read_all(receive: Receive, held: HeldBody, max_bytes: int) -> bytes:
-    message = await receive()
-    first = _body_of(message, held, 0, max_bytes)
-    if not message.get("more_body"):
-        return first
-    body = bytearray(first)
-    while message.get("more_body"):
+async def _read_all(receive: Receive, held: HeldBody, limits: LimitSettings) -> bytes:
+    body = bytearray()
+    num_commas, has_more = 0, True
+    while has_more:
         message = await receive()
-        body += _body_of(message, held, len(body), max_bytes)
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece: bytes = message.get("body", b"")
+        has_more = message.get("more_body", False)
+        if len(body) + len(piece) > limits.max_body_bytes:
+            raise _too_large(f"{limits.max_body_bytes} bytes")
+        num_commas += piece.count(b",")
+        if num_commas > limits.max_commas:
+            raise _too_large(f"{limits.max_commas} commas, in its texts and between its values")
+        held.add(len(piece))
+        if not body and not has_more:
+            return piece
+        body += piece
     return bytes(body)
-
-
-def _body_of(message: Message, held: HeldBody, num_before: int, max_bytes: int) -> bytes:
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    piece: bytes = message.get("body", b"")
-    if num_before + len(piece) > max_bytes:
-        raise _too_large(max_bytes)
-    held.add(len(piece))
-    return piece
 
 
 def _check_headers(context: RequestContext, max_bytes: int) -> None:
@@ -91,27 +94,31 @@ def _check_headers(context: RequestContext, max_bytes: int) -> None:
     if b"transfer-encoding" in headers or not length.isdigit():
         raise InvalidRequest("The body's length is ambiguous.", code="invalid_http")
     if int(length[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+        raise _too_large(f"{max_bytes} bytes")
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def _too_large(limit: str) -> ApiError:
     return InvalidRequest(
-        f"The request body is too large: at most {max_bytes} bytes.",
+        f"The request body is too large: at most {limit}.",
         status=413,
         code="request_too_large",
     )
 
 
-def decode_request(body: bytes, limits: LimitSettings) -> ChatCompletionRequest:
+def decode_request(body: bytes) -> ChatCompletionRequest:
     """Read the body. Raises: InvalidRequest that names the field."""
-    check_structure(body, limits)
     try:
         if not body.isascii():
             body.decode()  # the decoder does not look into the fields that it skips
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _locate(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except RecursionError:
+        raise InvalidRequest(
+            "The body holds too many objects and arrays inside each other: send at most 100 levels.",
+            code="invalid_json",
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidRequest("The body is not valid JSON in UTF-8.", code="invalid_json") from None
 
 

@@ -7,7 +7,7 @@ or HTTP.
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -18,6 +18,7 @@ from gateway.message_schemas import (
     IgnoredImageFields,
     IgnoredMessageFields,
     IgnoredPartFields,
+    Neutral,
     RequestStruct,
 )
 from shared.limits import (
@@ -67,18 +68,18 @@ class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
 class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     """Fields of the contract that would change the answer: accepted only where they ask for nothing."""
 
-    audio: Any = None
-    best_of: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    web_search_options: Any = None
+    audio: Neutral = UNSET
+    best_of: Neutral = UNSET
+    function_call: Neutral = UNSET
+    functions: Neutral = UNSET
+    modalities: Neutral = UNSET
+    moderation: Neutral = UNSET
+    prediction: Neutral = UNSET
+    reasoning_effort: Neutral = UNSET
+    response_format: Neutral = UNSET
+    tool_choice: Neutral = UNSET
+    tools: Neutral = UNSET
+    web_search_options: Neutral = UNSET
 
 
 #: Fields that change nothing. The README's list is tested against this one.
@@ -90,17 +91,17 @@ IGNORED_FIELDS = (
     *(f"messages[].content[].image_url.{name}" for name in IgnoredImageFields.__struct_fields__),
 )
 
-#: What each field that is not supported may hold, as it then asks for nothing; null always.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+#: What each field that is not supported may hold, as it then asks for nothing, as JSON; null always.
+NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     **{name: () for name in NeutralFields.__struct_fields__ if name not in IGNORED_FIELDS},
-    "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none",),
-    "tools": ([],),
+    "best_of": (b"1",),
+    "function_call": (b'"none"',),
+    "functions": (b"[]",),
+    "modalities": (b'["text"]',),
+    "reasoning_effort": (b'"none"',),
+    "response_format": (b'{"type":"text"}',),
+    "tool_choice": (b'"none"',),
+    "tools": (b"[]",),
 }
 
 
@@ -121,7 +122,9 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
-    logit_bias: dict[Annotated[int, Meta(ge=0)], Bias] | None = None
+    logit_bias: dict[str, Bias] | None = (
+        None  #: by token id; as numbers, keys could be made to collide
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None

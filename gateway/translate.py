@@ -18,6 +18,7 @@ from gateway.message_schemas import (
     ContentPart,
     ImageContent,
     InputImageContent,
+    asks_for_something,
 )
 from gateway.request_body import unsupported
 from gateway.schemas import NEUTRAL_VALUES, ChatCompletionRequest
@@ -37,6 +38,8 @@ PRIORITY_HEADER = b"x-vlm-priority"
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
+_EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
+_MAX_TOKEN_ID_DIGITS = 10
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
 
 
@@ -52,8 +55,7 @@ class Conversation:
 def check_supported(request: ChatCompletionRequest) -> None:
     """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
     for name, neutral in NEUTRAL_VALUES.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
+        if asks_for_something(getattr(request, name), neutral):
             raise unsupported(name)
 
 
@@ -79,7 +81,7 @@ def _add_message(
     conversation: Conversation, message: ChatMessageParam, param: str, limits: LimitSettings
 ) -> None:
     for name in ("audio", "function_call", "tool_calls"):
-        if getattr(message, name):
+        if asks_for_something(getattr(message, name), _EMPTY):
             raise unsupported(f"{param}.{name}")
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
@@ -158,7 +160,13 @@ def _logit_bias(request: ChatCompletionRequest, limits: LimitSettings) -> dict[i
     bias = request.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
         raise _invalid("logit_bias", f"at most {limits.max_logit_bias} entries")
-    return bias
+    if not all(map(_is_token_id, bias)):
+        raise _invalid("logit_bias", "its keys are token ids, as decimal digits")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    return len(key) <= _MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdigit()
 
 
 def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:

@@ -15,6 +15,8 @@ MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
+_COMMAS_BESIDE_TEXTS = 20_000
+
 
 class LimitSettings(Group):
     """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
@@ -24,12 +26,6 @@ class LimitSettings(Group):
         default=512 * MIB,
         ge=1024,
         description="Bytes of all bodies that one gateway reads at once; more are sent away.",
-    )
-    max_json_depth: int = Field(
-        default=32, ge=8, le=200, description="Objects and arrays of a body inside each other."
-    )
-    max_json_items: int = Field(
-        default=20_000, ge=64, description="Strings, objects and arrays of a body together."
     )
     max_header_bytes: int = Field(
         default=32 * 1024, ge=1024, description="Bytes of the request line and all headers."
@@ -86,3 +82,11 @@ class LimitSettings(Group):
     max_key_tokens_per_minute: int = Field(
         default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )
+
+    @property
+    def max_commas(self) -> int:
+        """Commas of a request body: those of its texts, and those between its values.
+
+        They bound what decoding a body builds, however large it is, and are counted as fast as it comes in.
+        """
+        return self.max_text_chars + _COMMAS_BESIDE_TEXTS

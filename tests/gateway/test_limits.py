@@ -27,7 +27,7 @@ JSON = {b"content-type": b"application/json"}
 
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     """All checks of a body that need neither the fleet nor pictures' bytes. Raises: InvalidRequest."""
-    request = decode_request(msgspec.json.encode(body), limits)
+    request = decode_request(msgspec.json.encode(body))
     translate_messages(request.messages, limits)
     translate_sampling(request, limits, seed=0)
     num_choices(request, limits)
@@ -65,8 +65,6 @@ BODY_ROWS = [
     Row("max_stop_chars", lambda n: {"stop": ["x" * n]}, "stop"),
     Row("max_logit_bias", lambda n: {"logit_bias": {str(i): 1 for i in range(n)}}, "logit_bias"),
     Row("max_top_logprobs", lambda n: {"logprobs": True, "top_logprobs": n}, "top_logprobs"),
-    Row("max_json_items", lambda n: {"store": [[]] * (n - 12)}, None, 64),
-    Row("max_json_depth", lambda n: {"store": nested(n - 1)}, None, 8),
 ]  # fmt: skip
 
 #: Limits that the contract fixes: field, constant, body.
@@ -90,13 +88,6 @@ ELSEWHERE = (
     "max_key_",
     "max_wrong_",
 )
-
-
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth - 1):
-        value = [value]
-    return value
 
 
 def test_no_limit_is_without_a_row():
@@ -134,7 +125,9 @@ def test_a_fixed_limit_is_held_too(param, constant, make, excess):
     assert str(limit) in raised.value.message
 
 
-async def read(pieces: list[bytes], max_bytes: int, headers: dict[bytes, bytes] = JSON) -> bytes:
+async def read(
+    pieces: list[bytes], limits: LimitSettings, headers: dict[bytes, bytes] = JSON
+) -> bytes:
     """A body that arrives in pieces."""
     messages = iter(pieces)
 
@@ -144,7 +137,7 @@ async def read(pieces: list[bytes], max_bytes: int, headers: dict[bytes, bytes] 
 
     with Admission(1, 10**9).hold_body() as held:
         return await read_body(
-            receive, RequestContext("id", headers, 0.0), held, max_bytes=max_bytes, timeout_s=5
+            receive, RequestContext("id", headers, 0.0), held, limits, timeout_s=5
         )
 
 
@@ -153,15 +146,26 @@ async def read(pieces: list[bytes], max_bytes: int, headers: dict[bytes, bytes] 
 async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
     pieces = [bytes(bytearray(piece)) for piece in pieces]  # equal ones are told apart by identity
     body = b"".join(pieces)
-    assert await read(pieces, len(body)) == body
-    with pytest.raises(InvalidRequest, match=f"at most {len(body) - 1} bytes") as raised:
-        await read(pieces, len(body) - 1)
+    limit = len(body) - 1
+    assert await read(pieces, LimitSettings.model_construct(max_body_bytes=len(body))) == body
+    with pytest.raises(InvalidRequest, match=f"at most {limit} bytes") as raised:
+        await read(pieces, LimitSettings.model_construct(max_body_bytes=limit))
     assert raised.value.status == 413
 
 
+async def test_a_body_of_more_values_than_any_text_needs_is_refused_while_it_comes():
+    limits = LimitSettings(max_text_chars=10)
+    body = b"," * limits.max_commas
+    assert await read([body[:9], body[9:]], limits) == body
+    with pytest.raises(InvalidRequest, match=f"at most {limits.max_commas} commas") as raised:
+        await read([body, b",", b"not read"], limits)
+    assert (raised.value.status, raised.value.code) == (413, "request_too_large")
+
+
 async def test_a_body_that_says_it_is_too_long_is_not_read():
+    limits = LimitSettings.model_construct(max_body_bytes=9)
     with pytest.raises(InvalidRequest, match="at most 9 bytes"):
-        await read([], 9, {**JSON, b"content-length": b"10"})
+        await read([], limits, {**JSON, b"content-length": b"10"})
 
 
 @settings(deadline=None, max_examples=50)

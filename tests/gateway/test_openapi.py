@@ -59,7 +59,7 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"limits": {"max_text_chars": 7001, "max_json_items": 7002, "max_image_bytes": 7003}}],
+    [{"limits": {"max_text_chars": 7001, "max_image_bytes": 7003}}],
 )
 async def test_every_limit_of_a_request_is_in_the_document(document, changes):
     limits = LimitSettings(**changes["limits"])

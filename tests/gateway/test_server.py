@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import time
 
 import pytest
 
@@ -41,6 +42,7 @@ async def talk(gateway, *pieces: bytes) -> bytes:
             await writer.wait_closed()
 
 
+JSON_TYPE = {"content-type": "application/json"}
 START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
 
 
@@ -162,6 +164,33 @@ async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_pa
     assert b"HTTP/1.1 200 OK" in await reader.read()
     writer.close()
     await writer.wait_closed()
+
+
+async def test_token_ids_that_collide_keep_nobody_waiting(gateway):
+    """Multiples of 2**61 - 1 have one hash as Python's numbers: a table of them takes quadratic time to fill."""
+    bias = ",".join(f'"{i * (2**61 - 1)}":1' for i in range(19_900)).join("{}")
+    body = json.dumps(make_body(logit_bias="?")).replace('"?"', bias).encode()
+    hostile = asyncio.ensure_future(gateway.client.post(CHAT, content=body, headers=JSON_TYPE))
+    longest_s = 0.0
+    while not hostile.done():
+        began_at = time.perf_counter()
+        assert (await gateway.client.get("/healthz")).status_code == 200
+        longest_s = max(longest_s, time.perf_counter() - began_at)
+    assert (await hostile).json()["error"]["param"] == "logit_bias"
+    assert longest_s < 0.8  # 8 to 10 where they become numbers first
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gateway):
+    limit = gateway.services.settings.limits.max_commas
+    start = b'{"tools":[' + b"1.5," * (limit + 1)
+    answer = await talk(
+        gateway,
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ncontent-length: 31000000\r\n\r\n",
+        start,
+    )
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+    assert b'"code":"request_too_large"' in answer
 
 
 async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker):

@@ -139,9 +139,11 @@ BODIES: dict[str, list[Attack]] = {
         *[(body(f"{odd}{CANARY}"), FINE) for odd in ("\0", "\ufffe", "\u202e", "e" + "\u0301" * 500)],
     ],
     "C18": [
-        *[(raw('"store": ' + "[" * depth + "]" * depth), BAD) for depth in (100, 1000, 100_000)],
+        *[(raw('"store": ' + "[" * depth + "]" * depth), BAD) for depth in (10_000, 100_000)],
+        (raw('"store": ' + "[" * 100 + "]" * 100), FINE), (raw('"n": 1, "n": 1'), FINE),
+        (raw('"store": [' + "1," * 300_000 + "1]"), {413}),
         (raw('"metadata": {' + ",".join(f'"{i}": ""' for i in range(100_000)) + "}"), BAD),
-        (raw('"n": ' + "9" * 5000), BAD), (raw('"n": 1, "n": 1'), BAD),
+        (raw('"n": ' + "9" * 5000), BAD),
         (raw('"' + "k" * 1_000_000 + '": 1'), BAD),
     ],
     "C19": [(json.dumps(body()).encode(code), BAD) for code in ("utf-16", "utf-32", "utf-8-sig")]
