@@ -14,11 +14,13 @@ from struct import unpack_from
 from shared.limits import LimitSettings
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_MAX_PNG_CHUNKS = 65_536
+_MAX_PNG_CHUNKS = 10_000
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
 _JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker and some fill bytes
+_JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # data have 0 behind each 255
 _MAX_JPEG_SEGMENTS = 4096
+_MAX_JPEG_SCANS = 100  #: encoders write about ten
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
@@ -74,27 +76,16 @@ def check_header(header: ImageHeader, limits: LimitSettings) -> None:
 def _read_png(data: bytes) -> ImageHeader:
     if data[12:16] != b"IHDR" or len(data) < 33:
         raise ValueError
-    if _has_second_header(data):
-        raise ImageRefused("The image has two headers.")
-    width, height = unpack_from(">II", data, 16)
-    return ImageHeader("image/png", width, height)
-
-
-def _has_second_header(data: bytes) -> bool:
-    """Whether a PNG says its size twice: decoders believe the last, we would believe the first.
-
-    The chunks are walked only where the name is found at all, which is by chance in few pictures.
-    """
-    name, position = data.find(b"IHDR", 33), 33
-    for _ in range(_MAX_PNG_CHUNKS):
-        if name < position + 4:
-            name = data.find(b"IHDR", position + 4) if name >= 0 else -1
-        if name < 0:
-            return False
-        if name == position + 4:
-            return True
+    position = 33
+    for _ in range(_MAX_PNG_CHUNKS - 1):
+        name = data[position + 4 : position + 8]
+        if name in (b"IEND", b""):
+            width, height = unpack_from(">II", data, 16)
+            return ImageHeader("image/png", width, height)
+        if name == b"IHDR":  # decoders believe the last, we would believe the first
+            raise ImageRefused("The image has two headers.")
         position += 12 + int.from_bytes(data[position : position + 4], "big")
-    raise ValueError
+    raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
 
 
 def _read_jpeg(data: bytes) -> ImageHeader:
@@ -110,6 +101,7 @@ def _read_jpeg(data: bytes) -> ImageHeader:
         if marker in _JPEG_BARE:
             continue
         if marker == _JPEG_SCAN and frame is not None:
+            _check_scans(data, position)
             return frame
         length = data[position] << 8 | data[position + 1]
         if length < 2 or marker in (_JPEG_END, _JPEG_SCAN):
@@ -122,6 +114,26 @@ def _read_jpeg(data: bytes) -> ImageHeader:
             height, width = unpack_from(">HH", data, position + 3)
             frame = ImageHeader("image/jpeg", width, height)
         position += length
+    raise ValueError
+
+
+def _check_scans(data: bytes, position: int) -> None:
+    """Count the scans of a JPEG from its first one on, as each costs a decoder time. Raises: ImageRefused.
+
+    What follows the end of the image is not looked at: cameras put films there.
+    """
+    num_scans = 1
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        position += int.from_bytes(data[position : position + 2], "big")
+        match = _JPEG_MARKER_IN_SCAN.search(data, position)
+        if match is None or data[match.end() - 1] == _JPEG_END:
+            return  # where the end is missing, the decoder decides
+        position = match.end()
+        num_scans += data[position - 1] == _JPEG_SCAN
+        if num_scans > _MAX_JPEG_SCANS:
+            raise ImageRefused(
+                f"The JPEG has more than {_MAX_JPEG_SCANS} scans; save it with fewer."
+            )
     raise ValueError
 
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -18,7 +19,9 @@ from gateway.image_header import ImageRefused, check_header, read_header
 from shared.limits import LimitSettings
 from shared.protocol import ImageRef
 
-_INLINE_CHARS = 256 * 1024  #: base64 up to this many characters is decoded on the event loop
+Encoded = TypeVar("Encoded", str, bytes)
+
+_INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 
@@ -64,16 +67,19 @@ class ImageLoader:
 
     async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
         try:
-            if not _is_data(source.url):
-                data = await self._fetch(source.url, reserve)
-            elif len(source.url) <= _INLINE_CHARS:
-                return self._from_data_url(source.url)
-            else:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._from_data_url, source.url)
-            return self._check(data)
+            if _is_data(source.url):
+                return await self._off_loop(self._from_data_url, source.url)
+            return await self._off_loop(self._check, await self._fetch(source.url, reserve))
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
+
+    async def _off_loop(
+        self, work: Callable[[Encoded], LoadedImage], encoded: Encoded
+    ) -> LoadedImage:
+        """Do what takes time in proportion to its argument, where that is large, in a thread."""
+        if len(encoded) <= _INLINE_CHARS:
+            return work(encoded)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, encoded)
 
     async def _fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
         if not url[:8].lower().startswith(("http://", "https://")):

@@ -150,7 +150,7 @@ class WorkerSettings(Group):
         description="Processes without rights that decode pictures; 0: the threads do it themselves.",
     )
     decode_timeout_s: float = Field(
-        default=10.0,
+        default=2.0,
         ge=1,
         description="CPU time for decoding a picture; a third of the whole time.",
     )

@@ -151,3 +151,31 @@ async def test_the_siblings_of_a_refused_picture_are_given_up():
     loader.close()
     assert raised.value.param == "missing"
     assert fetcher.num_cancelled == fetcher.num_started - 1 >= 1
+
+
+def jpeg_of_scans(num_scans: int) -> bytes:
+    """A progressive image that repeats its last scan, with a film behind its end that has such markers too."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    repeated = data[start:end] * (num_scans - data.count(b"\xff\xda"))
+    return data[:end] + repeated + data[end:] + b"\xff\xda" * 500
+
+
+def png_of_chunks(num_chunks: int) -> bytes:
+    """The header, small texts, and the end of the file."""
+    data = encoded()
+    body = b"tEXtk\0v"
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    return data[:33] + chunk * (num_chunks - 3) + data[33:]
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "reason"),
+    [(jpeg_of_scans, 100, "100 scans"), (png_of_chunks, 10_000, "10000 chunks")],
+)
+def test_a_picture_of_too_many_parts_is_refused_with_the_reason(make, most, reason):
+    assert read_header(make(most)).width
+    with pytest.raises(ImageRefused, match=f"more than {reason}"):
+        read_header(make(most + 1))
