@@ -291,8 +291,7 @@ class BatchingEngine(Engine):
         )
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        data = self.tokenizer.token_bytes(token_id)
-        return TokenLogprob(data.decode("utf-8", "replace"), logprob, tuple(data))
+        return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
 
 
 def _prefill_limit(config: EngineConfig, measured: PrefillLimit | None) -> PrefillLimit | None:

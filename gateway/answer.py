@@ -94,4 +94,4 @@ def _to_logprob(entry: OutputLogprob) -> ChatLogprob:
 
 
 def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
-    return entry.token_bytes or tuple(entry.token.encode())
+    return tuple(entry.token_bytes)

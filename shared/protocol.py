@@ -149,15 +149,46 @@ class StageTimings(Report, frozen=True, omit_defaults=True):
     decode_s: float = 0.0  #: first token until last
 
 
-class TokenLogprob(Report, frozen=True, omit_defaults=True):
-    """One token's natural-log probability. `token_bytes` are its raw bytes, perhaps not whole UTF-8."""
+#: Begins how a token is spelled whose bytes are no text; their hexadecimal digits follow.
+_RAW = "\N{REPLACEMENT CHARACTER}"
+#: The logarithm of no probability at all, as OpenAI writes it: JSON has no infinity.
+_LOWEST_LOGPROB = -9999.0
 
-    token: str
+
+class TokenLogprob(Report, frozen=True, array_like=True):
+    """One token's natural-log probability. There may be 21 for each token of an answer: on the wire it is an array.
+
+    `spelled` is the token's text, or says its bytes where they are not whole UTF-8.
+    """
+
+    spelled: str
     logprob: float
-    token_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, token_bytes: bytes, logprob: float) -> "TokenLogprob":
+        """Of a token's raw bytes; the probability with the seven digits that float32 has."""
+        try:
+            spelled = token_bytes.decode()
+        except UnicodeDecodeError:
+            spelled = _RAW
+        if spelled.startswith(_RAW):
+            spelled = _RAW + token_bytes.hex()
+        return cls(spelled, float(f"{max(logprob, _LOWEST_LOGPROB):.7g}"))
+
+    @property
+    def token_bytes(self) -> bytes:
+        """Its raw bytes."""
+        if self.spelled.startswith(_RAW):
+            return bytes.fromhex(self.spelled[1:])
+        return self.spelled.encode()
+
+    @property
+    def token(self) -> str:
+        """Its text, with replacements for what is none."""
+        return self.token_bytes.decode("utf-8", "replace")
 
 
-class OutputLogprob(Report, frozen=True, omit_defaults=True):
+class OutputLogprob(Report, frozen=True, array_like=True):
     """The chosen token and its best rivals, most probable first."""
 
     chosen: TokenLogprob
@@ -180,7 +211,7 @@ class Delta(Report, frozen=True, tag_field="type", tag="delta", omit_defaults=Tr
     index: int  #: how many output tokens came before these
     token_ids: tuple[int, ...]
     text: str = ""
-    logprobs: tuple[OutputLogprob, ...] = ()
+    logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
 
 
 class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defaults=True):

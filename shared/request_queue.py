@@ -17,6 +17,8 @@ from shared.redis_link import Part, RedisSender
 from shared.scripts import CANCEL, ENQUEUE, FORGET_LOST, SETTLE
 
 _MAX_FORGOTTEN = 100  #: at once
+#: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
+_LOGPROBS_PER_TOKEN = 5
 
 
 class QueueError(Exception):
@@ -82,7 +84,8 @@ class RequestQueue:
     ) -> None:
         """Queue the choices of one request, all or none; their deadline is `timeout_s` from now by Redis's clock.
 
-        `num_tokens`: what each may come to. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
+        `num_tokens`: what each may come to. Its logprobs count as more of them towards `max_tokens`, by what they
+        take of Redis's memory. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
         """
         keys, arguments = self._to_call(choices, timeout_s, num_tokens, bounds)
         try:
@@ -111,9 +114,10 @@ class RequestQueue:
         keys.append(self._keys.rates(first.model, first.cache_salt))
         arguments: list[Part] = [
             *(token_hex(8), GROUP, to_ms(timeout_s), to_ms(AFTER_DEADLINE_S), to_ms(QUEUE_TTL_S)),
-            *(first.reply_to, first.priority.value, first.cache_salt, num_tokens),
+            *(first.reply_to, first.priority.value, first.cache_salt, _held(first, num_tokens)),
             *(bounds.max_waiting, bounds.max_tokens, bounds.max_tenant_requests),
             *(bounds.max_tenant_requests_per_minute, bounds.max_tenant_tokens_per_minute),
+            num_tokens,
         ]
         for choice in choices:
             keys.append(self._keys.request(choice.model, choice.request_id))
@@ -243,3 +247,13 @@ class RequestQueue:
             return await retry_idempotent(lambda: self._sender.execute(*command))
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
+
+
+def _held(choice: GenerateRequest, num_tokens: int) -> int:
+    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
+    sampling = choice.sampling
+    if sampling.num_logprobs is None:
+        return num_tokens
+    num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)
+    num_logprobs = num_answer_tokens * (1 + sampling.num_logprobs)
+    return num_tokens + -(-num_logprobs // _LOGPROBS_PER_TOKEN)

@@ -2,9 +2,9 @@
 -- store them, add their ids to the queue. Batch work goes to the backlog, which the queue's workers empty.
 -- After `places` and `bounds`.
 -- KEYS: queue, backlog, places, held, rates of the tenant, then the request of each choice
--- ARGV: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, priority, tenant, tokens (of each choice),
---   max_depth, max_tokens, and of the tenant max_requests, requests and tokens a minute (0: any),
---   then of each choice: id, payload
+-- ARGV: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, priority, tenant, held (tokens of each choice
+--   while it is open), max_depth, max_tokens, and of the tenant max_requests, requests and tokens a minute (0: any),
+--   taken (tokens of each choice from the tenant's minute), then of each choice: id, payload
 -- Returns {ok | duplicate} or {reason, wait_ms}; wait_ms is 0 where nobody knows. The same nonce again is the same
 -- call again: ok.
 local queue, backlog, places, held, rates = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -33,7 +33,7 @@ if crowd then return {crowd, 0} end
 
 local rated = {
   {field = 'requests', most = tonumber(ARGV[13]), amount = 1},
-  {field = 'tokens', most = tonumber(ARGV[14]), amount = tokens * num_choices}}
+  {field = 'tokens', most = tonumber(ARGV[14]), amount = tonumber(ARGV[15]) * num_choices}}
 for _, rate in ipairs(rated) do
   local pause_ms = find_pause_ms(rates, rate, now_ms)
   if pause_ms > 0 then return {'key_' .. rate.field, math.ceil(pause_ms)} end
@@ -46,7 +46,7 @@ if is_batch and num_waiting() == 0 then
   redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
 end
 for choice = 1, num_choices do
-  local request, id, payload = KEYS[5 + choice], ARGV[13 + 2 * choice], ARGV[14 + 2 * choice]
+  local request, id, payload = KEYS[5 + choice], ARGV[14 + 2 * choice], ARGV[15 + 2 * choice]
   local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
   local place = enter(places, held, tokens, tenant, id, forgotten_at_ms)
   redis.call('HSET', request,

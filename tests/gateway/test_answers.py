@@ -96,8 +96,8 @@ async def test_a_request_without_seed_gets_a_new_one_each_time(gateway, worker):
 
 
 async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
-    chosen = TokenLogprob("Hé", -0.5, (72, 195, 169))
-    entry = OutputLogprob(chosen, (chosen, TokenLogprob("Ha", -1.5, (72, 97))))
+    chosen = TokenLogprob("Hé", -0.5)
+    entry = OutputLogprob(chosen, (chosen, TokenLogprob("Ha", -1.5)))
 
     async def script(answer: Answer) -> None:
         await answer.publish(*answer.deltas("Hé", logprobs=(entry,)), answer.finished())

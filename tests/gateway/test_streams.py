@@ -108,7 +108,7 @@ async def test_tokens_that_complete_no_text_make_no_chunk(gateway, worker):
 
 
 async def test_logprobs_are_streamed_with_their_tokens(gateway, worker):
-    entry = OutputLogprob(TokenLogprob("a", -1.0, (97,)))
+    entry = OutputLogprob(TokenLogprob("a", -1.0))
 
     async def script(answer: Answer) -> None:
         await answer.publish(*answer.deltas("a", logprobs=(entry,)))

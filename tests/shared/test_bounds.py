@@ -1,12 +1,22 @@
 """Bounds that hold for all gateways together, against a real server: who is refused, why, and until when."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from shared.protocol import ErrorCode, Failed
+from shared.protocol import (
+    Delta,
+    ErrorCode,
+    Failed,
+    OutputLogprob,
+    SamplingParams,
+    TokenLogprob,
+    encode,
+)
 from shared.request_queue import QueueRefused, QueueUnavailable, RequestQueue
 from tests.factories_queue import (
     MODEL,
@@ -215,3 +225,66 @@ async def test_what_is_given_back_leaves_no_key_that_lives_for_ever(ends):
     assert await settle(ends, request.request_id, 5, 60)
     assert await ends.redis.exists(ends.keys.rates(MODEL, "")) == 0
     assert await settle(ends, "unknown", 5, 60)
+
+
+async def test_logprobs_count_for_what_they_take(gateways):
+    """A token with twenty rivals takes as much of Redis as five without."""
+    sampling = SamplingParams(max_tokens=100, num_logprobs=19)
+    room = {"num_tokens": 100, "max_tokens": 1000}
+    await enqueue(gateways[0], make_request(sampling=sampling), **room)
+    await enqueue(gateways[0], make_request(sampling=sampling), **room)
+    with pytest.raises(QueueRefused, match="open_tokens"):
+        await enqueue(gateways[0], make_request(), **room)
+
+
+async def test_logs_with_logprobs_are_small(ends: Ends):
+    """64 answers with the twenty best of each token, token by token: what Redis holds of them."""
+    words = [f" {stem}{ending}" for stem in ("strawberr", "un", "inter") for ending in "abcdefg"]
+    worker = ends.worker("w")
+    await worker.create_group()
+    num_answers, num_tokens, num_bytes = 64, 40, 0
+    for number in range(num_answers):
+        await ends.enqueue(make_request(request_id=f"{number:032}"))
+        claim = await ends.claim(worker)
+        for index in range(num_tokens):
+            ranked = [
+                TokenLogprob.of(word.encode(), -math.exp(rank / 3) - index / 7)
+                for rank, word in enumerate(words[:20])
+            ]
+            [chosen, *_] = ranked
+            entry = OutputLogprob(chosen, tuple(ranked))
+            delta = Delta(
+                claim.request.request_id, 1, index, (30_000 + index,), chosen.token, (entry,)
+            )
+            assert await worker.publish([publication(claim, index + 1, index, delta)]) == {}
+        key = ends.keys.log(MODEL, claim.request.request_id)
+        num_bytes += await ends.redis.memory_usage(key, samples=0)
+    [event] = await ends.next_events()
+    assert isinstance(event, Delta)
+    assert [rival.token for rival in event.logprobs[0].top] == words[:20]
+    assert num_bytes / (num_answers * num_tokens) < 700
+
+
+@pytest.mark.parametrize(
+    "token_bytes",
+    [
+        b" word",
+        "\u00e9".encode(),
+        b"",
+        b"\xe2\x82",
+        b"\xff",
+        "\ufffd".encode(),
+        "\ufffdff".encode(),
+    ],
+)
+def test_every_token_comes_back_from_the_wire(token_bytes):
+    sent = TokenLogprob.of(token_bytes, -0.12345678901)
+    came = msgspec.json.decode(encode(sent), type=TokenLogprob)
+    assert came.token_bytes == token_bytes
+    assert came.token == token_bytes.decode("utf-8", "replace")
+    assert came.logprob == pytest.approx(-0.12345678901, rel=1e-6)
+
+
+def test_a_token_without_any_probability_has_a_number():
+    sent = TokenLogprob.of(b"never", -math.inf)
+    assert msgspec.json.decode(encode(sent), type=TokenLogprob).logprob == -9999.0
