@@ -1,15 +1,14 @@
 """From a claim to what the engine takes: fetch pictures, decode, resize, template, tokenize.
 
-Work runs in a pool of threads, off the event loop and off the engine's thread; `decode` may go to other processes.
+Work runs in threads, those of images and those of text, off the event loop and off the engine's thread; `decode` may
+go to other processes. Tenants, told apart by their cache salts, take turns.
 It must not know the queue.
 """
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -20,15 +19,15 @@ from shared.image_store import ImageStore
 from shared.limits import LimitSettings
 from shared.protocol import GenerateRequest, ImageRef, TextPart
 from shared.publication import Claim
+from worker.fair_threads import FairThreads
 from worker.pixel_cache import PixelCache
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
 #: Up to that many characters, tokenizing takes less time than handing it to another thread.
 MAX_INLINE_CHARS = 2000
+NUM_TEXT_THREADS = 2  #: of their own, so that text never waits behind images
 FETCH_PAUSE_S = 0.2
 
 
@@ -60,7 +59,8 @@ class Preprocessor:
         self._processor = processor
         self._images = images
         self._limits = limits
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="preprocess")
+        self._image_threads = FairThreads(num_threads, "image")
+        self._text_threads = FairThreads(NUM_TEXT_THREADS, "text")
         self._pixels = PixelCache(max_cache_bytes)
         self._decode = decode
 
@@ -78,7 +78,9 @@ class Preprocessor:
         if self._processor.is_quick and num_chars <= MAX_INLINE_CHARS:
             prompt = build(request.messages, images)
         else:
-            prompt = await self._in_pool(lambda: build(request.messages, images))
+            prompt = await self._text_threads.run(
+                request.cache_salt, lambda: build(request.messages, images)
+            )
         return EngineRequest(
             request_id=engine_id,
             prompt_token_ids=prompt.token_ids,
@@ -93,19 +95,21 @@ class Preprocessor:
         """A picture's identity in the caches, and its pixels. Raises: PictureRefused."""
         image_hash = salted_hash(image.sha256, cache_salt)
         try:
-            pixels = await self._pixels.get(image_hash, lambda: self._make_pixels(image))
+            pixels = await self._pixels.get(
+                image_hash, lambda: self._make_pixels(image, cache_salt)
+            )
         except EngineError as error:
             raise PictureRefused(index, error) from error
         return image_hash, pixels
 
-    async def _make_pixels(self, image: ImageRef) -> tuple[Any, int]:
+    async def _make_pixels(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
         data = await self._fetch(image.sha256)
         if len(data) > self._limits.max_image_bytes:
             raise InvalidImage("a picture has too many bytes")
         check_size(image, self._limits)
         size = (image.width, image.height)
-        pixels = await self._in_pool(
-            lambda: self._processor.process_image(data, size, self._decode)
+        pixels = await self._image_threads.run(
+            tenant, lambda: self._processor.process_image(data, size, self._decode)
         )
         return pixels, getattr(pixels, "nbytes", len(data))
 
@@ -122,12 +126,10 @@ class Preprocessor:
             raise ImageUnavailable("a picture of the request is no longer stored")
         return data
 
-    async def _in_pool(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._image_threads.close()
+        self._text_threads.close()
 
 
 def salted_hash(sha256: str, cache_salt: str) -> str:
