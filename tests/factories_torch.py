@@ -9,6 +9,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from engines.base import EngineConfig, EngineRequest, ImageInput
 from engines.engine import BatchingEngine
+from engines.torch_backend.cpu_level import CpuLevel
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.kernels_cpp.packed_linear import pack_linears
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
@@ -142,12 +143,13 @@ def quantize_pair(
     scheme: Scheme,
     *,
     same_weights: bool = True,
-    is_prepared: bool = True,
     kernels: CpuKernels | None = None,
+    level: CpuLevel | None = None,
 ) -> ModelPair:
     """Ours over quantized weights; theirs over what these stand for, or over the full ones as before.
 
-    Unprepared weights are in the order in which a GPU reads them.
+    Torch's kernels are those that are fastest on `level`; without one, weights are in the order in which a GPU reads
+    them.
     """
     with torch.device("meta"):
         ours = Llava(pair.config)
@@ -161,8 +163,8 @@ def quantize_pair(
             theirs.get_submodule(their_name).weight.data = linear.dequantized()
     if kernels is not None:
         pack_linears(ours, kernels, torch.float32)
-    elif is_prepared:
-        scheme.prepare(ours)
+    elif level is not None:
+        scheme.prepare(ours, level)
     return ModelPair(pair.config, theirs, ours.eval())
 
 

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from engines.torch_backend.cpu_level import CpuLevel
 from engines.torch_backend.quantized_linear import (
     Int4Linear,
     Int8Linear,
@@ -64,11 +65,11 @@ class Scheme(ABC):
                 linear = self._create_linear(shape, module.bias, dtype)
                 setattr(model.get_submodule(parent), child, linear)
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, level: CpuLevel) -> None:
         """Bring loaded weights into the form that the fastest correct kernel reads."""
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
-                module.prepare()
+                module.prepare(level)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """A weight's parts, by their names in the linear. Shapes: weight (N, K)."""

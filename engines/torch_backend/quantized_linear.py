@@ -13,17 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.torch_backend.cpu_level import CpuLevel
+
 _CHUNK_WEIGHTS = (
     1 << 19
 )  # two MB in float32: they stay in the cache between dequantizing and product
 _ROW_STEP = 64  # a multiple of every order's block
 _GROUP_SIZES = (64, 32)
-#: Tokens up to which torch's kernels beat dequantizing; measured on AVX2, where they never do, and AVX-512.
-_MAX_KERNEL_TOKENS = (
-    {"int8": 4, "int4": 16}
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    else {"int8": 0, "int4": 0}
-)
 _INT4_BLOCKS = (32, 64)  # outputs that torch's int4 kernel may interleave, by instruction set
 
 
@@ -61,8 +57,8 @@ class QuantizedLinear(nn.Module, ABC):
         return y
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Use torch's kernel if it is there, right and faster."""
+    def prepare(self, level: CpuLevel) -> None:
+        """Use torch's kernel if it is there, right, and faster on this level."""
 
     @property
     @abstractmethod
@@ -87,10 +83,10 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("integers", torch.empty(shape, dtype=torch.int8, device="meta"))
         self.register_buffer("scale", torch.empty(shape[0], dtype=dtype, device="meta"))
 
-    def prepare(self) -> None:
-        """Use torch's kernel if it is there, right and faster."""
+    def prepare(self, level: CpuLevel) -> None:
+        """Use torch's kernel if it is there, right, and faster on this level."""
         if self.integers.device.type == "cpu" and has_int8_kernel(self.scale.dtype):
-            self.max_kernel_tokens = _MAX_KERNEL_TOKENS["int8"]
+            self.max_kernel_tokens = level.max_torch_int8_tokens
 
     @property
     def _num_outputs(self) -> int:
@@ -127,17 +123,25 @@ class Int4Linear(QuantizedLinear):
             None  #: outputs that the kernel's order interleaves; None: own order
         )
 
-    def prepare(self) -> None:
-        """Reorder the weights for torch's kernel if it is there, right and faster."""
-        max_tokens = _MAX_KERNEL_TOKENS["int4"]
+    def prepare(self, level: CpuLevel) -> None:
+        """Reorder the weights for torch's kernel if it is there, right, and faster on this level."""
+        max_tokens = level.max_torch_int4_tokens
         if self.pairs.device.type != "cpu" or not max_tokens or self._block is not None:
             return
         block = int4_kernel_block(self.scale_zero.dtype)
         if block is not None and self._num_outputs % block == 0:
-            integers = unpack_pairs(self.pairs, self.group_size)
-            self.pairs = pack_int4(integers.flatten(1).to(torch.int32))
+            self.pairs = self._reordered()
             self._block = block
             self.max_kernel_tokens = max_tokens
+
+    def _reordered(self) -> Tensor:
+        """Some outputs at a time: torch's function wants integers of 32 bits, eight times what the result takes."""
+        reordered = torch.empty_like(self.pairs)
+        num_rows = max(1, _CHUNK_WEIGHTS // (2 * self.pairs.shape[1]) // _ROW_STEP) * _ROW_STEP
+        for rows, target in zip(self.pairs.split(num_rows), reordered.split(num_rows), strict=True):
+            integers = unpack_pairs(rows, self.group_size).flatten(1)
+            target.copy_(pack_int4(integers.to(torch.int32)))
+        return reordered
 
     @property
     def _num_outputs(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.base import EngineStartError
+from engines.torch_backend.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.kernels_cpp.packed_linear import pack_linears, pack_tower
 from engines.torch_backend.memory import free_bytes
@@ -79,12 +80,14 @@ def load_model(
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
     kernels: CpuKernels | None = None,
+    level: CpuLevel | None = None,
 ) -> Llava:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
     `kernels`, matrices are in the forms that these read, and `CpuDecoder` and `cpu_maps` compute with them; tower and
-    projector are in int8 then, if the decoder is in few bits.
+    projector are in int8 then, if the decoder is in few bits. Without them, torch's are those that are fastest on
+    `level`, by default this machine's.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_tensors(directory)
@@ -108,7 +111,7 @@ def load_model(
         if form is not None:
             pack_tower(model, kernels)
     elif form is not None:
-        form.prepare(model)
+        form.prepare(model, level or choose_level())
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()

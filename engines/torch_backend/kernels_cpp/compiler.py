@@ -1,6 +1,6 @@
-"""From C++ sources to a shared library made for this machine's processor, kept in the user's cache folder.
+"""From C++ sources to a shared library made for a level of processors, kept in the user's cache folder.
 
-A library is named by the hash of all that it comes from (sources, flags, compiler, processor), written beside its
+A library is named by its level and the hash of all that it comes from (sources, flags, compiler), written beside its
 place and renamed into it: workers that start together compile once, and never load half a file. It ends with the hash
 of itself: what a power loss has damaged would end the process that loads it, and is compiled again. Knows no kernels.
 """
@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -17,11 +16,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engines.torch_backend.cpu_level import CpuLevel
+
 logger = logging.getLogger(__name__)
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")  # fmt: skip
-_CPUINFO = Path("/proc/cpuinfo")
 _TIMEOUT_S = 300
 _SEAL_BYTES = hashlib.sha256().digest_size
 
@@ -30,19 +30,23 @@ class CannotCompile(Exception):
     """There is no compiler, no place for its output, or the compiler refuses; the message says which."""
 
 
-def compile_library(directory: Path, cache: Path | None = None) -> Path:
+def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None) -> Path:
     """The library of a folder's sources, compiled unless it is there already. Raises: CannotCompile."""
+    if level.compiler_flags is None:
+        raise CannotCompile("this processor has none of the instructions that they are written for")
     compiler = _find_compiler()
     sources = sorted(directory.glob("*.cpp"))
-    flags = [*_FLAGS, _tuning_flag()]
-    name = _fingerprint(compiler, flags, [*sources, *sorted(directory.glob("*.h"))])
+    flags = [*_FLAGS, *level.compiler_flags, f'-DVLM_LEVEL="{level.name}"']
+    name = (
+        f"{level.name}-{_fingerprint(compiler, flags, [*sources, *sorted(directory.glob('*.h'))])}"
+    )
     try:
         folder = cache or _cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
         library = folder / f"{name}.so"
         if not _is_whole(library):
-            with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+            with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _is_whole(library):  # nobody made it while we waited
                     _compile([compiler, *flags], sources, library)
@@ -57,10 +61,6 @@ def _find_compiler() -> str:
     if found is None:
         raise CannotCompile(f"no C++ compiler ({', '.join(names)})")
     return found
-
-
-def _tuning_flag() -> str:
-    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _cache_folder() -> Path:
@@ -80,19 +80,9 @@ def _check_private(folder: Path) -> None:
 
 def _fingerprint(compiler: str, flags: list[str], files: list[Path]) -> str:
     version = _run([compiler, "--version"])
-    parts = [compiler, version, " ".join(flags), _processor()]
+    parts = [compiler, version, " ".join(flags)]
     parts += [f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _processor() -> str:
-    """What a library made for one processor must not be moved across: its name and its instruction sets."""
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 def _is_whole(library: Path) -> bool:

@@ -3,19 +3,8 @@
 // Shape letters: B pictures, t queries, T keys and values of each, H heads, D head width (a multiple of 8).
 #include <algorithm>
 
+#include "abi.h"
 #include "mixer.h"
-
-// Mirrored by `FullAttentionStruct` in library.py. A head's numbers lie side by side; strides are in numbers.
-struct FullAttention {
-    int32_t num_pictures, num_heads, head_dim, num_threads;
-    int64_t num_queries, num_keys;
-    int64_t query_picture, query_head, query_token;  // strides
-    int64_t key_picture, key_head, key_token;        // of keys and values
-    const float* queries;
-    const float* keys;
-    const float* values;
-    float* out;  // (B, t, H * D)
-};
 
 namespace {
 

@@ -14,14 +14,10 @@ from torch.nn import functional as F
 
 from engines.torch_backend.kernels_cpp.kernels import CpuKernels
 from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Before, Product, Weights
-from engines.torch_backend.kernels_cpp.packed_linear import PackedLinear
+from engines.torch_backend.kernels_cpp.packed_linear import PackedLinear, product_dtype
 from engines.torch_backend.models.activation import quick_gelu
 from engines.torch_backend.models.llama import RMSNorm
 
-#: Tokens up to which the kernel beats torch over the same floating-point weights: measured on AVX2. On AVX-512 torch
-#: has wider registers to work with, and this is a guess.
-_HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-MAX_FLOAT_TOKENS = 48 if _HAS_AVX512 else 1 << 30
 _STRIP_WEIGHTS = 1 << 21  # eight MB in float32
 
 
@@ -37,9 +33,9 @@ class FusedLinear:
         gate: Callable[[Tensor], Tensor] | None = None,
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`dtype` is that of torch's products. `gate`: inputs are pairs (g, u), and gate(g) * u is multiplied."""
+        """`dtype` is that of torch's products, whose results it holds: float32 instead of float16, which cannot. `gate`: inputs are pairs (g, u), and gate(g) * u is multiplied."""
         self._modules = modules
-        self._dtype = dtype
+        self._dtype = product_dtype(dtype)
         self._norm = norm
         self._gate = gate
         self._activation = activation
@@ -50,7 +46,7 @@ class FusedLinear:
         usable = [part for part in weights if part is not None and part.kind in kernels.kinds]
         if len(usable) < len(modules) or len({part.kind for part in usable}) > 1:
             return
-        self.max_tokens = MAX_FLOAT_TOKENS if usable[0].group == 0 else 1 << 30
+        self.max_tokens = kernels.level.max_float_tokens if usable[0].group == 0 else 1 << 30
         before, gain, eps = Before.NOTHING, None, 0.0
         if norm is not None:
             before, gain, eps = Before.RMS_NORM, norm.weight.float(), norm.eps
@@ -88,7 +84,7 @@ class FusedLinear:
 
 
 def _multiply(module: nn.Module, x: Tensor) -> Tensor:
-    if not isinstance(module, nn.Linear) or module.weight.dtype == x.dtype:
+    if not isinstance(module, nn.Linear) or {p.dtype for p in module.parameters()} == {x.dtype}:
         return module(x)
     num_rows = max(1, _STRIP_WEIGHTS // x.shape[1])
     y = x.new_empty(x.shape[0], module.out_features)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from engines.torch_backend.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.kernels_cpp.compiler import CannotCompile, compile_library
 from engines.torch_backend.kernels_cpp.library import FLOAT_KINDS, Kind, Library
 from engines.torch_backend.kernels_cpp.probe import (
@@ -33,6 +34,7 @@ class CpuKernels:
     """A library, the forms of weights and of attention for which it was found right."""
 
     library: Library
+    level: CpuLevel
     kinds: frozenset[Kind]
     has_attention: bool
     has_full_attention: bool  #: that of pictures
@@ -45,19 +47,25 @@ class CpuKernels:
         return frozenset(dtype for dtype, kind in FLOAT_KINDS.items() if kind in self.kinds)
 
 
+def load_kernels(mode: Mode, level: CpuLevel | None = None) -> CpuKernels | None:
+    """The kernels of a level, that of this machine if none is given; None without a compiler, or when switched off.
+
+    Raises: AbiMismatch.
+    """
+    return None if mode == "off" else _load(mode, level or choose_level())
+
+
 @cache
-def load_kernels(mode: Mode) -> CpuKernels | None:
-    """The kernels of this machine; None without a compiler, or when they are switched off."""
-    if mode == "off":
-        return None
+def _load(mode: Mode, level: CpuLevel) -> CpuKernels | None:
     try:
-        library = Library(compile_library(Path(__file__).parent))
+        library = Library(compile_library(Path(__file__).parent, level))
     except (CannotCompile, OSError) as error:
         logger.warning("no CPU kernels, torch computes instead: %s", error)
         return None
     bits = _BITS[mode]
     kernels = CpuKernels(
         library,
+        level,
         right_kinds(library, bits),
         attention_is_right(library),
         full_attention_is_right(library),
@@ -68,7 +76,8 @@ def load_kernels(mode: Mode) -> CpuKernels | None:
     is_right["attention"] = kernels.has_attention
     is_right["layers"] = kernels.has_layers
     is_right["full attention"] = kernels.has_full_attention
-    logger.info("CPU kernels (%s): %s", mode, ", ".join(n for n in is_right if is_right[n]))
+    right = ", ".join(name for name in is_right if is_right[name])
+    logger.info("CPU kernels (%s, %s): %s", mode, library.level, right)
     wrong = [name for name in is_right if not is_right[name]]
     if wrong:
         logger.warning("CPU kernels that compute wrong are left out: %s", ", ".join(wrong))

@@ -14,9 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+ABI = 1  #: `VLM_ABI` of abi.h
+
+
+class AbiMismatch(Exception):
+    """A library was made of other structs than those of this module, and would read what is not there."""
+
 
 class Kind(IntEnum):
-    """How weights are stored; `Kind` of linear.h."""
+    """How weights are stored; `Kind` of abi.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -34,7 +40,7 @@ FLOAT_KINDS = {
 
 
 class Before(IntEnum):
-    """What is done to a product's input first; `Before` of step.cpp."""
+    """What is done to a product's input first; `Before` of abi.h."""
 
     NOTHING = 0
     RMS_NORM = 1
@@ -43,7 +49,7 @@ class Before(IntEnum):
 
 
 class LinearStruct(ctypes.Structure):
-    """`Linear` of linear.h."""
+    """`Linear` of abi.h."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -57,7 +63,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`Step` of step.cpp."""
+    """`Step` of abi.h."""
 
     _fields_ = (
         ("linears", ctypes.c_void_p),
@@ -74,8 +80,18 @@ class StepStruct(ctypes.Structure):
     )
 
 
+class RunStruct(ctypes.Structure):
+    """`Run` of abi.h; what Python makes are the rows of a tensor."""
+
+    _fields_ = (
+        ("start", ctypes.c_int64),
+        ("num_new", ctypes.c_int64),
+        ("num_computed", ctypes.c_int64),
+    )
+
+
 class AttentionStruct(ctypes.Structure):
-    """`Attention` of attention.h."""
+    """`Attention` of abi.h."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -99,7 +115,7 @@ class AttentionStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer` of step.cpp."""
+    """`Layer` of abi.h."""
 
     _fields_ = (
         ("qkv", ctypes.c_void_p),
@@ -112,7 +128,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class LayersStruct(ctypes.Structure):
-    """`Layers` of step.cpp."""
+    """`Layers` of abi.h."""
 
     _fields_ = (
         ("layers", ctypes.c_void_p),
@@ -127,7 +143,7 @@ class LayersStruct(ctypes.Structure):
 
 
 class FullAttentionStruct(ctypes.Structure):
-    """`FullAttention` of full_attention.cpp."""
+    """`FullAttention` of abi.h."""
 
     _fields_ = (
         ("num_pictures", ctypes.c_int32),
@@ -147,6 +163,17 @@ class FullAttentionStruct(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
     )
+
+
+_STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    LinearStruct,
+    StepStruct,
+    RunStruct,
+    AttentionStruct,
+    LayerStruct,
+    LayersStruct,
+    FullAttentionStruct,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +236,15 @@ class Product:
 
 
 class Library:
-    """The functions of a compiled library. Raises: OSError if it cannot be loaded."""
+    """The functions of a compiled library. Raises: OSError if it cannot be loaded, AbiMismatch."""
 
     def __init__(self, file: Path) -> None:
         functions = ctypes.CDLL(str(file))
+        _check_abi(functions)
+        functions.vlm_level.restype = ctypes.c_char_p
+        self.level: str = (
+            functions.vlm_level().decode()
+        )  #: name of the one that it was compiled for
         self.linear = functions.vlm_linear
         self.linear.argtypes, self.linear.restype = [ctypes.c_void_p], None
         self.layers = functions.vlm_layers
@@ -222,6 +254,21 @@ class Library:
         self.attention.restype = None
         self.full_attention = functions.vlm_full_attention
         self.full_attention.argtypes, self.full_attention.restype = [ctypes.c_void_p], None
+
+
+def _check_abi(functions: ctypes.CDLL) -> None:
+    if (found := functions.vlm_abi()) != ABI:
+        raise AbiMismatch(f"the library has interface {found}, library.py {ABI}")
+    functions.vlm_sizeof.argtypes = [ctypes.c_char_p]
+    functions.vlm_sizeof.restype = ctypes.c_int64
+    for struct in _STRUCTS:
+        name = struct.__name__.removesuffix("Struct")
+        theirs, ours = functions.vlm_sizeof(name.encode()), ctypes.sizeof(struct)
+        if theirs != ours:
+            raise AbiMismatch(
+                f"{name} has {theirs} bytes in abi.h, {struct.__name__} of library.py has {ours}: "
+                "make their fields alike"
+            )
 
 
 def _to_struct(weights: Weights) -> LinearStruct:

@@ -1,22 +1,8 @@
 // A linear map as Python describes it, and the products of its forms. Shape letters: M tokens, K inputs, N outputs.
 #pragma once
 
-#include <cstdint>
-
+#include "abi.h"
 #include "vectors.h"
-
-enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
-
-// Mirrored by `LinearStruct` in library.py.
-struct Linear {
-    int32_t kind;
-    int32_t group;        // inputs that share a scale; integers only
-    int64_t num_outputs;  // N
-    int64_t num_inputs;   // K
-    const void* weights;
-    const float* scale;  // (N,), int8 only
-    const float* bias;   // (N,) or null
-};
 
 // Activations in integers: q (M, G * group), scale and sum of the integers (M, G).
 struct Activations {

@@ -70,10 +70,15 @@ class PackedLinear(nn.Module):
         return F.linear(x.float(), self.dequantized(), self.bias).to(x.dtype)
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of torch's products in an engine of that type: in float32, which the kernels make, there is what float16 is too small for."""
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
 def pack_linears(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) -> None:
     """Replace the quantized linears of a loaded model, one after another.
 
-    Those without a right kernel become what torch computes with in `dtype`.
+    Those without a right kernel become what torch computes with, in `product_dtype(dtype)`.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
     for name in names:  # nothing here may keep what is replaced: it is as large as the model
@@ -83,8 +88,8 @@ def pack_linears(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) -> N
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, PackedLinear(module))
         else:
-            module.to(dtype)
-            module.prepare()
+            module.to(product_dtype(dtype))
+            module.prepare(kernels.level)
 
 
 def pack_tower(model: nn.Module, kernels: CpuKernels) -> None:

@@ -10,41 +10,6 @@
 #include "linear.h"
 #include "vectors.h"
 
-enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE, QUICK_GELU };
-
-// One call's inputs. Mirrored by `StepStruct` in library.py.
-struct Step {
-    const Linear* linears;  // of one kind and width, whose outputs lie side by side in y
-    int32_t count;
-    int32_t before;
-    int32_t bits;  // of activations that meet integer weights
-    float eps;
-    const float* gain;  // (K,), of the norm
-    int64_t num_tokens;
-    const float* x;  // (M, K), or (M, 2 K): what is gated, then what is multiplied with it
-    float* y;        // (M, sum of N)
-    int32_t adds;    // to what is in y already
-    int32_t num_threads;
-};
-
-// A layer's products, and what is kept of its keys and values. Mirrored by `LayerStruct` in library.py.
-struct Layer {
-    const Step *qkv, *out, *gate_up, *down;
-    void *keys, *values;
-};
-
-// What goes through layers one after another. Mirrored by `LayersStruct` in library.py.
-struct Layers {
-    const Layer* layers;
-    int64_t count;
-    const Attention* attention;
-    float* x;  // (N, C), the stream, replaced by what it has become
-    float* qkv;     // room: (N, (H + 2 K) * D)
-    float* mixed;   // room: (N, H * D)
-    float* gated;   // room: (N, 2 I)
-    int64_t num_threads;
-};
-
 namespace {
 
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // less is done before a second thread has woken up

@@ -82,7 +82,7 @@ def on_cpu() -> Iterator[None]:
 def pair(name: str) -> ModelPair:
     made = make_model_pair(MODELS[name], std=0.3 if name in ("grouped", "biases") else 0.12)
     scheme = {"int8": "int8", "int4": "int4", "part": "int4"}.get(name)
-    return made if scheme is None else quantize_pair(made, SCHEMES[scheme], is_prepared=False)
+    return made if scheme is None else quantize_pair(made, SCHEMES[scheme])
 
 
 def requests(model: ModelPair, **sampling: Any) -> list[EngineRequest]:
@@ -307,7 +307,7 @@ def test_joined_products_hold_nothing_twice(on_cpu: None):
     for name in ("grouped", "int8", "int4"):
         model = make_model_pair(MODELS[name], seed=5)
         if name != "grouped":
-            model = quantize_pair(model, SCHEMES[name], is_prepared=False)
+            model = quantize_pair(model, SCHEMES[name])
         make_runner(model)
         layer = model.ours.language_model.model.layers[0]
         for parts in (

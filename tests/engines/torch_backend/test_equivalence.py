@@ -23,12 +23,14 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from engines.base import EngineRequest
 from engines.runner import TokenChoice
 from engines.sequence import Sequence
-from engines.torch_backend import quantized_linear, runner
+from engines.torch_backend import runner
 from engines.torch_backend.attention import paged_attention_by_sequence
-from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode, load_kernels
+from engines.torch_backend.cpu_level import CpuLevel
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode
 from engines.torch_backend.models.config import RopeScaling, VLMConfig
 from engines.torch_backend.quantization import SCHEMES
 from engines.torch_backend.sampler import sample
+from tests.cpu_levels import RUNNABLE, kernels_of
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
     LLAMA3_SCALING,
@@ -95,9 +97,10 @@ class Case:
     attention: str = "flash"
     weights: str = "full"
     kernels: Mode = "off"
+    level: str = ""  #: of the kernels
 
     def __str__(self) -> str:
-        usual = ("flash", "full", "off")
+        usual = ("flash", "full", "off", "")
         return "-".join(value for value in vars(self).values() if value not in usual)
 
 
@@ -106,10 +109,22 @@ CASES = [
     *(Case(sampling=name) for name in SAMPLINGS if name != "greedy"),
     *(Case(attention=name, sampling=s) for name in ("math", "plain") for s in ("greedy", "seeded")),
     *(Case("wide", s, weights=name) for name in SCHEMES for s in ("greedy", "seeded")),
-    Case("grouped", kernels="exact"),
-    Case("biases", "seeded", kernels="exact"),
-    *(Case("wide", weights=name, kernels="exact") for name in ("halves", *SCHEMES)),
+    *(
+        case
+        for level in RUNNABLE
+        for case in (
+            Case("grouped", kernels="exact", level=level.name),
+            Case("biases", "seeded", kernels="exact", level=level.name),
+            *(
+                Case("wide", weights=name, kernels="exact", level=level.name)
+                for name in ("halves", *SCHEMES)
+            ),
+        )
+    ),
 ]
+LEVEL_NAMES = [level.name for level in RUNNABLE]
+#: Torch's kernels where they are right, fast or not; larger batches go without.
+TORCH_KERNELS = CpuLevel("torch", max_torch_int8_tokens=3, max_torch_int4_tokens=3)
 
 
 @contextmanager
@@ -122,26 +137,24 @@ def attention_form(name: str) -> Iterator[None]:
             yield
 
 
-def cpu_kernels(mode: Mode) -> CpuKernels | None:
-    kernels = load_kernels(mode)
-    if mode != "off" and kernels is None:
-        pytest.skip("no C++ compiler")
-    return kernels
+def cpu_kernels(mode: Mode, level: str = "") -> CpuKernels | None:
+    if mode == "off":
+        return None
+    return kernels_of(mode, next(known for known in RUNNABLE if known.name == level))
 
 
 @cache
-def model_pair(name: str, weights: str = "full", kernels: Mode = "off") -> ModelPair:
+def model_pair(
+    name: str, weights: str = "full", kernels: Mode = "off", level: str = ""
+) -> ModelPair:
     pair = make_model_pair(MODELS[name], std=0.12 if name == "wide" else 0.3)
     if weights == "full":
         return pair
     if weights == "halves":
         return halve_pair(pair)
     if kernels != "off":
-        return quantize_pair(pair, SCHEMES[weights], kernels=cpu_kernels(kernels))
-    with pytest.MonkeyPatch.context() as patch:
-        # torch's kernels where they are right, fast or not; larger batches go without
-        patch.setattr(quantized_linear, "_MAX_KERNEL_TOKENS", dict.fromkeys(SCHEMES, 3))
-        return quantize_pair(pair, SCHEMES[weights])
+        return quantize_pair(pair, SCHEMES[weights], kernels=cpu_kernels(kernels, level))
+    return quantize_pair(pair, SCHEMES[weights], level=TORCH_KERNELS)
 
 
 def requests(pair: ModelPair, **sampling: object) -> list[EngineRequest]:
@@ -192,8 +205,8 @@ def expected_tokens(model: str, sampling: str, weights: str) -> Tokens:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_tokens_come_out_by_every_way_and_are_those_of_transformers(way: Way, case: Case):
-    kernels = cpu_kernels(case.kernels)
-    pair = model_pair(case.model, case.weights, case.kernels)
+    kernels = cpu_kernels(case.kernels, case.level)
+    pair = model_pair(case.model, case.weights, case.kernels, case.level)
     start = partial(make_engine, pair, kernels)
     with attention_form(case.attention):
         tokens = way(start, requests(pair, **SAMPLINGS[case.sampling]))
@@ -220,13 +233,13 @@ TOLERANCES = {
 
 
 @cache
-def pair_of_precision(precision: str, kernels: Mode) -> ModelPair:
+def pair_of_precision(precision: str, kernels: Mode, level: str) -> ModelPair:
     """Ours in that precision, theirs in full."""
     pair = model_pair("wide")
     if precision == "bfloat16":
         return replace(pair, ours=deepcopy(pair.ours).bfloat16())
-    scheme = SCHEMES[precision]
-    return quantize_pair(pair, scheme, same_weights=False, kernels=cpu_kernels(kernels))
+    scheme, form = SCHEMES[precision], cpu_kernels(kernels, level)
+    return quantize_pair(pair, scheme, same_weights=False, kernels=form, level=TORCH_KERNELS)
 
 
 Place = tuple[str, int]  #: a request and its output position
@@ -265,16 +278,23 @@ def dictate(answers: Tokens, seen: dict[Place, torch.Tensor]) -> Callable[..., l
     return choose
 
 
-@pytest.mark.parametrize(("precision", "kernels"), TOLERANCES)
+@pytest.mark.parametrize(
+    ("precision", "kernels", "level"),
+    [
+        (precision, kernels, level)
+        for precision, kernels in TOLERANCES
+        for level in ([""] if kernels == "off" else LEVEL_NAMES)
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_stay_within_the_tolerance_of_their_precision(
-    way: Way, precision: str, kernels: Mode, monkeypatch: pytest.MonkeyPatch
+    way: Way, precision: str, kernels: Mode, level: str, monkeypatch: pytest.MonkeyPatch
 ):
-    pair = pair_of_precision(precision, kernels)
+    pair = pair_of_precision(precision, kernels, level)
     seen: dict[Place, torch.Tensor] = {}
     answers = expected_tokens("wide", "greedy", "full")
     monkeypatch.setattr(runner, "sample", dictate(answers, seen))
-    way(partial(make_engine, pair, cpu_kernels(kernels)), requests(pair))
+    way(partial(make_engine, pair, cpu_kernels(kernels, level)), requests(pair))
     expected = expected_logits()
     assert seen.keys() == expected.keys()
     errors = torch.stack(
@@ -285,12 +305,13 @@ def test_logits_stay_within_the_tolerance_of_their_precision(
     assert errors.max() < 2 * tolerance
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not run_batched])
-def test_rounded_activations_are_rounded_alike_by_every_way(way: Way, scheme: str):
+def test_rounded_activations_are_rounded_alike_by_every_way(way: Way, scheme: str, level: str):
     """To 8 bits, which transformers does not do: the ways are compared with one another."""
-    kernels = cpu_kernels("fast")
-    pair = model_pair("wide", scheme, "fast")
+    kernels = cpu_kernels("fast", level)
+    pair = model_pair("wide", scheme, "fast", level)
     start = partial(make_engine, pair, kernels)
     assert way(start, requests(pair)) == run_batched(start, requests(pair))
 

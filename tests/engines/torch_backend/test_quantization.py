@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend import quantized_linear as module
+from engines.torch_backend.cpu_level import CpuLevel
 from engines.torch_backend.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.hf_config import read_config
 from engines.torch_backend.quantization import SCHEMES
@@ -22,6 +23,9 @@ from engines.torch_backend.quantized_linear import (
 from engines.torch_backend.weights import load_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: Torch's kernels are never used, or wherever they are right, even where they are slower.
+PLAIN = CpuLevel("plain")
+KERNELS = CpuLevel("kernels", max_torch_int8_tokens=16, max_torch_int4_tokens=16)
 NAME = "language_model.model.layers.0.mlp.up_proj.weight"
 MAX_ERROR = {"int8": 0.01, "int4": 0.12}  # of the weights' own size, root mean square
 
@@ -52,8 +56,7 @@ def quantize(
     weight: Tensor,
     dtype: torch.dtype = torch.float32,
     bias: Tensor | None = None,
-    *,
-    prepare: bool = True,
+    level: CpuLevel = PLAIN,
 ) -> nn.Module:
     """The linear of one weight, as the loader makes it."""
     decoder = Decoder(weight, bias)
@@ -61,14 +64,8 @@ def quantize(
     SCHEMES[scheme].swap_linears(decoder, dtype)
     decoder.load_state_dict(weights, assign=True)
     decoder.requires_grad_(False)
-    if prepare:
-        SCHEMES[scheme].prepare(decoder)
+    SCHEMES[scheme].prepare(decoder, level)
     return decoder.linear
-
-
-def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernels are used wherever they are right, even where they are slower."""
-    monkeypatch.setattr(module, "_MAX_KERNEL_TOKENS", {"int8": 16, "int4": 16})
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -94,18 +91,13 @@ def test_weights_keep_their_values_within_the_bits(
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("shape", [(96, 128), (64, 96), (33, 64)])
 def test_kernels_equal_the_plain_arithmetic(
-    monkeypatch: pytest.MonkeyPatch,
-    scheme: str,
-    dtype: torch.dtype,
-    num_tokens: int,
-    shape: tuple[int, int],
+    scheme: str, dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]
 ) -> None:
     weight = make_weight(*shape)
     x = make_weight(num_tokens, shape[1], seed=1).to(dtype)
     bias = make_weight(1, shape[0], seed=2)[0]
-    plain = quantize(scheme, weight, dtype, bias, prepare=False)
-    with_kernel(monkeypatch)
-    fast = quantize(scheme, weight, dtype, bias)
+    plain = quantize(scheme, weight, dtype, bias)
+    fast = quantize(scheme, weight, dtype, bias, KERNELS)
     assert isinstance(plain, QuantizedLinear)
 
     expected = x.float() @ plain.dequantized().float().t() + bias.to(dtype).float()
@@ -126,6 +118,22 @@ def test_the_order_of_the_int4_kernel_is_undone() -> None:
     assert torch.equal(unpack_int4(pack_int4(integers), block).to(torch.int32), integers)
 
 
+@pytest.mark.skipif(
+    int4_kernel_block(torch.float32) is None, reason="torch has no such kernel here"
+)
+def test_weights_are_reordered_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make_weight(384, 64)
+    at_once = quantize("int4", weight, level=KERNELS)
+    monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
+
+    in_parts = quantize("int4", weight, level=KERNELS)
+
+    assert isinstance(at_once, Int4Linear)
+    assert isinstance(in_parts, Int4Linear)
+    assert in_parts.max_kernel_tokens == 16
+    assert torch.equal(in_parts.pairs, at_once.pairs)
+
+
 def test_pairs_are_unpacked_as_they_were_packed() -> None:
     integers = torch.randint(0, 16, (3, 2, 32), dtype=torch.uint8)
 
@@ -134,7 +142,7 @@ def test_pairs_are_unpacked_as_they_were_packed() -> None:
 
 def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
-    linear = quantize("int8", make_weight(200, 64), prepare=False)
+    linear = quantize("int8", make_weight(200, 64))
     assert isinstance(linear, QuantizedLinear)
     x = make_weight(5, 64, seed=1)
 
@@ -145,12 +153,11 @@ def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyP
 def test_without_a_kernel_the_plain_arithmetic_stays(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_kernel(monkeypatch)
     monkeypatch.setattr(module, "has_int8_kernel", lambda dtype: False)
     monkeypatch.setattr(module, "int4_kernel_block", lambda dtype: None)
     weight = make_weight(64, 64)
 
-    linear = quantize(scheme, weight)
+    linear = quantize(scheme, weight, level=KERNELS)
 
     x = make_weight(2, 64, seed=1)
     assert relative_error(linear(x), x @ weight.t()) < MAX_ERROR[scheme]

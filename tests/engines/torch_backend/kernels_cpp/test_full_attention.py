@@ -1,5 +1,7 @@
 """Pictures' attention by the C++ kernel equals torch's, and a query's does not depend on the others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,7 +76,7 @@ def test_a_tower_uses_it_where_it_was_found_right(
     kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, is_right: bool
 ):
     model = make_model()
-    left = CpuKernels(kernels.library, kernels.kinds, True, is_right, kernels.bits, True)
+    left = replace(kernels, has_full_attention=is_right)
     calls: list[int] = []
 
     def counted(library: Library, *heads: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """Products by C++ kernels equal those of their slow twins, whatever is before and after them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.torch_backend.cpu_level import CpuLevel
 from engines.torch_backend.kernels_cpp import fused_linear as module
 from engines.torch_backend.kernels_cpp.fused_linear import FusedLinear
-from engines.torch_backend.kernels_cpp.kernels import CpuKernels
+from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode
 from engines.torch_backend.kernels_cpp.library import Kind, Library
 from engines.torch_backend.kernels_cpp.packed_linear import PackedLinear
 from engines.torch_backend.kernels_cpp.probe import attention_is_right, right_kinds
@@ -15,6 +18,7 @@ from engines.torch_backend.models.activation import quick_gelu
 from engines.torch_backend.models.llama import RMSNorm
 from engines.torch_backend.quantization import SCHEMES
 from engines.torch_backend.quantized_linear import QuantizedLinear
+from tests.cpu_levels import COMPILED, kernels_of
 
 FORMS = ["float32", "bfloat16", "float16", *SCHEMES, "int4 of bfloat16"]
 SHAPES = [(96, 128), (33, 64), (64, 96), (5, 640)]
@@ -43,10 +47,14 @@ def make_linear(
     return PackedLinear(quantized)
 
 
-def meant(linear: nn.Module, x: Tensor) -> Tensor:
+def weight_of(linear: nn.Module) -> Tensor:
     weight = linear.dequantized() if isinstance(linear, PackedLinear) else linear.weight.float()
     assert isinstance(weight, Tensor)
-    return F.linear(x, weight, linear.bias)
+    return weight
+
+
+def meant(linear: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, weight_of(linear), linear.bias)
 
 
 def tolerance(form: str, kernels: CpuKernels) -> float:
@@ -60,6 +68,10 @@ def assert_near(found: Tensor, expected: Tensor, limit: float) -> None:
     assert (found - expected).norm() <= limit * expected.norm()
 
 
+def with_max_float_tokens(kernels: CpuKernels, max_tokens: int) -> CpuKernels:
+    return replace(kernels, level=replace(kernels.level, max_float_tokens=max_tokens))
+
+
 def forbid_torch(*_: object) -> Tensor:
     pytest.fail("torch computed it")
 
@@ -69,8 +81,9 @@ def forbid_torch(*_: object) -> Tensor:
 def test_a_product_equals_its_twin(
     kernels: CpuKernels, form: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):
+    """Also of more tokens than the level leaves to it."""
     linear = make_linear(form, shape)
-    fused = FusedLinear(kernels, [linear], torch.float32)
+    fused = FusedLinear(with_max_float_tokens(kernels, 1 << 30), [linear], torch.float32)
     monkeypatch.setattr(FusedLinear, "_by_torch", forbid_torch)
     for num_tokens in TOKENS:
         x = make_numbers(num_tokens, shape[1], seed=1)
@@ -117,7 +130,7 @@ def test_gates_come_before(kernels: CpuKernels, form: str, gate):
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 def test_many_tokens_go_to_torch(kernels: CpuKernels, form: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MAX_FLOAT_TOKENS", 4)
+    kernels = with_max_float_tokens(kernels, 4)
     monkeypatch.setattr(module, "_STRIP_WEIGHTS", 640)
     linear = make_linear(form, (33, 64))
     norm = RMSNorm(64, 1e-5).requires_grad_(False)
@@ -127,6 +140,26 @@ def test_many_tokens_go_to_torch(kernels: CpuKernels, form: str, monkeypatch: py
     expected = stream + meant(linear, norm(x))
 
     assert_near(fused(x, add_to=stream), expected, 2e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("max_tokens", [0, 4, 1 << 30])
+def test_results_may_be_larger_than_float16_holds(
+    kernels: CpuKernels, form: str, max_tokens: int, bias: bool
+):
+    """Whoever computes them, in an engine of float16: weights and activations fit it, their products' sums do not."""
+    linear = make_linear(form, (33, 64), bias=bias)
+    if linear.bias is not None and not form.startswith("int"):
+        linear.bias = nn.Parameter(linear.bias.half(), requires_grad=False)
+    fused = FusedLinear(with_max_float_tokens(kernels, max_tokens), [linear], torch.float16)
+    for num_tokens in (1, 4, 5, 100):
+        x = 20_000 * make_numbers(num_tokens, 64, seed=1).half().float()
+        expected = F.linear(
+            x, weight_of(linear), None if linear.bias is None else linear.bias.float()
+        )
+        assert expected.abs().max() > torch.finfo(torch.float16).max
+        assert_near(fused(x), expected, tolerance(form, kernels))
 
 
 def test_unlike_parts_are_computed_by_torch(kernels: CpuKernels):
@@ -163,6 +196,13 @@ def test_a_kernel_that_computes_something_else_is_found_out():
     assert not attention_is_right(Idle())
 
 
-def test_all_kernels_are_right_here(kernels: CpuKernels):
+@pytest.mark.parametrize("level", COMPILED, ids=lambda level: level.name)
+def test_all_kernels_are_right_here(level: CpuLevel, mode: Mode):
+    """Skipped for a level that this machine cannot run; no other test mentions it."""
+    kernels = kernels_of(mode, level)
+
+    assert kernels.library.level == level.name
     assert kernels.kinds == set(Kind)
     assert kernels.has_attention
+    assert kernels.has_full_attention
+    assert kernels.has_layers

@@ -1,6 +1,7 @@
 """All layers in one call give what a call for each part gives."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_team_gives_what_one_thread_gives(kernels: CpuKernels, num_threads: in
 def test_without_a_right_kernel_parts_are_called(kernels: CpuKernels):
     spans = make_spans(STEPS[2])
     x = make_stream(spans[-1].stop)
-    left = CpuKernels(kernels.library, kernels.kinds, True, True, kernels.bits, False)
+    left = replace(kernels, has_layers=False)
 
     found = pass_step(make_decoder(left), spans, x)
 

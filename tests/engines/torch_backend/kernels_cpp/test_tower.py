@@ -1,6 +1,7 @@
 """Tower and projector over kernels give what their modules give, at once and in parts, in full and in few bits."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_only_linear_maps_are_packed_and_the_decoder_is_left(kernels: CpuKernels
 @torch.inference_mode()
 def test_without_a_right_kernel_the_tower_stays_as_it_is(kernels: CpuKernels):
     model = make_model()
-    left = CpuKernels(kernels.library, frozenset(), False, False, kernels.bits, False)
+    left = replace(kernels, kinds=frozenset(), has_full_attention=False)
     pixels = make_pixels(model)
     full = model.encode_images(pixels)
 

@@ -1,0 +1,85 @@
+"""Which instructions the CPU's products may use: a value, probed once, that whoever computes is given.
+
+Everything that differs between processors follows from it: what the C++ kernels are compiled with, and where they, or
+torch's own kernels, are the faster ones. Every level below the machine's can be asked for, so that all are tested on
+the largest. Knows no kernels and no models.
+"""
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_CPUINFO = Path("/proc/cpuinfo")
+_ARM = ("aarch64", "arm64")
+_X86 = ("x86_64", "AMD64")
+_ALWAYS = 1 << 30  # tokens
+
+
+@dataclass(frozen=True)
+class CpuLevel:
+    """A set of instructions, and what is fastest with them."""
+
+    name: str
+    machines: tuple[str, ...] = ()  #: of `platform.machine`; empty: any
+    needs: frozenset[str] = frozenset()  #: flags of /proc/cpuinfo
+    #: of the compiler; None: there are no C++ kernels. Single sets, which older compilers know than named levels.
+    compiler_flags: tuple[str, ...] | None = None
+    #: Tokens up to which C++ kernels beat torch's products with floating-point weights.
+    max_float_tokens: int = _ALWAYS
+    #: Tokens up to which torch's own kernels beat dequantizing, where there are no C++ kernels.
+    max_torch_int8_tokens: int = 0
+    max_torch_int4_tokens: int = 0
+
+    def lacks(self) -> str:
+        """Why this machine cannot run it; empty if it can."""
+        if self.machines and platform.machine() not in self.machines:
+            return f"{self.name} is not for {platform.machine()}"
+        missing = self.needs - cpu_flags()
+        return f"{self.name} needs {', '.join(sorted(missing))}" if missing else ""
+
+
+_V3_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe")
+_V3_NEEDS = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
+_V4_PARTS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+#: The largest first. No kernel uses instructions for bfloat16, so that no level asks for them.
+LEVELS = (
+    CpuLevel(
+        "x86-64-v4-vnni",
+        _X86,
+        _V3_NEEDS | {*_V4_PARTS, "avx512_vnni"},
+        (*_V3_FLAGS, *(f"-m{part}" for part in _V4_PARTS), "-mavx512vnni"),
+        max_float_tokens=48,
+        max_torch_int8_tokens=4,
+        max_torch_int4_tokens=16,
+    ),
+    CpuLevel("x86-64-v3-vnni", _X86, _V3_NEEDS | {"avx_vnni"}, (*_V3_FLAGS, "-mavxvnni")),
+    CpuLevel("x86-64-v3", _X86, _V3_NEEDS, _V3_FLAGS),
+    CpuLevel("armv8.2-a", _ARM, frozenset({"asimddp", "fphp"}), ("-march=armv8.2-a+fp16+dotprod",)),
+    CpuLevel("armv8-a", _ARM, compiler_flags=("-march=armv8-a",)),
+    CpuLevel("generic"),
+)
+
+
+@cache
+def choose_level() -> CpuLevel:
+    """The largest that this machine has, and that torch may use: ATEN_CPU_CAPABILITY lowers both alike."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    allowed = LEVELS
+    if platform.machine() in _X86 and not capability.startswith("AVX512"):
+        allowed = LEVELS[1:] if capability == "AVX2" else LEVELS[-1:]
+    return next(level for level in allowed if not level.lacks())
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Names of instruction sets, as Linux calls them; none elsewhere."""
+    try:
+        text = _CPUINFO.read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next(lines, "").split())

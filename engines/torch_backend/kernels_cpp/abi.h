@@ -1,0 +1,91 @@
+// What Python and C++ share: numbers, and structs that library.py mirrors by the same names with `Struct` behind them.
+// Sizes are compared when a library is loaded. Whoever changes the meaning of a field counts VLM_ABI up, here and there.
+//
+// Shape letters: M or N tokens, K inputs, N outputs, S sequences with one new token, H query heads, K key/value heads,
+// D head width.
+#pragma once
+
+#include <cstdint>
+
+constexpr int32_t VLM_ABI = 1;
+
+enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
+
+enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE, QUICK_GELU };
+
+// A linear map.
+struct Linear {
+    int32_t kind;
+    int32_t group;        // inputs that share a scale; integers only
+    int64_t num_outputs;  // N
+    int64_t num_inputs;   // K
+    const void* weights;
+    const float* scale;  // (N,), int8 only
+    const float* bias;   // (N,) or null
+};
+
+// One call's inputs.
+struct Step {
+    const Linear* linears;  // of one kind and width, whose outputs lie side by side in y
+    int32_t count;
+    int32_t before;
+    int32_t bits;  // of activations that meet integer weights
+    float eps;
+    const float* gain;  // (K,), of the norm
+    int64_t num_tokens;
+    const float* x;  // (M, K), or (M, 2 K): what is gated, then what is multiplied with it
+    float* y;        // (M, sum of N)
+    int32_t adds;    // to what is in y already
+    int32_t num_threads;
+};
+
+// A sequence with several new tokens, which see those computed before, their own predecessors and themselves. Mirrored
+// by the columns of `runs` in attention.py.
+struct Run {
+    int64_t start, num_new, num_computed;  // start: the place of its first new token in the step
+};
+
+// What all layers of a step share.
+struct Attention {
+    int32_t kind;  // of stored keys and values: FLOAT32, BFLOAT16 or FLOAT16
+    int32_t num_heads, num_kv_heads, head_dim;
+    int64_t num_tokens, num_decodes, block_size, table_width;
+    const float* cos;  // (N, D)
+    const float* sin;  // (N, D), signed as in rotary.py
+    const int64_t* slots;    // (N,)
+    const int64_t* table;    // (S, table_width), blocks
+    const int64_t* lengths;  // (S,), tokens of the context
+    int64_t num_runs, run_table_width;
+    const Run* runs;           // of all tokens after the first S
+    const int64_t* run_table;  // (num_runs, run_table_width), blocks
+};
+
+// A layer's products, and what is kept of its keys and values.
+struct Layer {
+    const Step *qkv, *out, *gate_up, *down;
+    void *keys, *values;
+};
+
+// What goes through layers one after another.
+struct Layers {
+    const Layer* layers;
+    int64_t count;
+    const Attention* attention;
+    float* x;  // (N, C), the stream, replaced by what it has become
+    float* qkv;     // room: (N, (H + 2 K) * D)
+    float* mixed;   // room: (N, H * D)
+    float* gated;   // room: (N, 2 I)
+    int64_t num_threads;
+};
+
+// Attention of pictures' tokens to all of their pictures. A head's numbers lie side by side; strides are in numbers.
+struct FullAttention {
+    int32_t num_pictures, num_heads, head_dim, num_threads;
+    int64_t num_queries, num_keys;
+    int64_t query_picture, query_head, query_token;  // strides
+    int64_t key_picture, key_head, key_token;        // of keys and values
+    const float* queries;
+    const float* keys;
+    const float* values;
+    float* out;  // (B, t, H * D)
+};
