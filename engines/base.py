@@ -38,6 +38,10 @@ class EngineStartError(Exception):
     """Base of what making an engine raises where the operator is to mend it; the message says how."""
 
 
+class UnsupportedCheckpoint(EngineStartError):
+    """The checkpoint is not one that the engine can run; the message says why and what would do."""
+
+
 class SequenceFailure(Exception):
     """A step failed because of one sequence, which alone ends; the others are computed again.
 

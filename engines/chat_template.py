@@ -6,12 +6,12 @@ tokens beyond their spelling.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from engines.base import InvalidRequest
+from engines.checkpoint_json import read_json
 from engines.template_process import TemplateProcess
 from engines.template_rendering import (
     CompiledTemplate,
@@ -111,7 +111,7 @@ class ChatTemplate:
 def read_chat_template(directory: Path) -> str | None:
     """The template of a checkpoint, from the places and in the order in which transformers looks.
 
-    Raises: UnusableTemplate on files that are no JSON.
+    Raises: UnsupportedCheckpoint on files that are no JSON.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():
@@ -120,12 +120,13 @@ def read_chat_template(directory: Path) -> str | None:
         file = directory / name
         if not file.is_file():
             continue
-        try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-        except ValueError as error:
-            raise UnusableTemplate(f"{name} is no JSON: {error}") from None
+        fields = read_json(file)
+        found = fields.get("chat_template")
         if isinstance(found, list):  # several by name
-            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+            if not all(isinstance(entry, dict) for entry in found):
+                raise fields.refuse("chat_template", "is no list of objects")
+            named = [entry for entry in found if entry.get("name") == "default"]
+            found = named[-1].get("template") if named else None
         if isinstance(found, str):
             return found
     return None

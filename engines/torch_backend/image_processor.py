@@ -3,17 +3,17 @@
 Called from a pool of threads. It must not know torch. Pixels are numpy (3, H, W) float32.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from engines.checkpoint_json import Fields, read_json, shown
 from engines.picture_decoder import Decode, decode_image
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import MAX_IMAGE_SIZE
 
 #: A longer resized picture is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
@@ -156,78 +156,81 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
     )
     if kind not in _KNOWN_KINDS:
         raise UnsupportedCheckpoint(
-            f"the image processor is a {kind!r}; CLIPImageProcessor can be run"
+            f"{settings.file}: the image processor is a {shown(kind)}; CLIPImageProcessor can be run"
         )
-    for key, value in settings.items():
+    for key, value in settings.values.items():
         if key not in _KNOWN_KEYS and value not in (None, False):
-            raise UnsupportedCheckpoint(f"the image processor's setting {key}={value!r} is unknown")
+            raise UnsupportedCheckpoint(
+                f"{settings.file}: the setting {key[:80]}={shown(value)} is unknown"
+            )
     height_width, shortest_edge = _resize_size(settings)
-    rescales, normalizes = settings.get("do_rescale", True), settings.get("do_normalize", True)
+    rescales, normalizes = settings.flag("do_rescale", True), settings.flag("do_normalize", True)
+    factor = settings.number("rescale_factor", 1 / 255, above=0, at_most=1e3)
     processor = ImageProcessor(
         resize_to=height_width,
         shortest_edge=shortest_edge,
-        resample=Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC)),
+        resample=Image.Resampling(
+            settings.whole("resample", int(Image.Resampling.BICUBIC), at_least=0, at_most=5)
+        ),
         crop_to=_crop_size(settings),
-        rescale_factor=float(settings.get("rescale_factor", 1 / 255)) if rescales else None,
-        mean=_channels(settings, "image_mean", _CLIP_MEAN) if normalizes else None,
-        std=_channels(settings, "image_std", _CLIP_STD) if normalizes else None,
+        rescale_factor=factor if rescales else None,
+        mean=_channels(settings, "image_mean", _CLIP_MEAN, above=-1e6) if normalizes else None,
+        std=_channels(settings, "image_std", _CLIP_STD, above=0) if normalizes else None,
     )
     made = processor.crop_to or processor.resize_to
     if made != (image_size, image_size):
         raise UnsupportedCheckpoint(
-            f"the image processor makes pictures of {made or 'any size'}, but the vision tower "
+            f"{settings.file}: it makes images of {made or 'any size'}, but the vision tower "
             f"takes {image_size} by {image_size}"
         )
     return processor
 
 
-def _read_settings(directory: Path) -> dict[str, Any]:
+def _read_settings(directory: Path) -> Fields:
     for name in ("preprocessor_config.json", "processor_config.json"):
-        file = directory / name
-        if file.is_file():
-            try:
-                content = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise UnsupportedCheckpoint(f"{name} is no JSON: {error}") from None
-            # transformers 5 keeps the image processor's settings inside the processor's.
-            settings = content.get("image_processor") if name.startswith("processor") else content
-            if settings:
-                return settings
+        settings = read_json(directory / name)
+        # transformers 5 keeps the image processor's settings inside the processor's.
+        if name.startswith("processor"):
+            settings = settings.section("image_processor")
+        if settings.values:
+            return settings
     raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
 
 
-def _resize_size(settings: dict[str, Any]) -> tuple[tuple[int, int] | None, int | None]:
+def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
     """(height, width) or the shortest edge, whichever `size` names; neither without `do_resize`."""
-    size = settings.get("size", {"shortest_edge": 224})
-    if not settings.get("do_resize", True):
+    if not settings.flag("do_resize", True):
         return None, None
-    if isinstance(size, int):
-        return None, size
+    size = settings.get("size", {"shortest_edge": 224})
+    if not isinstance(size, dict):
+        return None, settings.whole("size", at_most=MAX_IMAGE_SIZE)
     if set(size) == {"shortest_edge"}:
-        return None, int(size["shortest_edge"])
-    if set(size) == {"height", "width"}:
-        return (int(size["height"]), int(size["width"])), None
-    raise UnsupportedCheckpoint(f"the image processor's size {size!r} is not understood")
+        return None, settings.section("size").whole("shortest_edge", 224, at_most=MAX_IMAGE_SIZE)
+    return _height_width(settings, "size"), None
 
 
-def _crop_size(settings: dict[str, Any]) -> tuple[int, int] | None:
-    if not settings.get("do_center_crop", True):
+def _crop_size(settings: Fields) -> tuple[int, int] | None:
+    if not settings.flag("do_center_crop", True):
         return None
-    size = settings.get("crop_size", 224)
-    if isinstance(size, int):
-        return size, size
-    if set(size) == {"height", "width"}:
-        return int(size["height"]), int(size["width"])
-    raise UnsupportedCheckpoint(f"the image processor's crop_size {size!r} is not understood")
+    if isinstance(settings.get("crop_size"), dict):
+        return _height_width(settings, "crop_size")
+    side = settings.whole("crop_size", 224, at_most=MAX_IMAGE_SIZE)
+    return side, side
+
+
+def _height_width(settings: Fields, name: str) -> tuple[int, int]:
+    size = settings.section(name)
+    if set(size.values) != {"height", "width"}:
+        raise settings.refuse(name, f"{shown(settings.get(name))} is not understood")
+    height, width = (size.whole(key, 0, at_most=MAX_IMAGE_SIZE) for key in ("height", "width"))
+    return height, width
 
 
 def _channels(
-    settings: dict[str, Any], key: str, default: tuple[float, ...]
-) -> tuple[float, float, float]:
+    settings: Fields, key: str, default: tuple[float, ...], above: float
+) -> tuple[float, ...]:
     value = settings.get(key, default)
-    values = (value,) * 3 if isinstance(value, int | float) else tuple(map(float, value))
+    values = value if isinstance(value, list | tuple) else (value,) * 3
     if len(values) != 3:
-        raise UnsupportedCheckpoint(
-            f"the image processor's {key} has {len(values)} channels, not 3"
-        )
-    return values
+        raise settings.refuse(key, f"has {len(values)} channels, not 3")
+    return tuple(settings.check_number(key, item, above, 1e6) for item in values)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines.checkpoint_json import read_json
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,6 +23,7 @@ MAX_SHARD_BYTES = 2 * 1024**3
 #: bytes of what is no floating-point number, and so keeps its type
 _INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_READABLE = frozenset(["F64", *_FLOATS, *_INTEGER_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,21 @@ def _list_file(file: Path) -> Iterator[StoredTensor]:
     with safe_open(file, "pt") as content:
         for name in content.keys():  # noqa: SIM118 - no mapping
             part = content.get_slice(name)
-            yield StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype())
+            kind = part.get_dtype()
+            if kind not in _READABLE:
+                known = ", ".join(sorted(_READABLE))
+                raise UnsupportedCheckpoint(
+                    f"{file.name}: the weight {name} is of the type {kind}; readable: {known}"
+                )
+            yield StoredTensor(name, file, tuple(part.get_shape()), kind)
 
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = read_json(index).section("weight_map").values.values()
+        if not all(isinstance(name, str) for name in names):
+            raise UnsupportedCheckpoint(f"{INDEX_FILE}: weight_map names what is no file")
         if any(Path(name).name != name for name in names):
             raise UnsupportedCheckpoint(f"{INDEX_FILE} names files outside the checkpoint")
         return [directory / name for name in sorted(set(names))]

@@ -4,6 +4,7 @@ Used by the prompt builder and the detokenizer, from any thread. Knows no templa
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from engines.checkpoint_json import Fields, read_json, shown
 from engines.prompt import ControlToken
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import MAX_VOCAB_SIZE
 from engines.torch_backend.token_bytes import ByteDecoder
 
+#: of a text by a normalizer, or of a token by a decoder
+MAX_GROWTH = 64
 _NAMED = (
     "bos_token",
     "eos_token",
@@ -35,7 +40,7 @@ class HfTokenizer:
 
     def __init__(self, directory: Path, image_token_id: int, template: str = "") -> None:
         content = _read_tokenizer_json(directory)
-        settings = _read_json(directory / "tokenizer_config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         self.special_variables = _special_variables(settings)
         backend = _load_backend(content, settings)
         self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -46,6 +51,10 @@ class HfTokenizer:
             )
         self.image_token = self._texts[image_token_id]
         self.vocab_size = max(self._texts) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise UnsupportedCheckpoint(
+                f"tokenizer.json: model.vocab has the id {self.vocab_size - 1}; ids are below {MAX_VOCAB_SIZE}"
+            )
         self.bos_token: str | None = self.special_variables.get("bos_token")
         self.eos_token_ids: frozenset[int] = frozenset(
             _eos_token_ids(directory, self._ids, self.special_variables)
@@ -106,8 +115,12 @@ def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
     """What the post-processor puts before and behind a text, such as BOS."""
     plain = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
-    start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
-    return full[:start], full[start + len(plain) :]
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start], full[start + len(plain) :]
+    raise UnsupportedCheckpoint(
+        "tokenizer.json: post_processor does not keep the text's own tokens"
+    )
 
 
 class _PieceEncoders:
@@ -138,75 +151,98 @@ def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
     return pre_tokenizer
 
 
-def _load_backend(content: dict[str, Any], settings: dict[str, Any]) -> Backend:
+def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
     """The tokenizer with all its special tokens, those that only its settings name included."""
-    if content.get("model", {}).get("type", "BPE") != "BPE":
+    fields = Fields("tokenizer.json", content)
+    if fields.section("model").get("type", "BPE") != "BPE":
         raise UnsupportedCheckpoint(
             "tokenizer.json is no byte-pair encoding; LLaMA's family uses that"
         )
+    for name in ("normalizer", "decoder"):
+        if _growth(fields.section(name).values) > MAX_GROWTH:
+            raise fields.refuse(name, f"makes texts more than {MAX_GROWTH} times as long")
     try:
         backend = Backend.from_str(json.dumps(content))
     except Exception as error:  # the library raises bare Exception
         raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {error}") from None
-    declared = settings.get("added_tokens_decoder") or {}
-    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-        backend.add_tokens([_to_added_token(entry)])
+    declared = settings.section("added_tokens_decoder")
+    if not all(index.isascii() and index.isdigit() for index in declared.values):
+        raise settings.refuse("added_tokens_decoder", "has a key that is no token id")
+    for index in sorted(declared.values, key=int):
+        backend.add_tokens([_to_added_token(declared, index, declared.get(index))])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [settings[name] for name in _NAMED if settings.get(name)]
-    for token in map(_to_added_token, [*named, *_extras(settings)]):
+    named = [(name, settings.get(name)) for name in _NAMED if settings.get(name)]
+    for name, entry in [*named, *_extras(settings)]:
+        token = _to_added_token(settings, name, entry)
         if token.content not in known:  # adding it again would change how it is found
             backend.add_special_tokens([token])
     return backend
 
 
-def _extras(settings: dict[str, Any]) -> Iterable[Any]:
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times as long a normalizer or decoder can make a text; what it cannot read is no step of ours."""
+    inner = step.get("normalizers") or step.get("decoders")
+    if isinstance(inner, list):
+        return math.prod(_growth(part) for part in inner if isinstance(part, dict))
+    pattern, content = step.get("pattern"), step.get("content")
+    if step.get("type") != "Replace" or not isinstance(content, str):
+        return 1.0
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    # A regular expression may match between any two characters.
+    return max(1.0, len(content) / len(literal)) if literal else 1.0 + len(content)
+
+
+def _extras(settings: Fields) -> Iterable[tuple[str, Any]]:
     for key in ("extra_special_tokens", "additional_special_tokens"):
         found = settings.get(key) or []
-        yield from found.values() if isinstance(found, dict) else found
+        if not isinstance(found, dict | list):
+            raise settings.refuse(key, f"is {shown(found)}, no list and no object")
+        yield from (
+            (key, entry) for entry in (found.values() if isinstance(found, dict) else found)
+        )
 
 
-def _to_added_token(entry: str | dict[str, Any]) -> AddedToken:
+def _to_added_token(fields: Fields, name: str, entry: Any) -> AddedToken:
     if isinstance(entry, str):
         return AddedToken(entry, special=True, normalized=False)
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        raise fields.refuse(name, f"is {shown(entry)}, no token")
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(entry["content"], **{flag: bool(entry.get(flag, False)) for flag in flags})
 
 
-def _special_variables(settings: dict[str, Any]) -> dict[str, str]:
+def _special_variables(settings: Fields) -> dict[str, str]:
     """What templates know as `bos_token` and so on."""
-    found = {name: settings[name] for name in _NAMED if settings.get(name)}
-    return {n: t["content"] if isinstance(t, dict) else str(t) for n, t in found.items()}
+    return {
+        name: _to_added_token(settings, name, settings.get(name)).content
+        for name in _NAMED
+        if settings.get(name)
+    }
 
 
 def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, str]) -> set[int]:
     """Where generation ends: as generation_config.json says, else config.json, else the tokenizer."""
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     sources = (
-        _read_json(directory / "generation_config.json"),
+        read_json(directory / "generation_config.json"),
         config,
-        config.get("text_config") or {},
+        config.section("text_config"),
     )
     for source in sources:
         found = source.get("eos_token_id")
         if found is not None:
-            return {int(i) for i in (found if isinstance(found, list) else [found])}
+            found = found if isinstance(found, list) else [found]
+            if not all(type(i) is int and 0 <= i < MAX_VOCAB_SIZE for i in found):
+                raise source.refuse("eos_token_id", f"is {shown(found)}, no token ids")
+            return set(found)
     name = variables.get("eos_token")
     return {ids[name]} if name in ids else set()
 
 
 def _read_tokenizer_json(directory: Path) -> dict[str, Any]:
-    content = _read_json(directory / "tokenizer.json")
+    content = read_json(directory / "tokenizer.json").values
     if not content:
         raise UnsupportedCheckpoint(
             "the checkpoint has no tokenizer.json; save its fast tokenizer there"
         )
-    return content | {"truncation": None, "padding": None}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedCheckpoint(f"{file.name} is no JSON: {error}") from None
+    return {**content, "truncation": None, "padding": None}

@@ -6,7 +6,7 @@ Used by the model code, the loader and the checkpoint maker. Knows no tensors an
 from dataclasses import dataclass
 from typing import Literal
 
-from engines.base import EngineStartError
+from engines.base import UnsupportedCheckpoint as UnsupportedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,3 @@ class VLMConfig:
     def tokens_per_image(self) -> int:
         """Picture slots of one picture in the prompt."""
         return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
-
-
-class UnsupportedCheckpoint(EngineStartError):
-    """The checkpoint is not one that this backend can run; the message says why and what would do."""

@@ -124,5 +124,5 @@ def test_the_table_has_a_line_for_each_cell(tiny, capsys):
     ],
 )
 def test_what_cannot_be_measured_ends_with_the_reason(options):
-    with pytest.raises(SystemExit, match=r"bench engine: .*(decode|at least 1|no directory)"):
+    with pytest.raises(SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name)"):
         run(options, as_json=True)

@@ -102,7 +102,7 @@ def test_the_command_says_what_it_saved(
 
 @pytest.mark.parametrize(
     ("model", "target", "reason"),
-    [("./nowhere", "new", "no directory"), ("tiny", "full", "not empty")],
+    [("./nowhere", "new", "unknown: give a built-in name"), ("tiny", "full", "not empty")],
 )
 def test_the_command_ends_with_the_reason(
     tiny: Path, tmp_path: Path, model: str, target: str, reason: str

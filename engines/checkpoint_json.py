@@ -1,0 +1,107 @@
+"""The JSON files of a checkpoint, read without trust: bounded in size and depth, each field with its type and limits.
+
+Whatever is wrong is an `UnsupportedCheckpoint` that names file and field. It must not know what the fields are for.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.base import UnsupportedCheckpoint
+
+MAX_FILE_BYTES = 128 * 1024 * 1024  # the largest tokenizer.json known has 33 MB
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """A value of any size and depth as a message may show it."""
+    return _repr.repr(value)
+
+
+def read_json(file: Path) -> "Fields":
+    """The object in a file; an empty one where there is no file. Raises: UnsupportedCheckpoint."""
+    name = file.name
+    if not file.is_file():
+        return Fields(name, {})
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise UnsupportedCheckpoint(f"{name} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UnsupportedCheckpoint(f"{name} is nested too deeply") from None
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"{name} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UnsupportedCheckpoint(f"{name} is no JSON object")
+    return Fields(name, content)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object of a JSON file. A field that is absent or null takes its default.
+
+    Raises: UnsupportedCheckpoint, from every method, where a field is not what it has to be.
+    """
+
+    file: str
+    values: Mapping[str, Any]
+    path: str = ""  #: of the object within the file, with a dot behind it
+
+    def refuse(self, name: str, why: str) -> UnsupportedCheckpoint:
+        """The error that names a field; `why` continues the sentence."""
+        return UnsupportedCheckpoint(f"{self.file}: {self.path}{name} {why}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it stands."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def section(self, name: str) -> "Fields":
+        """An object within this one; empty without it."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.refuse(name, f"is {shown(value)}, no object")
+        return Fields(self.file, value, f"{self.path}{name}.")
+
+    def whole(self, name: str, default: Any = None, *, at_least: int = 1, at_most: int) -> Any:
+        """An integer within limits."""
+        value = self.get(name, default)
+        if value is not None:
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or not at_least <= value <= at_most:
+                limits = f"from {at_least} to {at_most}"
+                raise self.refuse(name, f"is {shown(value)}, no integer {limits}")
+        return value
+
+    def number(self, name: str, default: Any = None, *, above: float, at_most: float) -> Any:
+        """A finite number within limits, as a float."""
+        value = self.get(name, default)
+        return None if value is None else self.check_number(name, value, above, at_most)
+
+    def check_number(self, name: str, value: Any, above: float, at_most: float) -> float:
+        """A number found in a field."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not above < value <= at_most:
+            limits = f"above {above:g} and up to {at_most:g}"
+            raise self.refuse(name, f"is {shown(value)}, no number {limits}")
+        return float(value)
+
+    def flag(self, name: str, default: Any = None) -> Any:
+        """True or false."""
+        value = self.get(name, default)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(name, f"is {shown(value)}, neither true nor false")
+        return value
+
+    def one_of(self, name: str, known: tuple[str, ...], default: Any = None) -> Any:
+        """One of the words."""
+        value = self.get(name, default)
+        if value is not None and value not in known:
+            raise self.refuse(name, f"{shown(value)} cannot be run; known: {', '.join(known)}")
+        return value
