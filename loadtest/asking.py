@@ -15,6 +15,9 @@ from loadtest.client import Answer, AnswerError, ChatClient
 from loadtest.record import Order, Record
 from loadtest.scenarios import PROFILES, SCENARIOS, Question, to_chat_body
 
+#: The error of a request whose user was stopped before the answer was there.
+CUT = "no answer before the end of the run"
+
 
 class Asker:
     """All questions of one run. Its clock reads 0 when the warm-up is over."""
@@ -51,7 +54,7 @@ class Asker:
             record.error, record.ended_at = str(error), self.now()
             self._idle.append(client)
         except BaseException:  # who asks is stopped: the run is over
-            record.error, record.ended_at = "no answer before the end of the run", self.now()
+            record.error, record.ended_at = CUT, self.now()
             client.close()
             raise
         finally:

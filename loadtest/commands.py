@@ -110,13 +110,14 @@ def compare(
         bool, typer.Option("--fail-if-worse", help="Exit with 1 if anything is worse.")
     ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a table for a document.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with both runs' plots.")] = None,
 ) -> None:
     """Show what changed between two runs beyond chance."""
     run, fault = (
         import_module("loadtest.difference").run,
         import_module("loadtest.result").ResultError,
     )
-    call(run, fault, before, after, least, every, fail_if_worse, markdown)
+    call(run, fault, before, after, least, every, fail_if_worse, markdown, html)
 
 
 @app.command()

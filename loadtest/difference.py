@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadtest.html_report import write_page
 from loadtest.load_plan import Phase
 from loadtest.record import LATENCIES, Latency, Record
 from loadtest.report import Table, in_ms, in_number, percentile, show
@@ -194,7 +195,13 @@ def to_sentence(changes: Sequence[Change], least: float, before: Result, after: 
 
 
 def run(
-    before: Path, after: Path, least: float, is_whole: bool, fail_if_worse: bool, markdown: bool
+    before: Path,
+    after: Path,
+    least: float,
+    is_whole: bool,
+    fail_if_worse: bool,
+    markdown: bool,
+    page: Path | None = None,
 ) -> int:
     """Show what changed; returns the exit code. Raises: ResultError."""
     first, second = load_result(before), load_result(after)
@@ -202,6 +209,9 @@ def run(
         print(f"not the same test: {line}", file=sys.stderr)
     changes = compare(first, second)
     show([to_change_table(changes, least, is_whole)], markdown)
+    if page:
+        table = to_change_table(changes, least, is_whole=True)
+        write_page({"before": first, "after": second}, page, table)
     print(to_sentence(changes, least, first, second))
     is_worse = any(item.verdict(least) == "worse" for item in changes)
     return int(fail_if_worse and is_worse)

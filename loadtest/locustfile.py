@@ -16,7 +16,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
 
-from loadtest.asking import Asker, first_model
+from loadtest.asking import CUT, Asker, first_model
 from loadtest.client import AnswerError
 from loadtest.record import LATENCIES, Order, Plan, Record, Target, Workload
 from loadtest.scenarios import (
@@ -156,7 +156,12 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
 
 
 def tell_locust(environment: Environment, record: Record) -> None:
-    """Every latency of a request, or its fault, as entries of Locust's statistics."""
+    """Every latency of a request, or its fault, as entries of Locust's statistics.
+
+    A request that the end of the run cuts off is in none of them: Locust, not the server, ended it.
+    """
+    if record.error == CUT:
+        return
     name = f"{record.scenario}, {'streamed' if record.is_streamed else 'whole'}"
     if record.error:
         fire(environment, "E2E", name, record.e2e_s, error=AnswerError(record.error))

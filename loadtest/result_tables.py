@@ -5,7 +5,7 @@ import math
 from loadtest.load_plan import phases
 from loadtest.record import LATENCIES, Latency, Plan
 from loadtest.report import Table, in_ms, in_number, percentile
-from loadtest.result import Result, Sight, by_kind, counted, sights, values_of
+from loadtest.result import Result, Sight, by_kind, counted, mean_stages_s, sights, values_of
 
 SHARES = (0.5, 0.9, 0.99)
 SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # of a phase
@@ -51,6 +51,18 @@ def to_rate_table(result: Result) -> Table:
         if has_objective:
             cells += [in_number(sight.good_rate), in_percent(sight.good_ratio)]
         table.add(name, *cells)
+    return table
+
+
+def to_stage_table(result: Result) -> Table:
+    """Of each kind the mean time in each of the server's stages; no rows where it tells none."""
+    means = {kind: mean_stages_s(records) for kind, records in by_kind(counted(result)).items()}
+    names = list(dict.fromkeys(name for found in means.values() for name in found))
+    table = Table("Mean time of each stage, ms", ["kind", *names, "all"])
+    for kind, found in means.items():
+        if found:
+            stages = [in_ms(found.get(name, 0.0)) for name in names]
+            table.add(kind, *stages, in_ms(sum(found.values())))
     return table
 
 

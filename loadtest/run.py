@@ -26,7 +26,7 @@ from loadtest.machine import machine
 from loadtest.objective import Objective
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.report import show
-from loadtest.result import Result, failure_ratio, failures
+from loadtest.result import Result, ResultError, failure_ratio, failures
 from loadtest.result_tables import in_percent, progress_words, to_latency_table, to_rate_table
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
@@ -69,7 +69,10 @@ def run(wanted: Wanted, outputs: Outputs, max_failure_ratio: float) -> int:
     if outputs.json:
         result.save(outputs.json)
     if outputs.html:
-        write_page(result, outputs.html)
+        try:
+            write_page({"run": result}, outputs.html)
+        except ResultError as error:
+            raise LoadTestError(str(error)) from None
     for fault, number in failures(result).most_common(MAX_LINES):
         print(f"{number} x {fault}", file=sys.stderr)
     if result.client_core_ratio > BUSY_RATIO:

@@ -10,7 +10,7 @@ from tests.loadtest.test_html_report import busy_run
 @pytest.fixture(scope="module")
 def report_url(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    write_page(busy_run(loop="open", levels=(10.0, 20.0, 40.0)), path)
+    write_page({"run": busy_run(loop="open", levels=(10.0, 20.0, 40.0))}, path)
     return path.as_uri()
 
 
@@ -23,10 +23,15 @@ def test_report_is_readable(browser, report_url, name, size, scheme):
     width = browser.execute_script("return document.documentElement.scrollWidth")
     assert width <= size[0]
     font_px = browser.execute_script(
-        "const text = document.querySelector('svg text'), svg = text.closest('svg');"
-        "return parseFloat(getComputedStyle(text).fontSize) * svg.clientWidth / svg.viewBox.baseVal.width"
+        "return parseFloat(getComputedStyle(document.querySelector('.plot .xtick text')).fontSize)"
     )
     assert 9 <= font_px <= 20
+    num_plots, num_drawn = browser.execute_script(
+        "const plots = [...document.querySelectorAll('.plot')];"
+        "const drawn = plots.filter((plot) => plot.querySelector('.trace, .bars'));"
+        "return [plots.length, drawn.length]"
+    )
+    assert num_plots == num_drawn > 10
     loaded = browser.execute_script("return performance.getEntriesByType('resource').length")
     assert loaded == 0
     assert page.complaints() == []

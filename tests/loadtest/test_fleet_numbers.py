@@ -15,6 +15,7 @@ from loadtest.result import values_of
 from loadtest.run import drive
 from loadtest.status import Period, Snapshot, read_snapshot
 from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
+from tests.loadtest.fake_server import stream
 
 VISION_S, DECODE_S, NUM_TOKENS = 0.3, 0.03, 12
 ROUNDS = 8  # one is enough where nothing else runs
@@ -94,6 +95,19 @@ def test_locust_itself_runs_the_users_without_its_page(slow):
     kinds = ("conversation, streamed", "text, streamed")
     assert set(rows) == {(latency, kind) for latency in SERVER_NAMES for kind in kinds}
     assert not sum(row["num_failures"] for row in rows.values())
+
+
+def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
+    """Streams that never end, and whole answers that come too late: `-t` ends the run in the middle of them."""
+    fake.pieces = [*stream()[:2], 4.0]
+    done = subprocess.run(
+        [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", fake.url,
+         "--headless", "-u", "3", "-r", "3", "-t", "1s", "--json", "--stream-ratio", "1", "TextUser"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert len(fake.bodies) == 3
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
 
 
 def test_page_of_locust_starts_and_runs_the_users(slow):

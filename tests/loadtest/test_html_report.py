@@ -1,7 +1,7 @@
 """The page needs nothing but itself, and every plot has something in it that can be drawn."""
 
+import json
 import random
-import re
 import time
 from html.parser import HTMLParser
 
@@ -9,15 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
-from loadtest import charts
+from loadtest.difference import compare, to_change_table
+from loadtest.figures import MAX_POINTS, figures, thin
 from loadtest.html_report import to_html
 from loadtest.objective import Objective
 from loadtest.result import Result
-from loadtest.svg import Axis, Chart, linear_axis, log_axis
 from tests.loadtest.factories import record, result
 
 STAGES = {"queue": 0.02, "vision": 0.03, "decode": 0.05}
 VOID = {"meta"}  # without an end of their own
+PLOTLY_BYTES = 5_500_000
 
 
 class Page(HTMLParser):
@@ -28,6 +29,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.headings: list[str] = []
+        self.words: list[str] = []
+        self.num_scripts = 0
         self.tags: set[str] = set()
         self.feed(text)
         self.close()
@@ -35,11 +38,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs) -> None:
         self.attributes += attrs
         self.tags.add(tag)
+        self.num_scripts += tag == "script"
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs) -> None:
-        self.attributes += attrs
 
     def handle_endtag(self, tag) -> None:
         assert self.open.pop() == tag
@@ -47,6 +48,8 @@ class Page(HTMLParser):
     def handle_data(self, data) -> None:
         if self.open and self.open[-1] in ("h1", "h2", "h3"):
             self.headings.append(data)
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
 
 
 def busy_run(**plan) -> Result:
@@ -64,28 +67,46 @@ def busy_run(**plan) -> Result:
     return result(records, Objective(ttft_s=0.5), **plan)
 
 
+def page_of(*runs: Result) -> Page:
+    return Page(to_html({f"run {number}": run for number, run in enumerate(runs)}))
+
+
 @pytest.mark.parametrize("plan", [{}, {"loop": "open", "levels": (10.0, 20.0, 40.0)}])
 def test_page_is_whole_and_loads_nothing(plan):
-    text = to_html(busy_run(**plan))
+    text = to_html({"run": busy_run(**plan)})
     page = Page(text)
     assert page.open == []
-    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    assert not page.tags & {"link", "img", "iframe", "object"}
     assert not [value for name, value in page.attributes if name in ("src", "href", "srcset")]
-    assert "url(" not in text
-    assert "@import" not in text
     assert "default-src 'none'" in text
+    assert page.num_scripts == 3  # plotly, data, and what draws them
+    assert len(text) < PLOTLY_BYTES
 
 
 def test_every_question_has_its_plot():
-    headings = Page(to_html(busy_run(loop="open", levels=(10.0, 20.0)))).headings
+    headings = page_of(busy_run(loop="open", levels=(10.0, 20.0))).headings
     assert headings[0] == "Load test of mock"
     for title in (
         "Answers a second against load", "TTFT against load", "E2E against load",
-        "Requests a second", "Requests on their way", "TTFT over time", "E2E over time",
+        "Requests a second", "Open requests", "TTFT over time", "E2E over time",
         "TTFT, distribution", "TPOT, distribution", "ITL, distribution", "E2E, distribution",
-        "Stages", "Failures over time",
+        "Mean time of each stage", "Failures over time",
     ):  # fmt: skip
         assert title in headings
+
+
+def test_two_runs_are_drawn_over_each_other_beside_what_changed():
+    runs = {"before": busy_run(), "after": busy_run(levels=(9.0,))}
+    table = to_change_table(compare(*runs.values()), 0.05, is_whole=True)
+    page = Page(to_html(runs, table))
+    assert {"before", "after", "Changes"} <= set(page.headings)
+    assert "verdict" in page.words
+    for section in figures(runs).values():
+        for figure in section:
+            names = " ".join(trace["name"] for trace in figure.data)
+            if figure.title not in ("Mean time of each stage", "Failures over time"):
+                assert "before" in names
+                assert "after" in names
 
 
 def long_run() -> Result:
@@ -103,33 +124,30 @@ def long_run() -> Result:
     return result(records, Objective(ttft_s=0.5), duration_s=400.0)
 
 
-def test_page_of_a_long_run_is_small_and_says_what_it_leaves_out():
+def test_page_of_a_long_run_is_small_and_keeps_the_slowest():
     run = long_run()
     began_s = time.process_time()
-    text = to_html(run)
+    text = to_html({"run": run})
     assert time.process_time() - began_s < 6  # about 1 s on an idle core
-    assert len(text) < 500_000
-    dots = r"Dots: (1,\d+) of 19,000, the slowest of each slice of time among them; lines: all\."
-    assert re.search(dots, text)
-    assert "moments, peaks among them." in text
+    assert len(text) < PLOTLY_BYTES
     assert "950 other kinds" in text
-    assert "996 x other failures" in text
+    plots = {
+        figure.title: figure for section in figures({"run": run}).values() for figure in section
+    }
+    assert max(max(trace["y"]) for trace in plots["E2E over time"].data) == pytest.approx(60_000)
+    assert [t["name"] for t in plots["Failures over time"].data][-1] == "996 x other failures"
 
 
-def test_thinned_dots_keep_the_highest_and_a_peak_stays_a_peak():
+def test_thinned_points_keep_the_highest():
     points = [(float(index), float(index % 7)) for index in range(20_000)]
     points[12_345] = (12_345.0, 99.0)
-    groups = [points[:10_000], points[10_000:]]
-    assert (12_345.0, 99.0) in charts.thin(groups)
-    assert len(charts.thin(groups)) <= charts.MAX_DOTS + len(groups)
-    assert charts.thin([points[:1000]]) == points[:1000]
-    assert (12_345.0, 99.0) in charts.peaks(points)
-    assert len(charts.peaks(points)) <= charts.MAX_LINE_POINTS
-    assert charts.peaks([]) == []
+    assert (12_345.0, 99.0) in thin(points)
+    assert len(thin(points)) <= 1.2 * MAX_POINTS
+    assert thin(points[:1000]) == points[:1000]
 
 
 def test_constant_load_has_no_plot_against_load():
-    assert not [title for title in Page(to_html(busy_run())).headings if "against load" in title]
+    assert not [title for title in page_of(busy_run()).headings if "against load" in title]
 
 
 @pytest.mark.parametrize(
@@ -143,52 +161,26 @@ def test_constant_load_has_no_plot_against_load():
     ],
 )
 def test_every_number_in_every_plot_can_be_drawn(run):
-    text = to_html(run)
-    assert Page(text).open == []
-    drawn = " ".join(re.findall(r'(?:d|points|[xy]|width|height)="([^"]*)"', text))
-    assert not re.search(r"nan|inf", drawn)
+    assert page_of(run).open == []
+    for section in figures({"run": run}).values():
+        for figure in section:
+            for trace in figure.data:
+                assert trace["x"], figure.title
+                assert len(trace["x"]) == len(trace["y"])
+                json.dumps([trace["x"], trace["y"]], allow_nan=False)
 
 
 def test_what_a_server_says_is_text():
-    word = "<script>alert(1)</script>"
+    word = "</script><script>alert(1)</script>"
     run = result([record(error=word), record(1.0, stages_s={word: 1.0})], model=word)
     run.url = word
-    text = to_html(run)
-    assert "<script>" not in text
-    assert "&lt;script&gt;" in text
+    assert page_of(run).num_scripts == 3
+    assert any(word in text for text in page_of(run).words)
 
 
 def test_failures_are_counted_by_name():
-    text = to_html(busy_run())
-    assert "6 x status 503: &lt;overloaded&gt;" in text
-    assert "None: 1 answers were complete and right." in to_html(result([record()]))
-
-
-@pytest.mark.parametrize(
-    ("axis", "expected"),
-    [
-        (Axis(0.0, 10.0), [0, 2, 4, 6, 8, 10]),
-        (Axis(0.0, 0.37), [0, 0.1, 0.2, 0.3]),
-        (Axis(1.0, 1000.0, is_log=True), [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
-        (Axis(0.001, 1000.0, is_log=True), [0.001, 0.01, 0.1, 1, 10, 100, 1000]),
-        (Axis(110.0, 190.0, is_log=True), [120, 140, 160, 180]),
-    ],
-)
-def test_ticks_are_round(axis, expected):
-    assert axis.ticks() == pytest.approx(expected)
-
-
-def test_axes_hold_all_values_and_do_without_any():
-    assert linear_axis([3.0, 10.0], "").share(10.0) < 1
-    assert 0 < log_axis([0.0, 3.0, 10.0], "").share(3.0) < log_axis([3.0, 10.0], "").share(10.0) < 1
-    assert linear_axis([], "").ticks()
-    assert log_axis([], "").ticks()
-
-
-def test_line_goes_where_its_values_are():
-    chart = Chart(Axis(0.0, 1.0), Axis(0.0, 1.0))
-    chart.line([(0.0, 0.0), (1.0, 1.0)], "c0")
-    assert 'points="52.0,216.0 428.0,10.0"' in chart.to_svg("x")
+    assert "text, whole: status 503: <overloaded>" in page_of(busy_run()).words
+    assert "None." in page_of(result([record()])).words
 
 
 def test_command_makes_the_page_of_a_file(tmp_path):
@@ -197,4 +189,13 @@ def test_command_makes_the_page_of_a_file(tmp_path):
     run.save(source)
     done = CliRunner().invoke(vlm.app, ["loadtest", "report", str(source), str(page)])
     assert done.exit_code == 0
-    assert page.read_text() == to_html(run)
+    assert page.read_text() == to_html({"run": run})
+
+
+def test_command_makes_the_page_of_two_files(tmp_path):
+    source, page = tmp_path / "a.json", tmp_path / "a.html"
+    busy_run().save(source)
+    files = [str(source), str(source), "--html", str(page)]
+    done = CliRunner().invoke(vlm.app, ["loadtest", "compare", *files])
+    assert done.exit_code == 0
+    assert "Changes" in Page(page.read_text()).headings
