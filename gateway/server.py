@@ -1,7 +1,7 @@
 """The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
 
-uvicorn's fast parser takes headers of any size and waits for ever for requests, and for clients to read; here all are
-bounded. At SIGTERM the server first refuses new work while it still answers, so that `/readyz` can say 503 and open
+uvicorn's fast parser takes headers and trailers of any size and waits for ever for requests, and for clients to read;
+here all are bounded. At SIGTERM the server first refuses new work while it still answers, so that `/readyz` can say 503 and open
 requests finish.
 
 A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
@@ -10,12 +10,14 @@ request is cancelled. Whoever wants an answer keeps the connection open.
 
 import asyncio
 import logging
+import sys
 import time
 from asyncio import TimerHandle
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -31,7 +33,7 @@ _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 logger = logging.getLogger(__name__)
 
 
-class HeadersTooLarge(Exception):
+class NotServed(Exception):
     """Raised inside the parser, which then answers 400."""
 
 
@@ -80,11 +82,21 @@ class JoinedWrites:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with limits on the size of headers, and on the time of headers, bodies and answers."""
+    """uvicorn's httptools protocol with limits on headers and trailers, and on the time of headers, bodies and answers.
+
+    Trailers are read past: merged into the headers, as uvicorn does, they would be headers that no proxy has seen.
+    """
 
     _in_headers = False
     _in_body = False
-    _num_received = 0  #: bytes of headers that are not yet complete
+    _problem = ""  #: why the parser stopped, where it was us
+    _num_received = (
+        0  #: bytes of headers that are not yet complete, or of chunks' headers and trailers
+    )
+    _num_trailers = 0
+    _read = b""
+    _without_upgrade = b""  #: the head of a request that asked for another protocol
+    _num_trailer_bytes = 0
     _has_ended = False  #: whether the latest read held the end of a request
     _timer: TimerHandle | None = None  #: ends a connection whose request does not come
     _times_body = False  #: whether that timer is a body's
@@ -124,15 +136,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._has_ended = False
+        self._num_received += len(data)
+        self._read = data
         super().data_received(data)
-        if self._in_headers:
-            if (
-                not self._has_ended
-            ):  # else an unknown part of this read belongs to the request before
-                self._num_received += len(data)
-            if self._num_received > self._limits.max_header_bytes:
-                self.send_400_response("The headers are too large.")
-            elif self._timer is None or self._times_body:
+        self._read = b""
+        if self._has_ended:  # an unknown part of this read belongs to the request before
+            self._num_received = 0
+        if self.transport.is_closing():
+            return
+        if self._num_received > self._limits.max_header_bytes:
+            self._problem = self._too_large("headers" if self._in_headers else "trailers")
+            self.send_400_response(self._problem)
+        elif self._in_headers:
+            if self._timer is None or self._times_body:
                 self._set_timer(self._header_timeout_s)
         elif not self._in_body:
             self._stop_timer()
@@ -144,29 +160,100 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._in_headers, self._in_body, self._num_received = True, False, 0
+        self._num_trailers = self._num_trailer_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer. Raises: NotServed."""
+        if self._in_headers:
+            super().on_header(name, value)
+            return
+        self._num_trailers += 1
+        self._num_trailer_bytes += len(name) + len(value)
+        limits = self._limits
+        if (
+            self._num_trailers > limits.max_headers
+            or self._num_trailer_bytes > limits.max_header_bytes
+        ):
+            raise self._not_served(self._too_large("trailers"))
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body; what stands between two of them is bounded."""
+        self._num_received = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A request ends; the next may begin in the same read."""
+        if self._without_upgrade:
+            return
         self._has_ended, self._in_body = True, False
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
-        """The application's time begins. Raises: HeadersTooLarge."""
-        self._in_headers, self._in_body = False, True
+        """The application's time begins. Raises: NotServed."""
+        self._in_headers, self._in_body, self._num_received = False, True, 0
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
-            raise HeadersTooLarge
-        super().on_headers_complete()
+            raise self._not_served(self._too_large("headers"))
         assert self.parser is not None  # it calls
-        # Nothing else is spoken here, and what follows is not read.
-        if self.parser.should_upgrade():
-            self.cycle.keep_alive = False
+        if self._ignore_upgrade():
+            return
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise self._not_served("Speak HTTP/1.1 or HTTP/1.0.")
+        encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if encodings and (
+            version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]
+        ):
+            raise self._not_served("Send no Transfer-Encoding but chunked, in HTTP/1.1.")
+        super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 
+    def _ignore_upgrade(self) -> bool:
+        """Note how the request reads without its wish for another protocol, where it has one.
+
+        The parser reads no body behind such a wish, but HTTP/1.1 is spoken on as if it were not there (RFC 9110, 7.8).
+        """
+        assert self.parser is not None
+        if not self.parser.should_upgrade():
+            return False
+        if self.parser.get_method() == b"CONNECT":
+            raise self._not_served("This is no proxy.")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(t for t in tokens if t.lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        self._without_upgrade = b"\r\n".join([*lines, b"", b""])
+        return True
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called where the parser stopped at the wish for another protocol: go on without it, and without a warning."""
+        stop = sys.exc_info()[1]
+        assert isinstance(stop, httptools.HttpParserUpgrade)
+        head, self._without_upgrade = self._without_upgrade, b""
+        rest = self._read[stop.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)  # type: ignore[assignment]
+        super().data_received(head + rest)
+
+    def _not_served(self, problem: str) -> NotServed:
+        self._problem = problem
+        return NotServed(problem)
+
+    def _too_large(self, part: str) -> str:
+        limits = self._limits
+        return f"At most {limits.max_headers} {part} of {limits.max_header_bytes} bytes together."
+
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, in the words of all other errors."""
-        error = InvalidRequest(msg, code="invalid_http")
+        """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has begun."""
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()
+            return
+        error = InvalidRequest(self._problem or msg, code="invalid_http")
         body = error.body()
         head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: %d\r\n" % len(
             body

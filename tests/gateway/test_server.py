@@ -43,6 +43,10 @@ async def talk(gateway, *pieces: bytes) -> bytes:
 
 
 JSON_TYPE = {"content-type": "application/json"}
+CHUNKED = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
 
 
@@ -59,6 +63,13 @@ START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
         (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",),
         (b"POST / HTTP/1.1\r\ntransfer-encoding : chunked\r\n\r\n",),
         (b"GET / HTTP/1.1\r\nhost: x\r\n folded\r\n\r\n",),
+        (b"GET /healthz HTTP/2.0\r\nhost: x\r\n\r\n",),
+        (b"GET /healthz HTTP/0.9\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n",),
+        (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",),
+        (CHUNKED, b"0\r\n" + b"a: b\r\n" * 200),
+        (CHUNKED, b"0\r\n", *[b"a: " + b"b" * 9000 + b"\r\n"] * 5),
     ],
     ids=lambda pieces: str(pieces[0][:30]),
 )  # fmt: skip
@@ -66,6 +77,52 @@ async def test_what_is_not_plain_http_is_refused_and_hung_up_on(gateway, pieces)
     answer = await talk(gateway, *pieces)
     assert answer.startswith(b"HTTP/1.1 400 "), answer
     assert b'"code":"invalid_http"' in answer
+
+
+@pytest.mark.parametrize("path", [b"/healthz", CHAT.encode()])
+@pytest.mark.parametrize("start", [b"0\r\n", b"0\r\na: ", b"1;"], ids=["many", "long", "chunk"])
+async def test_trailers_without_end_are_hung_up_on(gateway, path, start):
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(CHUNKED.replace(CHAT.encode(), path) + start)
+    piece = (b"a: b\r\n" if start == b"0\r\n" else b"bbbbbb") * 10_000
+    with pytest.raises(ConnectionError):  # noqa: PT012
+        for _ in range(100):
+            writer.write(piece)
+            await writer.drain()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    assert reader.at_eof() or reader.exception()
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
+async def test_a_trailer_is_no_header(gateway, worker, changes):
+    body = json.dumps(make_body()).encode()
+    trailers = b"authorization: Bearer sk-one\r\nx-request-id: trailer\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)
+    answer = await talk(gateway, CHUNKED + chunks)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"x-request-id: trailer" not in answer
+    with_key = CHUNKED.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-one")
+    answer = await talk(gateway, with_key + chunks)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"x-request-id: trailer" not in answer
+
+
+async def test_a_protocol_that_is_not_spoken_is_answered_in_this_one_and_not_logged(
+    gateway, worker, caplog
+):
+    body = json.dumps(make_body()).encode()
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    answer = await talk(
+        gateway,
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"%bcontent-length: %d\r\n\r\n%b" % (upgrade, len(body), body),
+        START + b"\r\n",
+    )
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert b"Hello you" in answer
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"header_timeout_s": 0.2}}])
