@@ -1,10 +1,12 @@
 """A child process of the worker that decodes pictures of strangers, one after the other.
 
-It has no keys, no address of Redis and no more memory and time than a picture needs; it may die of one. On a socket:
+It has no keys, no address of Redis and no more memory and time than a picture needs, and opens no file or socket where
+the kernel can keep it from it; it may die of one. On a socket:
 a request is size and admitted width and height, then the file; an answer is a status, width and height, then RGB
 pixels or an error's text.
 """
 
+import io
 import resource
 import socket
 import struct
@@ -12,9 +14,11 @@ import sys
 import time
 from contextlib import suppress
 
+from PIL import Image, MpoImagePlugin, TiffImagePlugin  # noqa: F401 - Pillow loads them when first needed
+
 from engines.base import InvalidImage
-from engines.child_process import receive, restrict
-from engines.picture_decoder import decode_image
+from engines.child_process import confine, receive, restrict
+from engines.picture_decoder import FORMATS, decode_image
 
 READY = b"!"  #: the child's first word
 REQUEST = struct.Struct(">QII")  #: bytes of the file, width, height
@@ -51,10 +55,23 @@ def serve(sock: socket.socket, max_cpu_s: int) -> None:
             sock.sendall(part)
 
 
+def load_decoders() -> None:
+    """Let Pillow load what it loads when first needed."""
+    Image.init()
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for form in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGBA" if form == "PNG" else "RGB", (8, 8)).save(file, form, exif=exif)
+        decode_image(file.getvalue(), (8, 8))
+
+
 def main() -> None:
     """Serve on the socket whose number is the first argument; then come memory and time."""
     number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
+    load_decoders()
     restrict(max_bytes)
+    confine()
     with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
         serve(sock, max_cpu_s)
 

@@ -4,7 +4,10 @@ import base64
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.base import InvalidImage
+from engines.child_process import can_filter
 from gateway.errors import InvalidRequest
 from gateway.images import ImageLoader, ImageSource
 from shared.limits import LimitSettings
@@ -143,6 +147,65 @@ def test_a_child_knows_no_secrets(pool: DecoderPool, monkeypatch):
     assert not psutil.Process(child).net_connections("inet")
     fresh.close()
     assert child not in children()
+
+
+#: What a hostile image that has taken over its decoder might do; each prints the error that it gets.
+BREAKOUT = """
+import ctypes, os, socket, subprocess, sys
+from engines.child_process import confine
+attempts = {
+    "environ": lambda: open(f"/proc/{os.getppid()}/environ").read(),
+    "file": lambda: open("/etc/passwd").read(),
+    "write": lambda: open("/tmp/decoder", "w"),
+    "tcp": lambda: socket.socket(),
+    "unix": lambda: socket.socket(socket.AF_UNIX),
+    "program": lambda: os.execv("/bin/true", ["true"]),
+    "signal": lambda: os.kill(os.getppid(), 0),
+}
+if not confine():
+    sys.exit(3)
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except PermissionError:
+        continue
+    except Exception as error:
+        print(name, error)
+    else:
+        print(name)
+"""
+
+
+def run_python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
+def test_a_confined_process_opens_no_file_and_no_socket():
+    done = run_python(BREAKOUT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
+def test_decoders_are_confined(pool: DecoderPool):
+    pool.decode(encoded(), SIZE)
+    for child in children():
+        status = Path(f"/proc/{child}/status").read_text()
+        assert "Seccomp:\t2" in status
+        assert "NoNewPrivs:\t1" in status
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_the_worker_hides_from_its_children():
+    code = """
+import ctypes
+from worker.decoder_pool import DecoderPool
+pool = DecoderPool(1, 10_000, max_cpu_s=1.0)
+pool.start()
+pool.close()
+print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+"""
+    assert run_python(code).stdout == "0\n"
 
 
 def test_memory_beyond_the_limit_is_not_given():
