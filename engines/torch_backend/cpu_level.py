@@ -32,6 +32,12 @@ class CpuLevel:
     #: Tokens up to which torch's own kernels beat dequantizing, where there are no C++ kernels.
     max_torch_int8_tokens: int = 0
     max_torch_int4_tokens: int = 0
+    bfloat16_flags: frozenset[str] = frozenset()  #: any of them: torch multiplies bfloat16 fast
+
+    @property
+    def has_fast_bfloat16(self) -> bool:
+        """Whether torch multiplies bfloat16 with instructions for it."""
+        return not self.bfloat16_flags.isdisjoint(cpu_flags())
 
     def lacks(self) -> str:
         """Why this machine cannot run it; empty if it can."""
@@ -55,10 +61,17 @@ LEVELS = (
         max_float_tokens=48,
         max_torch_int8_tokens=4,
         max_torch_int4_tokens=16,
+        bfloat16_flags=frozenset({"avx512_bf16", "amx_bf16"}),
     ),
     CpuLevel("x86-64-v3-vnni", _X86, _V3_NEEDS | {"avx_vnni"}, (*_V3_FLAGS, "-mavxvnni")),
     CpuLevel("x86-64-v3", _X86, _V3_NEEDS, _V3_FLAGS),
-    CpuLevel("armv8.2-a", _ARM, frozenset({"asimddp", "fphp"}), ("-march=armv8.2-a+fp16+dotprod",)),
+    CpuLevel(
+        "armv8.2-a",
+        _ARM,
+        frozenset({"asimddp", "fphp"}),
+        ("-march=armv8.2-a+fp16+dotprod",),
+        bfloat16_flags=frozenset({"bf16"}),
+    ),
     CpuLevel("armv8-a", _ARM, compiler_flags=("-march=armv8-a",)),
     CpuLevel("generic"),
 )

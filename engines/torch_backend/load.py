@@ -17,6 +17,7 @@ from engines.engine import BatchingEngine
 from engines.factory import EngineSpec, LoadedEngine, Progress
 from engines.prefill_limit import measure_prefill_limit
 from engines.prompt import PromptBuilder
+from engines.torch_backend.cpu_level import choose_level
 from engines.torch_backend.hub import default_name, resolve_model
 from engines.torch_backend.image_processor import load_image_processor
 from engines.torch_backend.kernels_cpp.kernels import load_kernels
@@ -31,8 +32,6 @@ from engines.torch_backend.weights import load_model
 from shared.protocol import ModelCard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPUINFO = Path("/proc/cpuinfo")
-_FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # flags of /proc/cpuinfo; the last is Arm's
 
 
 def load_engine(spec: EngineSpec) -> LoadedEngine:
@@ -110,18 +109,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` takes bfloat16 where the device multiplies it fast, else float32."""
     if name != "auto":
         return _DTYPES[name]
-    is_fast = device.type == "cuda" or _has_fast_bfloat16()
+    is_fast = device.type == "cuda" or choose_level().has_fast_bfloat16
     return torch.bfloat16 if is_fast else torch.float32
-
-
-def _has_fast_bfloat16() -> bool:
-    try:
-        text = _CPUINFO.read_text()
-    except OSError:
-        return False
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    flags = set(next(lines, "").split())
-    return not flags.isdisjoint(_FAST_BFLOAT16)
 
 
 class _Phases:

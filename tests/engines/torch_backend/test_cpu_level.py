@@ -24,21 +24,25 @@ def _probed_anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("machine", "cpuinfo", "capability", "name"),
+    ("machine", "cpuinfo", "capability", "name", "is_bfloat16_fast"),
     [
-        ("x86_64", f"flags : {V4} avx512_vnni", "AVX512", "x86-64-v4-vnni"),
-        ("x86_64", f"flags : {V4} avx512_vnni", "AVX2", "x86-64-v3"),
-        ("x86_64", f"flags : {V4} avx512_vnni avx_vnni", "AVX2", "x86-64-v3-vnni"),
-        ("x86_64", f"flags : {V4} avx512_vnni", "DEFAULT", "generic"),
-        ("x86_64", f"flags : {V4}", "AVX512", "x86-64-v3"),
-        ("x86_64", f"flags : {V3} avx_vnni", "AVX2", "x86-64-v3-vnni"),
-        ("x86_64", f"flags : {V3}", "AVX2", "x86-64-v3"),
-        ("x86_64", "flags : sse4_2 avx", "DEFAULT", "generic"),
-        ("x86_64", f"model name : {V3}", "AVX2", "generic"),
-        ("aarch64", "Features : fp asimd asimddp fphp", "DEFAULT", "armv8.2-a"),
-        ("aarch64", "Features : fp asimd", "DEFAULT", "armv8-a"),
-        ("arm64", "", "DEFAULT", "armv8-a"),
-        ("riscv64", "", "DEFAULT", "generic"),
+        ("x86_64", f"flags : {V4} avx512_vnni", "AVX512", "x86-64-v4-vnni", False),
+        ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX512", "x86-64-v4-vnni", True),
+        ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX2", "x86-64-v3", False),
+        ("x86_64", f"flags : {V4} avx512_vnni amx_bf16", "AVX512", "x86-64-v4-vnni", True),
+        ("aarch64", "Features : fp asimd asimddp fphp bf16", "DEFAULT", "armv8.2-a", True),
+        ("x86_64", f"flags : {V4} avx512_vnni", "AVX2", "x86-64-v3", False),
+        ("x86_64", f"flags : {V4} avx512_vnni avx_vnni", "AVX2", "x86-64-v3-vnni", False),
+        ("x86_64", f"flags : {V4} avx512_vnni", "DEFAULT", "generic", False),
+        ("x86_64", f"flags : {V4}", "AVX512", "x86-64-v3", False),
+        ("x86_64", f"flags : {V3} avx_vnni", "AVX2", "x86-64-v3-vnni", False),
+        ("x86_64", f"flags : {V3}", "AVX2", "x86-64-v3", False),
+        ("x86_64", "flags : sse4_2 avx", "DEFAULT", "generic", False),
+        ("x86_64", f"model name : {V3}", "AVX2", "generic", False),
+        ("aarch64", "Features : fp asimd asimddp fphp", "DEFAULT", "armv8.2-a", False),
+        ("aarch64", "Features : fp asimd", "DEFAULT", "armv8-a", False),
+        ("arm64", "", "DEFAULT", "armv8-a", False),
+        ("riscv64", "", "DEFAULT", "generic", False),
     ],
 )
 def test_the_largest_level_that_processor_and_torch_allow_is_chosen(
@@ -48,10 +52,13 @@ def test_the_largest_level_that_processor_and_torch_allow_is_chosen(
     cpuinfo: str,
     capability: str,
     name: str,
+    is_bfloat16_fast: bool,
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{cpuinfo}\n")
     monkeypatch.setattr(module, "_CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(module.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
 
-    assert choose_level().name == name
+    level = choose_level()
+
+    assert (level.name, level.has_fast_bfloat16) == (name, is_bfloat16_fast)

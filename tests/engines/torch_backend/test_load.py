@@ -13,7 +13,9 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from engines.base import EngineConfig, EngineRequest, EngineStartError
 from engines.factory import EngineSpec, LoadedEngine, create_engine
+from engines.torch_backend import cpu_level
 from engines.torch_backend import load as module
+from engines.torch_backend.cpu_level import CpuLevel
 from engines.torch_backend.hub import ModelUnavailable
 from engines.torch_backend.load import choose_device, choose_dtype
 from engines.torch_backend.make_checkpoint import make_checkpoint
@@ -214,20 +216,14 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ("flags : fpu avx512f avx512_bf16 sse", torch.bfloat16),
-        ("flags : fpu amx_bf16", torch.bfloat16),
-        ("Features : fp asimd bf16", torch.bfloat16),
-        ("flags : fpu avx2 f16c", torch.float32),
-        ("model name : bf16 lover", torch.float32),
-    ],
+    ("bfloat16_flags", "dtype"), [({"fast"}, torch.bfloat16), ({"other"}, torch.float32)]
 )
 def test_auto_takes_bfloat16_where_the_processor_has_instructions_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, bfloat16_flags: set[str], dtype: torch.dtype
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
-    monkeypatch.setattr(module, "_CPUINFO", tmp_path / "cpuinfo")
+    level = CpuLevel("some", bfloat16_flags=frozenset(bfloat16_flags))
+    monkeypatch.setattr(cpu_level, "cpu_flags", lambda: frozenset({"fast", "slow"}))
+    monkeypatch.setattr(module, "choose_level", lambda: level)
 
     assert choose_dtype("auto", torch.device("cpu")) is dtype
 

@@ -107,6 +107,24 @@ def test_kernels_equal_the_plain_arithmetic(
     assert relative_error(fast(x), expected) <= tolerance
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 17, 100])
+@pytest.mark.parametrize("level", [PLAIN, KERNELS], ids=lambda level: level.name)
+@pytest.mark.parametrize("scheme", ["none", *SCHEMES])
+def test_sums_may_pass_what_float16_holds_on_their_way(
+    scheme: str, level: CpuLevel, num_tokens: int
+) -> None:
+    """They are of float32, whoever adds them up."""
+    weight = torch.cat([torch.full((64, 512), 64.0), torch.full((64, 512), -64.0)], dim=1)
+    bias = torch.ones(64)
+    if scheme == "none":
+        linear = Decoder(weight, bias).half().requires_grad_(False).linear
+    else:
+        linear = quantize(scheme, weight, torch.float16, bias, level)
+    x = torch.full((num_tokens, 1024), 64.0, dtype=torch.float16)
+
+    assert torch.allclose(linear(x).float(), torch.ones(num_tokens, 64))
+
+
 @pytest.mark.skipif(
     int4_kernel_block(torch.float32) is None, reason="torch has no such kernel here"
 )

@@ -275,7 +275,8 @@ def test_closing_twice_is_harmless():
     runner.close()
 
 
-def test_threads_are_set_when_asked_for():
+def test_threads_are_set_when_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     config = EngineConfig(num_kv_blocks=1)
     TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32, num_threads=2)
