@@ -1,17 +1,19 @@
 """The price of the way: HTTP, Redis, worker and an instant mock engine, beside a bare FastAPI endpoint.
 
 Called by `vlm bench gateway`. Both targets run at the same time on the same machine and take turns under the
-same client; every number is the median of the rounds. All processes share the machine's cores, the client too.
+same client, which is this process; every number is the median of the rounds. All share the machine's cores.
 """
 
 import json
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import count
 
 import psutil
+import uvloop
 from rich.console import Console
 from rich.progress import track
 
@@ -30,8 +32,8 @@ from loadtest.comparison import (
     to_goals,
     to_tables,
 )
-from loadtest.fleet import ROOT, Server, ServerError, free_port, run_fleet, run_server
-from loadtest.http_load import Job, Result
+from loadtest.fleet import Server, ServerError, free_port, run_fleet, run_server
+from loadtest.http_load import Job, Result, run_job
 from loadtest.machine import machine, measure_round_trip_s
 from loadtest.pictures import noise_jpeg, numbered, to_data_url
 from loadtest.report import show
@@ -45,6 +47,8 @@ INSTANT = {
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
 }
 MOST_WARMUP_S = 0.3
+#: Of new pictures: a million for each job.
+FIRST_NUMBERS = count(10**6, 10**6)
 
 
 class BenchError(Exception):
@@ -64,34 +68,6 @@ class Target:
         """CPU time that each process has used so far."""
         times = {role: process.cpu_times() for role, process in self.processes.items()}
         return {role: used.user + used.system for role, used in times.items()}
-
-
-class LoadClient:
-    """The load client's process; both targets see the same one."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self._num_jobs = 0
-        self.psutil = psutil.Process(process.pid)
-
-    def next_number(self) -> int:
-        """The first of a million numbers for new pictures, unused so far."""
-        self._num_jobs += 1
-        return self._num_jobs * 10**6
-
-    def run(self, job: Job) -> Result:
-        """Do one job. Raises: BenchError when an answer was wrong."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError("the load client ended")
-        result = Result(**json.loads(line))
-        if result.error:
-            raise BenchError(result.error)
-        return result
 
 
 def run(seconds: float, rounds: int, connections: list[int], markdown: bool) -> None:
@@ -116,7 +92,8 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
         for number in connections
     ]
     measured: Measured = {}
-    with run_bare() as bare, run_vlm_fleet() as fleet, run_client() as client:
+    screen = Console(stderr=True)
+    with run_bare() as bare, run_vlm_fleet() as fleet:
         # The order within a pair alternates, so that a drift of the machine favours neither.
         turns = [
             (cell, target)
@@ -124,9 +101,12 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
             for cell in cells
             for target in ((bare, fleet) if number % 2 == 0 else (fleet, bare))
         ]
-        for cell, target in track(turns, "measuring", console=Console(stderr=True), transient=True):
+        # The client is this process: the screen takes little of its time.
+        for cell, target in track(
+            turns, "measuring", console=screen, transient=True, refresh_per_second=1
+        ):
             samples = measured.setdefault((cell, target.name), Samples())
-            measure_cell(cell, target, client, seconds, samples)
+            measure_cell(cell, target, seconds, samples)
     return measured
 
 
@@ -141,21 +121,22 @@ def create_bodies() -> list[Body]:
     ]
 
 
-def measure_cell(
-    cell: Cell, target: Target, client: LoadClient, seconds: float, samples: Samples
-) -> None:
+def measure_cell(cell: Cell, target: Target, seconds: float, samples: Samples) -> None:
     """One round of one cell on one target. Raises: BenchError, AnswerError."""
-    job = create_job(cell, target, seconds, client.next_number())
-    before = target.cpu_s() | {"client": _cpu_s(client.psutil)}
-    result = client.run(job)
-    after = target.cpu_s() | {"client": _cpu_s(client.psutil)}
+    job = create_job(cell, target, seconds, next(FIRST_NUMBERS))
+    before = target.cpu_s() | {"client": time.process_time()}
+    result = run_checked(job)
+    after = target.cpu_s() | {"client": time.process_time()}
     samples.results.append(result)
     samples.cpu_s.append({role: after[role] - before[role] for role in after})
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    used = process.cpu_times()
-    return used.user + used.system
+def run_checked(job: Job) -> Result:
+    """Do one job. Raises: BenchError when an answer was wrong."""
+    result = uvloop.run(run_job(job))
+    if result.error:
+        raise BenchError(result.error)
+    return result
 
 
 def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
@@ -207,17 +188,3 @@ def _find(family: list[psutil.Process], role: str) -> psutil.Process:
 
 def _plays(process: psutil.Process, role: str) -> bool:
     return process.name() == role or role in process.cmdline()
-
-
-@contextmanager
-def run_client() -> Iterator[LoadClient]:
-    """The load client in a process of its own; it ends with its input."""
-    command = [sys.executable, "-m", "loadtest.http_load"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
-        try:
-            yield LoadClient(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()

@@ -21,5 +21,5 @@ for (const place of document.querySelectorAll(".plot")) {
     plot_bgcolor: "transparent",
     showlegend: true,
   };
-  Plotly.newPlot(place, figure.data, layout, { responsive: true, displaylogo: false });
+  Plotly.newPlot(place, figure.data, layout, { responsive: true, displayModeBar: false });
 }

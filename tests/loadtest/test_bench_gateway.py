@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtest.bench_gateway import BenchError, measure, run_client
+from loadtest.bench_gateway import BenchError, measure, run_checked
 from loadtest.comparison import BARE, FLEET, Body, Cell, Samples, to_cpu_table, to_goals, to_tables
 from loadtest.http_load import Job, Result
 
@@ -78,5 +78,5 @@ def test_wrong_answer_ends_the_benchmark(fake):
     fake.status = 500
     port = int(fake.url.rpartition(":")[2])
     job = Job(port, "{}", num_connections=1, seconds=0.1)
-    with run_client() as client, pytest.raises(BenchError, match="500"):
-        client.run(job)
+    with pytest.raises(BenchError, match="500"):
+        run_checked(job)
