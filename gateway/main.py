@@ -2,17 +2,38 @@
 
 import gc
 import logging
+import resource
 
 from gateway.app import create_app
 from gateway.auth import check_exposure
-from gateway.server import create_server
+from gateway.server import RESERVED_FILES, create_server
 from gateway.services import Services
 from shared.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def raise_file_limit(num_needed: int) -> None:
+    """Take as many file descriptors as the system gives, and warn where that is less than is needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    except (ValueError, OSError):  # some systems give less than they say
+        pass
+    if soft != resource.RLIM_INFINITY and soft < num_needed:
+        logger.warning(
+            "%d file descriptors are too few for limits.max_open_requests: raise the limit (ulimit -n, LimitNOFILE) to "
+            "%d, or lower limits.max_open_requests; connections beyond it are refused",
+            soft,
+            num_needed,
+        )
 
 
 def run_gateway(settings: Settings) -> int:
     """Serve until a signal. Returns the exit code. Raises: SettingsError."""
     check_exposure(settings.gateway)
+    raise_file_limit(settings.limits.max_open_requests + RESERVED_FILES)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
     services = Services(settings)

@@ -10,6 +10,7 @@ request is cancelled. Whoever wants an answer keeps the connection open.
 
 import asyncio
 import logging
+import resource
 import sys
 import time
 from asyncio import TimerHandle
@@ -24,13 +25,37 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway.errors import InvalidRequest
 from gateway.services import Services
+from shared.metrics import GatewayMetrics
 from shared.settings import Settings
 
 _STATUS_LINE = b"HTTP/1.1 "
 _BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
 _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 
+RESERVED_FILES = 64  #: file descriptors for what is no client's connection
+_WARN_EVERY_S = 10.0
+
 logger = logging.getLogger(__name__)
+
+
+class FileReserve:
+    """Keeps the last file descriptors from clients: they are for Redis, remote pictures and files."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._last_warned_at = float("-inf")
+
+    def admits(self, transport: asyncio.Transport) -> bool:
+        """Whether this connection leaves enough; one that does not is counted, and now and then logged."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        file = transport.get_extra_info("socket").fileno()  # the lowest that was free
+        if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
+            return True
+        self._metrics.record_rejection("connections")
+        if time.monotonic() - self._last_warned_at > _WARN_EVERY_S:
+            self._last_warned_at = time.monotonic()
+            logger.warning("connections are refused: too few file descriptors (ulimit -n)")
+        return False
 
 
 class NotServed(Exception):
@@ -102,15 +127,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _times_body = False  #: whether that timer is a body's
     _send_timer: TimerHandle | None = None  #: ends a connection whose client does not read
 
-    def __init__(self, *arguments: Any, settings: Settings, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, settings: Settings, files: FileReserve, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
+        self._files = files
         self._limits = settings.limits
         self._header_timeout_s = settings.gateway.header_timeout_s
         self._body_timeout_s = settings.gateway.body_timeout_s + _BODY_GRACE_S
         self._send_timeout_s = settings.gateway.send_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request's headers their time."""
+        """Give the first request's headers their time, or hang up where file descriptors are short."""
+        if not self._files.admits(transport):
+            transport.abort()
         joined = JoinedWrites(transport, self.loop, self._send_timeout_s)
         super().connection_made(joined)  # type: ignore[arg-type]
         self._set_timer(self._header_timeout_s)
@@ -342,7 +372,9 @@ def create_server(services: Services, app: object) -> DrainingServer:
         app,  # type: ignore[arg-type]
         host=settings.host,
         port=settings.port,
-        http=partial(BoundedHttpProtocol, settings=services.settings),  # type: ignore[arg-type]
+        http=partial(
+            BoundedHttpProtocol, settings=services.settings, files=FileReserve(services.metrics)
+        ),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,

@@ -74,6 +74,7 @@ class Services:
 
     async def start(self) -> None:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""
+        await asyncio.gather(self.queue.open(), self.image_store.open(), return_exceptions=True)
         self.dispatcher.start()
         self.settlements.start()
         self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")

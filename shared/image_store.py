@@ -102,6 +102,10 @@ class ImageStore:
             actual = _hash(data)
         return data if actual == digest else None
 
+    async def open(self) -> None:
+        """Connect now rather than at the first picture. Raises: RedisError."""
+        await self._sender.execute("TIME")
+
     async def close(self) -> None:
         """Say what is still to be said, and hang up."""
         if self._releasing:

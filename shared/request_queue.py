@@ -238,6 +238,10 @@ class RequestQueue:
         """Batch requests that no worker has been given. Raises: QueueUnavailable."""
         return await self._ask("XLEN", self._keys.backlog(model))
 
+    async def open(self) -> None:
+        """Connect now rather than at the first request. Raises: RedisError."""
+        await self._sender.execute("TIME")
+
     async def close(self) -> None:
         """Hang up."""
         await self._sender.close()

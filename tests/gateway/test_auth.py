@@ -1,5 +1,6 @@
 """Keys: who passes, what the others see, and what an open gateway may listen on."""
 
+import asyncio
 import logging
 
 import pytest
@@ -114,8 +115,16 @@ async def test_a_key_in_the_url_is_no_key(gateway, worker, changes):
 
 
 @with_keys
-async def test_logs_hold_no_key_no_prompt_and_no_picture(gateway, worker, changes, caplog):
+async def test_logs_hold_no_key_no_prompt_and_no_picture(
+    gateway, worker, changes, caplog, monkeypatch
+):
     caplog.set_level(logging.DEBUG)
+    ended = asyncio.Semaphore(
+        0
+    )  # one for each line of a request's end, which comes after its answer
+    watch = logging.Handler()
+    watch.emit = lambda record: ended.release()  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("gateway.request_log"), "handlers", [watch])
     picture = data_url(size=(300, 200))
     content = [
         {"type": "text", "text": "pRoMpT"},
@@ -125,7 +134,10 @@ async def test_logs_hold_no_key_no_prompt_and_no_picture(gateway, worker, change
     for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
         for extra in ({}, {"pRoMpT": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
             await gateway.client.post(CHAT, json={**body, **extra}, headers=headers)
-    assert "request ended" in caplog.text
+    async with asyncio.timeout(10):
+        for _ in range(4):  # without a key no request begins
+            await ended.acquire()
+    assert caplog.text.count("request ended") == 4
     written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
     for secret in ("sk-", "pRoMpT", picture[100:400]):
         assert secret not in written

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
 from shared.protocol import ModelCard
+from shared.redis_link import RedisLink
 from shared.registry import WorkerRecord
 from tests.factories_gateway import (
     CARD,
@@ -177,6 +182,47 @@ def asks_without_reading(gateway, requests: bytes):
         client.settimeout(5)
         client.sendall(requests)
         yield
+
+
+async def test_connections_beyond_the_file_descriptors_are_refused_and_counted(
+    gateway, worker, monkeypatch, caplog
+):
+    """Some are kept for Redis, so that requests of the connections that are there are served."""
+    assert (await gateway.client.get("/healthz")).status_code == 200  # keeps its connection
+    num_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (num_files, num_files))
+    for _ in range(3):
+        with contextlib.suppress(ConnectionError):
+            assert await talk(gateway, START + b"\r\n") == b""
+    assert (await gateway.chat()).status_code == 200
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_admission_rejections_total{reason="connections"} 3.0' in text
+    assert [record.name for record in caplog.records].count("gateway.server") == 1
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few(is_enough):
+    script = (
+        "import logging, resource, sys; logging.basicConfig();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200));"
+        "from gateway.main import raise_file_limit; raise_file_limit(int(sys.argv[1]));"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    num_needed = "200" if is_enough else "201"
+    done = subprocess.run(
+        [sys.executable, "-c", script, num_needed], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "(200, 200)"
+    assert ("201" in done.stderr) != is_enough
+
+
+async def test_redis_is_connected_before_the_first_request(gateway, redis_server, monkeypatch):
+    async def refuse(*_: object) -> None:
+        raise OSError("no file descriptor is left")
+
+    monkeypatch.setattr(RedisLink, "_connect", refuse)
+    assert await gateway.services.queue.depth("tiny") == 0
+    assert await gateway.services.image_store.get("0" * 64) is None
 
 
 async def test_requests_one_after_the_other_share_a_connection(gateway):
