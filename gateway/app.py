@@ -50,7 +50,7 @@ def create_app(services: Services) -> FastAPI:
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
     )
-    streams = Streams(services.queue, settings.gateway.request_timeout_s)
+    streams = Streams(services.queue, services.dispatcher, settings.gateway.request_timeout_s)
     chat = create_chat(services, streams)
     app.add_middleware(ChatMiddleware, chat=chat)
     app.add_middleware(
@@ -116,7 +116,6 @@ def create_resume(services: Services, streams: Streams) -> ResumeStream:
         services.settings.gateway,
         services.admission,
         streams,
-        services.metrics,
         system_fingerprint=_fingerprint(),
     )
 

@@ -54,6 +54,7 @@ class ChatRun:
     user: str | None = None
     service_tier: str | UnsetType = UNSET
     recorder: AnswerRecorder | None = None
+    is_follower: bool = False  #: its answer is another request's, which is the one that is counted
     trace: RequestTrace | None = None
     created: int = field(
         default_factory=lambda: int(time.time())
@@ -95,7 +96,7 @@ class ChatCompletions:
         try:
             with self.admission:
                 await self._serve(run, exchange, context)
-            outcome = "ok"
+            outcome = "followed" if run.is_follower else "ok"
         except Exception as raised:
             error = to_api_error(raised)
         finally:
@@ -118,11 +119,12 @@ class ChatCompletions:
         options, generation = await self._take_in(run, exchange, context)
         self.afterwards.run()  # of earlier requests, while a worker is busy with this one
         watcher = asyncio.create_task(close_when_gone(exchange, generation))
+        run.is_follower = generation.is_follower
         recorder = AnswerRecorder(
             run.model,
             len(generation.choices),
             run.clock,
-            self.metrics,
+            None if generation.is_follower else self.metrics,
             context.priority,
             is_streamed=options.stream,
         )
@@ -181,11 +183,11 @@ class ChatCompletions:
             found = await self.streams.find_same(context.id, record)
             run.created = found.created
             if await self.streams.is_known(context.id, found.model):
-                return options, self.streams.follow(context.id, found.model)
+                return options, await self.streams.follow(context.id, found.model)
         try:
             return options, await self.intake.submit(request, card, context, run.clock, held)
         except DuplicateRequest:  # queued by a try that was told nothing of it, or that came first
-            return options, self.streams.follow(context.id, card.name)
+            return options, await self.streams.follow(context.id, card.name)
         except QueueUnavailable:  # it may be queued: a retry finds out
             raise
         except BaseException:

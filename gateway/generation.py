@@ -32,6 +32,9 @@ class ChoiceProgress:
         self.is_finished = False
         self.is_settled = False  #: the fleet itself ended it, so that there is nothing to cancel
         self.token_ids: list[int] = []
+        self._num_expected = (
+            0  #: what was held back comes after so many tokens, or is the end after one less
+        )
         self.heard_at = time.monotonic()
 
     def accept(self, event: GenerateEvent) -> GenerateEvent | None:
@@ -43,13 +46,14 @@ class ChoiceProgress:
 
     def replay(self, log: Sequence[GenerateEvent]) -> list[GenerateEvent]:
         """What is news in the whole log, which holds the accepted events of all attempts in order."""
-        self.has_gap = False
         news: list[GenerateEvent] = []
         for event in log:
             self.attempt = max(self.attempt, event.attempt)
             accepted = None if self.is_finished else self._accept(event)
             if accepted is not None:
                 news.append(accepted)
+        # What came while the log was on its way may be later than the log.
+        self.has_gap = not self.is_finished and self._num_expected > len(self.token_ids)
         return news
 
     def _accept(self, event: GenerateEvent) -> GenerateEvent | None:
@@ -61,7 +65,7 @@ class ChoiceProgress:
                 return event if is_news else None
             case Finished():
                 if event.usage.num_output_tokens > len(self.token_ids):
-                    self.has_gap = True
+                    self._hold_back(event.usage.num_output_tokens + 1)
                     return None
                 self.is_finished = self.is_settled = True
                 return event
@@ -75,12 +79,16 @@ class ChoiceProgress:
             self.token_ids.extend(event.token_ids)
             return event
         if num_known < 0:
-            self.has_gap = True
+            self._hold_back(event.index + len(event.token_ids))
             return None
         known = self.token_ids[event.index : event.index + len(event.token_ids)]
         if tuple(known) == event.token_ids:
             return None
         return self.fail(ErrorCode.WORKER_LOST, "The answer could not be continued.")
+
+    def _hold_back(self, num_expected: int) -> None:
+        self.has_gap = True
+        self._num_expected = max(self._num_expected, num_expected)
 
     def fail(self, code: ErrorCode, message: str) -> Failed:
         """End this choice from our side."""
@@ -106,6 +114,8 @@ class Generation:
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
         self.is_detached = False  #: it goes on when it is closed
+        self.is_follower = False  #: another generation queued it, and is what metrics count
+        self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
         self._on_close = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None

@@ -15,14 +15,17 @@ from shared.protocol import Delta, Failed, Finished, Priority
 
 
 class AnswerRecorder:
-    """Notes events on their way to the client. Units: seconds."""
+    """Notes events on their way to the client. Units: seconds.
+
+    `metrics`: None for an answer that was queued by another request, which is the one that counts it.
+    """
 
     def __init__(
         self,
         model: str,
         num_choices: int,
         clock: StageClock,
-        metrics: GatewayMetrics,
+        metrics: GatewayMetrics | None,
         priority: Priority = Priority.INTERACTIVE,
         *,
         is_streamed: bool = False,
@@ -58,7 +61,7 @@ class AnswerRecorder:
         if event.text and self.clock.first_text_at is None:
             self.clock.first_text_at = now
         last = self._last_token_at.get(index)
-        if last is not None and event.token_ids:
+        if last is not None and event.token_ids and self.metrics is not None:
             self.metrics.record_tokens(self.model, now - last, len(event.token_ids))
         self._last_token_at[index] = now
 
@@ -73,6 +76,8 @@ class AnswerRecorder:
 
     def record(self) -> None:
         """Feed the metrics of an answer that is complete and with the socket, its clock stopped."""
+        if self.metrics is None:
+            return
         e2e_s = self.clock.elapsed_s()
         stages = self.stages(e2e_s)
         prompt = self.totals.prompt

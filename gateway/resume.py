@@ -15,7 +15,6 @@ from gateway.recorder import AnswerRecorder
 from gateway.reply import Reply, ReplyOptions, new_head, send_stream
 from gateway.streams import StreamRecord, Streams, answer_id, last_event_id
 from gateway.timings import StageClock
-from shared.metrics import GatewayMetrics
 from shared.settings import GatewaySettings
 
 
@@ -27,13 +26,11 @@ class ResumeStream:
         settings: GatewaySettings,
         admission: Admission,
         streams: Streams,
-        metrics: GatewayMetrics,
         system_fingerprint: str,
     ) -> None:
         self.settings = settings
         self.admission = admission
         self.streams = streams
-        self.metrics = metrics
         self.system_fingerprint = system_fingerprint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +50,7 @@ class ResumeStream:
         request_id = answer_id(shown_id)
         last_id = last_event_id(context)
         record = await self.streams.find(request_id, context.cache_salt)
-        generation = self.streams.follow(request_id, record.model)
+        generation = await self.streams.follow(request_id, record.model)
         watcher = asyncio.create_task(close_when_gone(exchange, generation))
         clock = StageClock(context.received_at)
         reply = Reply(
@@ -61,7 +58,7 @@ class ResumeStream:
             options=_options(record, last_id),
             head=_head(request_id, record, self.system_fingerprint),
             generation=generation,
-            recorder=AnswerRecorder(record.model, 1, clock, self.metrics),
+            recorder=AnswerRecorder(record.model, 1, clock, metrics=None),
         )
         try:
             await send_stream(reply, self.settings)

@@ -1,25 +1,24 @@
 """Answers that outlive their connection: taken up again by id, on any gateway, exactly where they were left.
 
 A request is detached when its client asks for that (`x-vlm-resumable`) or names it (`Idempotency-Key`): it goes on
-when the client leaves. Whoever comes back follows the request's log, which Redis keeps a minute beyond its end.
+when the client leaves. Whoever comes back reads the request's log, which Redis keeps a minute beyond its end, and hears
+what follows by the mailbox of its gateway.
 Events carry ids, so that what was seen is not sent again. Only the tenant who asked may read.
 """
 
 import asyncio
 import hashlib
 import hmac
-import logging
 import re
-import time
 from contextlib import suppress
 
 import msgspec
 
 from gateway.context import RequestContext
+from gateway.dispatcher import Dispatcher
 from gateway.errors import InvalidRequest, NotFound
 from gateway.generation import Generation
 from gateway.schemas import ChatCompletionRequest
-from shared.protocol import ErrorCode
 from shared.request_queue import QueueUnavailable, RequestQueue
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
@@ -27,15 +26,10 @@ KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
 STREAM_PATH = "/v1/streams/"
 
-LOOK_EVERY_S = 0.05
 #: A request that another gateway is just taking in may not be in Redis yet.
 BEGINS_WITHIN_S = 10.0
-#: The fleet ends a request at its deadline; a follower does if it did not.
-DEADLINE_GRACE_S = 1.0
 #: Records outlive their requests' deadlines like the requests themselves.
 RECORD_GRACE_S = 60.0
-
-logger = logging.getLogger(__name__)
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,256}")
 _EVENT_ID = re.compile(rb"[0-9]{1,10}")
@@ -116,9 +110,14 @@ def _choice(request_id: str) -> str:
 class Streams:
     """The records of detached requests, and followers of their logs."""
 
-    def __init__(self, queue: RequestQueue, request_timeout_s: float) -> None:
+    def __init__(
+        self, queue: RequestQueue, dispatcher: Dispatcher, request_timeout_s: float
+    ) -> None:
         self.queue = queue
+        self.dispatcher = dispatcher
+        self.request_timeout_s = request_timeout_s
         self.keep_s = request_timeout_s + RECORD_GRACE_S
+        self._forgetting: set[asyncio.Task[None]] = set()
 
     async def claim(self, request_id: str, record: StreamRecord) -> bool:
         """Note a new request; False if it is known, and then to be followed. Raises: QueueUnavailable."""
@@ -153,49 +152,24 @@ class Streams:
         """Whether the request is queued, runs, or ended within the last minute. Raises: QueueUnavailable."""
         return await self.queue.state(model, _choice(request_id)) is not None
 
-    def follow(self, request_id: str, model: str) -> Generation:
-        """The events of a request from its first, as its log has them; closing it cancels nothing."""
-        choice = _choice(request_id)
+    async def follow(self, request_id: str, model: str) -> Generation:
+        """The events of a request from its first, as its log has them; closing it cancels nothing.
 
-        def stop(_: Generation) -> None:
-            task.cancel()
-
-        generation = Generation(model, [choice], time.monotonic() + self.keep_s, stop)
-        task = asyncio.create_task(self._follow(generation, choice), name="follow a log")
+        Raises: RedisError, QueueUnavailable.
+        """
+        generation = await self.dispatcher.follow(
+            model,
+            _choice(request_id),
+            timeout_s=self.request_timeout_s,
+            begins_within_s=BEGINS_WITHIN_S,
+        )
+        generation.when_closed(self._forget_lost)
         return generation
 
-    async def _follow(self, generation: Generation, choice: str) -> None:
-        try:
-            await self._read(generation, choice)
-        except Exception:
-            logger.exception("cannot read the log of request %s", choice)
-            generation.fail(0, ErrorCode.WORKER_LOST, "The request was lost.")
-
-    async def _read(self, generation: Generation, choice: str) -> None:
-        since, num_items = time.monotonic(), 0
-        while not generation.choices[0].is_finished:
-            with suppress(QueueUnavailable):  # it may come back before the client gives up
-                new, events = await self.queue.events_after(generation.model, choice, num_items)
-                num_items += new
-                for event in events:
-                    generation.deliver(0, event)
-                if not events:
-                    await self._check(generation, choice, since)
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    async def _check(self, generation: Generation, choice: str, since: float) -> None:
-        """End what nobody works on any more."""
-        state = await self.queue.state(generation.model, choice)
-        if state is None:
-            if time.monotonic() - since > BEGINS_WITHIN_S:
-                await self.queue.forget(choice.removesuffix("-0"))  # let nobody wait for it again
-                generation.fail(0, ErrorCode.WORKER_LOST, "The request was lost.")
-        elif state.state == "cancelled":
-            generation.fail(0, ErrorCode.CANCELLED, "The request was cancelled.")
-        elif state.state in ("queued", "running"):
-            if state.remaining_s < -DEADLINE_GRACE_S:
-                generation.fail(0, ErrorCode.DEADLINE_EXCEEDED, "The request took too long.")
-        else:  # its end may have come between the two looks
-            log = await self.queue.events(generation.model, choice)
-            generation.replay(0, log)
-            generation.fail(0, ErrorCode.WORKER_LOST, "The end of the answer was lost.")
+    def _forget_lost(self, generation: Generation) -> None:
+        """Let nobody wait again for a request of which Redis knows nothing."""
+        [choice] = generation.choices
+        if choice.is_finished and choice.attempt == 0:
+            task = asyncio.create_task(self.forget(choice.request_id.removesuffix("-0")))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)

@@ -40,7 +40,7 @@ class Mailbox:
         renew_every_s: float = MAILBOX_TTL_S / 6,
     ) -> None:
         self._keys = RedisKeys(prefix)
-        self._gateway_id = gateway_id
+        self.gateway_id = gateway_id
         self._on_gap = on_gap
         self._renew_every_s = renew_every_s
         self._reader = RedisLink(redis_blocking)
@@ -53,7 +53,7 @@ class Mailbox:
     async def open(self, models: Iterable[str]) -> None:
         """Create the mailboxes of these models, unless they are open. Raises: RedisError."""
         for model in models:
-            key = self._keys.mailbox(model, self._gateway_id)
+            key = self._keys.mailbox(model, self.gateway_id)
             if key in self._last_ids:
                 continue
             last_id = await self._create(key)

@@ -61,7 +61,8 @@ class Metric:
 
 GATEWAY_METRICS = (
     Metric("vlm_requests_total", "counter",
-           "Requests by how they ended: ok, cancelled, rejected, or an error's code.",
+           "Requests by how they ended: ok, followed (the answer of a request sent before, which counts its "
+           "tokens and times), cancelled, rejected, or an error's code.",
            ("model", "outcome")),
     Metric("vlm_request_stage_seconds", "histogram",
            "Time that finished requests spent in each stage.", ("stage", "model"), LATENCY_BUCKETS),
@@ -160,7 +161,7 @@ class GatewayMetrics:
         self._finished: dict[str, _ModelMetrics] = {}
 
     def record_outcome(self, model: str, outcome: str) -> None:
-        """Count a request's end. `outcome`: ok, cancelled, rejected or an error code."""
+        """Count a request's end. `outcome`: ok, followed, cancelled, rejected or an error code."""
         self._set.counters["vlm_requests_total"].labels(model, outcome).inc()
 
     def record_finished(self, record: RequestRecord) -> None:

@@ -59,7 +59,7 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:rates:{tenant}"
 
     def request(self, model: str, request_id: str) -> str:
-        """Hash: state, attempt (the fencing token), failures, tokens, entry, deadline_ms, payload ..."""
+        """Hash: state, attempt (the fencing token), failures, tokens, entry, deadline_ms, listeners, payload ..."""
         return self.requests(model) + request_id
 
     def requests(self, model: str) -> str:

@@ -14,7 +14,7 @@ from shared.protocol import GenerateEvent, GenerateRequest, Priority, decode_eve
 from shared.redis_client import retry_idempotent
 from shared.redis_keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
 from shared.redis_link import Part, RedisSender
-from shared.scripts import CANCEL, ENQUEUE, FORGET_LOST, SETTLE
+from shared.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE
 
 _MAX_FORGOTTEN = 100  #: at once
 #: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
@@ -170,9 +170,19 @@ class RequestQueue:
         ttl_ms = await self._ask("PTTL", key)
         if fields[0] is None or ttl_ms < 0:
             return None
-        state = fields[0].decode()
-        after_s = AFTER_DEADLINE_S if state in ("queued", "running") else 0.0
-        return RequestState(state, int(fields[1]), int(fields[2]), ttl_ms / 1000 - after_s)
+        return _to_state(fields[0], int(fields[1]), int(fields[2]), ttl_ms)
+
+    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
+        """How a request stands, as `state`; while it is open, its events go to this gateway's mailbox too.
+
+        Raises: QueueUnavailable.
+        """
+        keys = (self._keys.request(model, request_id),)
+        try:
+            found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, (gateway_id,)))
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+        return _to_state(*found) if found else None
 
     async def events(self, model: str, request_id: str) -> tuple[GenerateEvent, ...]:
         """Every event of a request that was accepted so far, in order: repairs a gap in the mailbox.
@@ -181,13 +191,6 @@ class RequestQueue:
         """
         log = await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
         return decode_events(b"[" + b",".join(log) + b"]")
-
-    async def events_after(
-        self, model: str, request_id: str, num_items: int
-    ) -> tuple[int, tuple[GenerateEvent, ...]]:
-        """How many items a request's log has beyond so many, and their events. Raises: QueueUnavailable."""
-        log = await self._ask("LRANGE", self._keys.log(model, request_id), num_items, -1)
-        return len(log), decode_events(b"[" + b",".join(log) + b"]")
 
     async def age_s(self, model: str) -> float:
         """How long the oldest request waits that no worker has read; 0 without one. Raises: QueueUnavailable.
@@ -261,3 +264,9 @@ def _held(choice: GenerateRequest, num_tokens: int) -> int:
     num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)
     num_logprobs = num_answer_tokens * (1 + sampling.num_logprobs)
     return num_tokens + -(-num_logprobs // _LOGPROBS_PER_TOKEN)
+
+
+def _to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> RequestState:
+    name = state.decode()
+    after_s = AFTER_DEADLINE_S if name in ("queued", "running") else 0.0
+    return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NS = 1_000_000_000
 
 #: Outcomes of a request with which nothing is wrong.
-NOT_FAILURES = ("ok", "cancelled")
+NOT_FAILURES = ("ok", "followed", "cancelled")
 
 Value = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Value]

@@ -1,4 +1,4 @@
--- End requests: their last events go to log and mailbox, their entries leave the queue. After `places`.
+-- End requests: their last events go to log and mailbox, their entries leave the queue. After `places` and `post`.
 -- KEYS: queue, mailbox, dead, places, held, then request and log of each item
 -- ARGV: group, keep_ms, max_entries, worker, dead_ttl_ms, max_dead, then of each item:
 --   id, entry, attempt, state (finished | failed), index, count, reason, events
@@ -20,13 +20,13 @@ local function bury(id, attempt, reason)
   redis.call('PEXPIRE', dead, ARGV[5])
 end
 
-local accepted, verdicts = {}, {}
+local verdicts = {}
 for item = 1, (#KEYS - 5) / 2 do
   local request, log = KEYS[2 * item + 4], KEYS[2 * item + 5]
   local a = 8 * item - 1
   local id, entry, attempt, state = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3]
   local index, count, reason, events = ARGV[a + 4], ARGV[a + 5], ARGV[a + 6], ARGV[a + 7]
-  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'place')
+  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'place', 'listeners')
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
@@ -48,15 +48,12 @@ for item = 1, (#KEYS - 5) / 2 do
       redis.call('PEXPIRE', log, keep_ms)
       redis.call('PEXPIRE', request, keep_ms)
       if reason ~= '' then bury(id, attempt, reason) end
-      accepted[#accepted + 1] = events
+      post(mailbox, r[5], events)
     end
   elseif r[1] ~= state then
     verdict = 'ended'
   end
   verdicts[item] = verdict
 end
-if #accepted > 0 then
-  redis.call('XADD', mailbox, 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
-    'events', '[' .. table.concat(accepted, ',') .. ']')
-end
+send_posts(ARGV[3])
 return verdicts

@@ -1,12 +1,18 @@
 """Events on their way from mailbox to request: order, repeats, gaps, silence, deadlines."""
 
 import asyncio
+import time
 
 import pytest
 
+from gateway.dispatcher import Dispatcher
 from gateway.generation import ChoiceProgress, Generation, Gone
+from shared.mailbox import Mailbox
+from shared.metrics import GatewayMetrics
 from shared.protocol import Delta, ErrorCode, Failed, Finished, FinishReason, Started, Usage
+from shared.request_queue import Bounds, DuplicateRequest, QueueUnavailable, RequestQueue
 from tests.factories_gateway import Answer, make_body
+from tests.factories_queue import GATEWAY, make_request
 from tests.gateway.test_streams import read_events
 
 
@@ -210,3 +216,110 @@ async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, wo
         patch.setattr(ChoiceProgress, "accept", refuse)
         assert (await gateway.chat()).json()["error"]["code"] == "worker_lost"
     assert (await gateway.chat()).status_code == 200
+
+
+ROOM = Bounds(max_waiting=100_000, max_tokens=10**9)
+
+
+@pytest.fixture
+async def dispatcher(redis, redis_blocking, redis_prefix):
+    """A gateway's dispatcher without the rest; nobody works on what it queues."""
+    queue = RequestQueue(redis, redis_prefix)
+    mailbox = Mailbox(redis_blocking, redis_prefix, GATEWAY)
+    dispatcher = Dispatcher(queue, mailbox, GatewayMetrics(), silence_timeout_s=0.2)
+    dispatcher.start()
+    yield dispatcher
+    await dispatcher.stop()
+    await mailbox.close()
+    await queue.close()
+
+
+async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[Generation]:
+    """So many choices, 16 a request."""
+    generations = []
+    for _ in range(count // 16):
+        choices = [make_request() for _ in range(16)]
+        generations.append(await dispatcher.submit(choices, timeout_s, 1, ROOM))
+    return generations
+
+
+async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher):
+    generations = await submit(dispatcher, 10_000, timeout_s=10.0)
+
+    async def lateness_s(generation: Generation) -> float:
+        num_ended = 0
+        while num_ended < 16:
+            events = await generation.receive()
+            assert {event.code for _, event in events} == {ErrorCode.DEADLINE_EXCEEDED}
+            num_ended += len(events)
+        return time.monotonic() - generation.deadline_at
+
+    assert max(await asyncio.gather(*map(lateness_s, generations))) < 2.0
+
+
+async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, monkeypatch):
+    [generation] = await submit(dispatcher, 16, timeout_s=1.0)
+    began_at = time.monotonic()
+
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    for name in ("state", "listen", "events", "cancel"):
+        monkeypatch.setattr(dispatcher.queue, name, hang, raising=False)
+    assert await generation.receive(timeout_s=5.0)
+    assert time.monotonic() - began_at < 2.0
+    monkeypatch.undo()
+
+
+async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
+    request = make_request(is_detached=True)
+    first = await dispatcher.submit([request], 60.0, 1, ROOM)
+    with pytest.raises(DuplicateRequest):
+        await dispatcher.submit([request], 60.0, 1, ROOM)
+    dispatcher.fail_all("The first is still known.")
+    assert await first.receive(timeout_s=5.0)
+    assert dispatcher.num_open == 1
+
+
+async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatcher, monkeypatch):
+    sizes: list[int] = []
+    num_running, most_running = 0, 0
+    cancel, num_failures = dispatcher.queue.cancel, 4
+
+    async def count(model: str, request_ids: list[str]) -> None:
+        nonlocal num_running, most_running, num_failures
+        num_running += 1
+        most_running = max(most_running, num_running)
+        sizes.append(len(request_ids))
+        try:
+            await asyncio.sleep(0)
+            if num_failures:
+                num_failures -= 1
+                raise QueueUnavailable("too much at once")
+            await cancel(model, request_ids)
+        finally:
+            num_running -= 1
+
+    monkeypatch.setattr(dispatcher.queue, "cancel", count)
+    generations = await submit(dispatcher, 2_000, timeout_s=60.0)
+    for generation in generations:
+        generation.close()
+    async with asyncio.timeout(15):
+        while await dispatcher.queue.depth(generations[0].model):
+            await asyncio.sleep(0.02)
+    assert max(sizes) <= 500
+    assert most_running == 1
+
+
+async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
+    progress = ChoiceProgress("r")
+    log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2)]
+    progress.accept(delta(2, 3))
+    progress.accept(finished(3))  # held back as well
+    progress.replay(log)
+    assert progress.has_gap
+    progress.replay([*log, delta(2, 3)])
+    assert progress.has_gap
+    [end] = progress.replay([*log, delta(2, 3), finished(3)])
+    assert isinstance(end, Finished)
+    assert not progress.has_gap

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
@@ -17,6 +18,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
 )
 from tests.factories_pictures import data_url
+from tests.faults.proxy import run_proxy
 
 RESUMABLE = {"x-vlm-resumable": "true"}
 WORDS = ["one ", "two ", "three ", "four ", "five"]
@@ -339,3 +341,113 @@ async def begun_later(gateway, body):
     await asyncio.gather(task, return_exceptions=True)
     while gateway.services.admission.num_open:
         await asyncio.sleep(0.01)
+
+
+async def test_a_retry_before_the_first_is_queued_does_not_disturb_it(gateway, worker):
+    script = Paced(worker)
+    script.go(6)
+    queue = gateway.services.queue
+    enqueue, may_queue, num_waiting = queue.enqueue, asyncio.Event(), 0
+
+    async def wait_and_enqueue(*arguments, **options) -> None:
+        nonlocal num_waiting
+        num_waiting += 1
+        await may_queue.wait()
+        await enqueue(*arguments, **options)
+
+    queue.enqueue = wait_and_enqueue
+    key = {"idempotency-key": "order-74"}
+    first = asyncio.create_task(gateway.chat(headers=key))
+    while not num_waiting:
+        await asyncio.sleep(0.01)
+    retry = asyncio.create_task(gateway.chat(headers=key))
+    while gateway.services.admission.num_open < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.wait([retry], timeout=0.2)  # it is refused, follows, or waits to be queued
+    may_queue.set()
+
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(first, retry)
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    assert texts == ["".join(WORDS)] * 2
+    assert len(worker.answers) == 1
+    assert gateway.services.admission.num_open == 0
+    assert gateway.services.dispatcher.num_open == 0
+
+
+def metric(text: str, name: str) -> float:
+    """The sum of a metric's series whose labels begin so."""
+    return sum(
+        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)
+    )
+
+
+async def test_an_answer_that_is_told_again_is_counted_once(gateway, worker):
+    key = {"idempotency-key": "order-75"}
+    body = make_body(stream=True)
+    first = await gateway.chat(body, headers=key)
+    counted = (
+        "vlm_prompt_tokens_total{", "vlm_generation_tokens_total{", "vlm_time_to_first_token_seconds_count{",
+        "vlm_request_stage_seconds_count{", "vlm_inter_token_latency_seconds_count{",
+        "vlm_request_duration_seconds_count{", 'vlm_requests_total{model="tiny",outcome="ok"}',
+    )  # fmt: skip
+    before = (await gateway.client.get("/metrics")).text
+    assert all(metric(before, name) > 0 for name in counted)
+
+    retry = await gateway.chat(body, headers=key)
+    again = await take_up(gateway, first, None)
+
+    assert content(parse(retry.text)) == content(parse(again.text)) == content(parse(first.text))
+    after = (await gateway.client.get("/metrics")).text
+    assert [metric(after, name) for name in counted] == [metric(before, name) for name in counted]
+    assert metric(after, 'vlm_requests_total{model="tiny",outcome="followed"}') == 1
+
+
+async def num_calls(redis) -> int:
+    """Commands that the server has been sent, without those that scripts call."""
+    stats = await redis.info("commandstats")
+    scripts = sum(stats[name]["calls"] for name in ("cmdstat_evalsha",) if name in stats)
+    reads = ("cmdstat_lrange", "cmdstat_xread", "cmdstat_get", "cmdstat_pttl", "cmdstat_hmget")
+    return scripts + sum(stats[name]["calls"] for name in reads if name in stats)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 10.0}}])
+async def test_followers_that_wait_ask_redis_for_nothing(gateway, other, worker, redis, changes):
+    script = Paced(worker)
+    async with begun(gateway) as (response, events):
+        script.go(1)
+        await read_until(events, 1)
+        followers = [asyncio.create_task(take_up(other, response, None)) for _ in range(100)]
+        while other.services.dispatcher.num_open == 0 or other.services.admission.num_open < 100:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # all of them have read what there is
+        before = await num_calls(redis)
+        await asyncio.sleep(2.0)
+        num_per_s = (await num_calls(redis) - before) / 2.0
+        script.go(5)
+        texts = {content(parse((await follower).text)) for follower in followers}
+    assert texts == {"".join(WORDS)}
+    assert num_per_s < 20  # gateways and a worker that are idle: look-ups of models, blocking reads
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 2.0}}])
+async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
+    gateway, worker, redis_server, redis_prefix, changes
+):
+    Paced(worker).go(1)
+    async with run_proxy(redis_server.removeprefix("unix://")) as proxy:
+        settings = make_settings(proxy.url, redis_prefix, **changes)
+        async with (
+            run_gateway_on_socket(settings) as other,
+            begun(gateway) as (response, events),
+        ):
+            began_at = time.monotonic()
+            await read_until(events, 1)
+            path = response.headers["x-vlm-stream"]
+            async with other.client.stream("GET", path) as followed:
+                proxy.freeze()
+                text = "".join([piece async for piece in followed.aiter_text()])
+                took_s = time.monotonic() - began_at
+                proxy.thaw()
+    assert json.loads(parse(text)[-1][1])["error"]["code"] == "deadline_exceeded"
+    assert took_s < 4.0
