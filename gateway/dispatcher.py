@@ -294,13 +294,12 @@ class Dispatcher:
         state = await self.queue.listen(model, request_id, self.mailbox.gateway_id)
         if state is None and time.monotonic() < generation.begins_by:
             return
-        is_open = state is not None and state.state in ("queued", "running")
         if state is None or state.attempt > 0:  # else its log is empty
             generation.replay(choice, await self.queue.events(model, request_id))
         else:
             progress.has_gap = False
         progress.heard_at = time.monotonic()
-        if is_open:
+        if state is not None and state.state in ("queued", "running"):
             if generation.is_follower:
                 left_s = max(0.0, state.remaining_s)
                 generation.deadline_at = min(generation.deadline_at, progress.heard_at + left_s)
