@@ -1,18 +1,15 @@
 """A checkpoint's chat template: conversation in, prompt text out.
 
-Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's sandbox, and in a
-process of their own with limits of time and memory, unless they are known to take little of either. It must not know
-tokens beyond their spelling.
+Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's sandbox, with limits of
+time and memory. It must not know tokens beyond their spelling.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from engines.base import InvalidRequest
 from engines.checkpoint_json import read_json
-from engines.template_process import TemplateProcess
 from engines.template_rendering import (
     CompiledTemplate,
     TemplateFailure,
@@ -34,13 +31,6 @@ LLAVA_TEMPLATE = """\
 {% endfor %}\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
 """
-#: SHA-256 of templates whose work is in proportion to the conversation: the one above, and that of "shapes".
-KNOWN_TEMPLATES = frozenset(
-    {
-        "2504a05b7d5ae8e4f3a27f13df656b8f68cbfff89b0a0a5015afd9fb4059ced1",
-        "d4f25b43e09c976f01fac305ae82ec11f279359270dae837c3fb986525e56081",
-    }
-)
 _PROBE = "probe"
 
 
@@ -55,10 +45,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._image_token = image_token
-        is_known = hashlib.sha256(source.encode()).hexdigest() in KNOWN_TEMPLATES
-        renderer = CompiledTemplate if is_known else TemplateProcess
-        self._renderer = renderer(source, dict(variables or {}))
-        self.is_quick = is_known  #: rendered here, in less time than another thread would cost
+        self._renderer = CompiledTemplate(source, dict(variables or {}))
         self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
         if self._content == "string" and not self._is_probe_rendered(f"{image_token}\n{_PROBE}"):
             raise UnusableTemplate("the chat template has no place for pictures")

@@ -58,7 +58,6 @@ class PromptBuilder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self.is_quick = template.is_quick  #: for short messages
         self._image_token_id = image_token_id
         self._tokens_per_image = tokens_per_image
         self._spelling = ControlSpelling(tokenizer.control_tokens)

@@ -1,11 +1,17 @@
-"""Jinja's side of chat templates: compiled as transformers compiles them, in the sandbox, with an end to their output.
+"""Jinja's side of chat templates: compiled as transformers compiles them, in the sandbox, with an end to all they do.
 
-Runs in the worker for templates that are known, in a child process for all others. It must not know conversations.
+A template may come from a stranger, and a Python thread cannot be ended from outside. So each operation of a template
+is bounded by itself (the size of its result is estimated before it is made), and looks at the prompt's time and at the
+characters that the prompt has made so far: loops, calls, filters, operators, outputs.
 """
 
+import functools
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -13,9 +19,29 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 Messages = Sequence[Mapping[str, Any]]
+
+MAX_S = 1.0  #: of a prompt
+_COMPILE_S = 2.0
+_MAX_SOURCE_CHARS = 512 * 1024
+#: A prompt has at most that many characters, and this many times those of its conversation.
+_BASE_CHARS = 65_536
+_CHARS_RATIO = 4
+_MADE_RATIO = 100  #: characters and items made on the way, over those that a prompt may have
+_MAX_PRODUCT = 100_000_000  #: sizes of a call's arguments, multiplied: what its result may come to
+_MAX_BITS = 4096  #: of a whole number
+_MAX_DIGITS = 50  #: that `round` is asked for
+_NUMBER = re.compile(r"\d+")
+_WIDTH_FROM_VALUE = re.compile(r"%[^a-zA-Z%]*\*|\{[^}]*\{")
+#: Filters that may make more than they are given; the others take time in proportion to it.
+_AMPLIFYING = frozenset({"batch", "center", "indent", "join", "slice", "tojson", "truncate"})
+#: Filters and functions whose time is in no proportion to their arguments, and which no prompt needs.
+_DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+_DROPPED_GLOBALS = ("lipsum",)
 
 
 class UnusableTemplate(Exception):
@@ -30,20 +56,132 @@ class TemplateFailure(Exception):
     """The template fails at the conversation, takes too long or writes too much."""
 
 
+class TooSlow(TemplateFailure):
+    """The template takes more time than it was given."""
+
+
+class _Work:
+    """What one rendering has done, and may do."""
+
+    def __init__(self, max_chars: int, max_s: float) -> None:
+        self.max_chars = max_chars
+        self.max_weight = 10 * max_chars  #: of one list or dictionary
+        self._num_left = _MADE_RATIO * max_chars
+        self._until = time.monotonic() + max_s
+
+    def charge(self, size: int) -> None:
+        """Count what was made, and look at the time. Raises: TemplateFailure."""
+        self._num_left -= size
+        if self._num_left < 0:
+            raise TemplateFailure("makes too much")
+        if time.monotonic() > self._until:
+            raise TooSlow("takes too long")
+
+    def check(self, value: Any) -> Any:
+        """The value, where it is no text or collection that is too large. Raises: TemplateFailure."""
+        if isinstance(value, str):
+            if len(value) > self.max_chars:
+                raise TemplateFailure("a text is too long")
+            self.charge(len(value))
+        elif isinstance(value, list | tuple | dict):
+            self.charge(self.weigh(value))
+        return value
+
+    def weigh(self, value: Any) -> int:
+        """Characters and items of a collection with all in it. Raises: TemplateFailure where they are too many."""
+        weight, waiting = 0, [value]
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, str | bytes):
+                weight += 1 + len(item)
+            elif isinstance(item, dict):
+                weight += 1
+                waiting += item.keys()
+                waiting += item.values()
+            elif isinstance(item, Namespace):
+                weight += 1
+                waiting.append(item._Namespace__attrs)  # type: ignore[attr-defined]
+            elif isinstance(item, list | tuple):
+                weight += 1
+                waiting += item
+            else:
+                weight += 1
+            if weight + len(waiting) > self.max_weight:
+                raise TemplateFailure("a collection is too large")
+        return weight
+
+    def check_arguments(self, arguments: Sequence[Any]) -> None:
+        """Bound what a call may make of its arguments. Raises: TemplateFailure."""
+        product = 1
+        for argument in arguments:
+            if isinstance(argument, int | float):
+                size = abs(argument)
+            elif isinstance(argument, str | bytes):
+                size = len(argument)
+            elif isinstance(argument, list | tuple | dict | Namespace):
+                size = self.weigh(argument)
+            else:
+                continue
+            if size > 1:
+                product *= size
+            if not product <= _MAX_PRODUCT:  # also where it is no number
+                raise TemplateFailure("a call may make too much")
+        self.charge(1)
+
+
+class _Current(threading.local):
+    work: _Work | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def _working(max_chars: int, max_s: float) -> Iterator[None]:
+    before, _current.work = _current.work, _Work(max_chars, max_s)
+    try:
+        yield
+    finally:
+        _current.work = before
+
+
+def _work() -> _Work:
+    work = _current.work
+    if work is None:
+        raise TemplateFailure("not rendering")
+    return work
+
+
 class CompiledTemplate:
-    """A template in this process. Raises: UnusableTemplate."""
+    """A template, ready to render in any thread. Raises: UnusableTemplate."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._variables = variables
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise UnusableTemplate(
+                f"the chat template has more than {_MAX_SOURCE_CHARS} characters"
+            )
         try:
-            self._template = _create_environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+            with _working(_BASE_CHARS, _COMPILE_S):
+                self._template = _Sandbox().from_string(source)
+        except (
+            jinja2.TemplateError,
+            RecursionError,
+            MemoryError,
+            TemplateFailure,
+            SyntaxError,
+        ) as error:
             raise UnusableTemplate(f"the chat template is no jinja template: {error}") from None
 
-    def render(self, messages: Messages, max_chars: int = sys.maxsize) -> str:
-        """The text of a conversation. Raises: TemplateRefusal, TemplateFailure."""
+    def render(self, messages: Messages, max_s: float = MAX_S) -> str:
+        """The text of a conversation. Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`."""
+        num_chars = sum(_count_chars(message) for message in messages)
+        max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
         try:
-            return "".join(self._pieces(messages, max_chars))
+            with _working(max_chars, max_s):
+                return "".join(self._pieces(messages, max_chars))
+        except TemplateFailure:
+            raise
         except jinja2.TemplateError as error:
             raise TemplateRefusal(str(error)[:200]) from None
         except Exception as error:  # a template may fail in any way that Python can
@@ -63,6 +201,193 @@ class CompiledTemplate:
             yield piece
 
 
+def _count_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return 16 + sum(map(_count_chars, value.values()))
+    return sum(16 + _count_chars(item) for item in value)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """As transformers compiles chat templates: the same flags, filters and functions; and every operation bounded."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=_check_output,
+        )
+        for name in _DROPPED_FILTERS:
+            del self.filters[name]
+        for name in _DROPPED_GLOBALS:
+            del self.globals[name]
+        self.filters["tojson"] = _to_json
+        self.filters.update({name: _bounded(name, f) for name, f in self.filters.items()})
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        _count_work(template)
+        template.set_environment(self)
+        return template
+
+    def tick(self, num_chars: int) -> str:
+        """One more round of a loop or call, which may write so many characters of the template's own."""
+        _work().charge(1 + num_chars)
+        return ""
+
+    def concat_texts(self, *values: Any) -> str:
+        """The operator `~`."""
+        texts = [str(_check_output(value)) for value in values]
+        work = _work()
+        if sum(map(len, texts)) > work.max_chars:
+            raise TemplateFailure("a text is too long")
+        return work.check("".join(texts))
+
+    def collect(self, value: Any) -> Any:
+        """A list, tuple or dictionary that the template writes."""
+        return _work().check(value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An operator between two values. Raises: TemplateFailure where its result may be too large."""
+        work = _work()
+        work.charge(1)
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+            if bits > _MAX_BITS:
+                raise TemplateFailure("a number is too large")
+        elif operator == "%" and isinstance(left, str):
+            _check_format(work, left, right)
+        elif operator == "*":
+            size = _length(left) * _length(right)
+            if size > work.max_weight:
+                raise TemplateFailure("a product is too large")
+        return work.check(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        work = _work()
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str) and name in ("format", "format_map"):
+            _check_format(work, owner, [*args, *kwargs.values()])
+        elif isinstance(owner, str) and name == "replace":
+            _check_replace(work, owner, args)
+        elif isinstance(owner, str | bytes | int | float | list | tuple | dict):
+            work.check_arguments([owner, *args, *kwargs.values()])
+        else:
+            work.charge(1)
+        return work.check(super().call(__context, __obj, *args, **kwargs))
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else abs(value)
+
+
+def _check_format(work: _Work, form: str, values: Any) -> None:
+    """Bound the widths that a format asks for. Raises: TemplateFailure."""
+    widths = sum(int(number[:9]) for number in _NUMBER.findall(form))
+    if widths > work.max_chars or _WIDTH_FROM_VALUE.search(form):
+        raise TemplateFailure("a format is too wide")
+    work.check_arguments([form, values if isinstance(values, dict | list | tuple) else [values]])
+
+
+def _check_replace(work: _Work, text: str, arguments: Sequence[Any]) -> None:
+    old, new = (str(argument) for argument in arguments[:2])
+    if len(text) + text.count(old) * len(new) > work.max_chars + len(text):
+        raise TemplateFailure("a text is too long")
+    work.charge(len(text))
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments and result are checked."""
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        work = _work()
+        given = [arg for arg in args if not isinstance(arg, jinja2.Environment)]
+        values = [*given, *kwargs.values()]
+        if name == "replace":
+            texts = [str(value) for value in values if isinstance(value, str)]
+            if len(texts) > 2:
+                _check_replace(work, texts[0], texts[1:])
+        elif name == "format":
+            _check_format(work, str(values[0]), values[1:])
+        elif name == "round" and any(
+            abs(v) > _MAX_DIGITS for v in values[1:] if isinstance(v, int)
+        ):
+            raise TemplateFailure("too many digits")
+        elif name == "sum" and any(isinstance(value, list | tuple | str) for value in values[2:]):
+            raise TemplateFailure("a sum of no numbers")
+        elif name in _AMPLIFYING:
+            work.check_arguments(values)
+        work.charge(1)
+        if name in ("string", "join"):
+            _check_output(given[0])
+        return work.check(function(*args, **kwargs))
+
+    return bounded
+
+
+def _check_output(value: Any) -> Any:
+    """A value that becomes text. Raises: TemplateFailure where the text may be too long."""
+    work = _current.work
+    if work is None or isinstance(value, str):
+        return value if work is None else work.check(value)
+    if isinstance(value, list | tuple | dict | Namespace):
+        work.charge(work.weigh(value))
+    return value
+
+
+def _count_work(template: nodes.Template) -> None:
+    """Let loops and macros count their rounds, `~` and literal collections what they make."""
+    for node in template.find_all(
+        (nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
+    ):
+        num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        tick = nodes.ExprStmt(
+            _call("tick", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno
+        )
+        node.body.insert(0, tick)
+    _rewrite(template)
+
+
+def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
+    method = nodes.EnvironmentAttribute(name, lineno=lineno)
+    return nodes.Call(method, arguments, [], None, None, lineno=lineno)
+
+
+def _rewrite(node: nodes.Node) -> None:
+    for field, value in node.iter_fields():
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, nodes.Node):
+                    _rewrite(item)
+                    value[index] = _checked(item)
+        elif isinstance(value, nodes.Node):
+            _rewrite(value)
+            setattr(node, field, _checked(value))
+
+
+def _checked(node: nodes.Node) -> nodes.Node:
+    if isinstance(node, nodes.Concat):
+        return _call("concat_texts", node.nodes, node.lineno)
+    is_collection = isinstance(node, nodes.List | nodes.Dict) or (
+        isinstance(node, nodes.Tuple) and node.ctx == "load"
+    )
+    if (
+        isinstance(node, nodes.Expr)
+        and is_collection
+        and any(True for _ in node.find_all((nodes.Name, nodes.Call)))
+    ):
+        return _call("collect", [node], node.lineno)
+    return node
+
+
 class _Generation(Extension):
     """Accepts `{% generation %}`, with which templates mark the assistant's words for training."""
 
@@ -74,19 +399,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _create_environment() -> ImmutableSandboxedEnvironment:
-    """As transformers compiles chat templates: the same flags, filters and functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """JSON without jinja's escaping for HTML."""
+    if isinstance(value, Undefined):
+        raise TypeError("undefined is no JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -95,4 +411,6 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > 200 or _NUMBER.search(form.replace("%0", "%")):
+        raise TemplateFailure("not a date's form")
     return datetime.now().strftime(form)

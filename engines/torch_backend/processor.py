@@ -19,6 +19,8 @@ from shared.protocol import ChatMessage
 class TorchProcessor:
     """Keeps the engine's `Processor` protocol for one checkpoint."""
 
+    is_quick = False  #: its chat template may take its time
+
     def __init__(
         self,
         tokenizer: HfTokenizer,
@@ -32,7 +34,6 @@ class TorchProcessor:
         self.tokens_per_image = tokens_per_image
         self._image_processor = image_processor
         self._prompt_builder = prompt_builder
-        self.is_quick = prompt_builder.is_quick
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
