@@ -15,7 +15,7 @@ from shared.protocol import (
     decode_events,
     decode_request,
 )
-from shared.publication import Claim, Publication
+from shared.publication import CLEARED_AFTER_TOKENS, Claim, Publication
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_link import Command, Part
 from shared.scripts import CLAIM
@@ -25,8 +25,16 @@ logger = logging.getLogger(__name__)
 _FAILURES = {
     b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
     b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that tried the request ended early"),
+    b"kills_workers": (
+        ErrorCode.REQUEST_KILLS_WORKERS,
+        "every worker that ran the request by itself ended early",
+    ),
     b"unreadable": (ErrorCode.INVALID_REQUEST, "the worker cannot read the request"),
 }
+
+
+#: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
+LOSSES_PER_ATTEMPT = 4
 
 
 class ClaimCalls:
@@ -59,13 +67,15 @@ class ClaimCalls:
         return ("EVALSHA", CLAIM.sha, 1, queue, *arguments, count, *beginnings)
 
     def _arguments(self, entry_id: bytes, nonce: str) -> list[Part]:
-        return [entry_id, GROUP, self._worker_id, nonce, self._max_attempts]
+        max_losses = LOSSES_PER_ATTEMPT * self._max_attempts
+        bounds = (self._max_attempts, max_losses, CLEARED_AFTER_TOKENS)
+        return [entry_id, GROUP, self._worker_id, nonce, *bounds]
 
 
 def read_claim(
     reply: list[Any], *, entry_id: bytes, request_id: str, model: str, max_attempts: int
 ) -> tuple[bytes, Claim]:
-    """The verdict and the claim of a reply. Verdicts: ok, expired, exhausted or unreadable."""
+    """The verdict and the claim of a reply. Verdicts: ok, expired, kills_workers, exhausted or unreadable."""
     verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
     try:
         request = decode_request(payload)

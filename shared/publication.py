@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest, encode
 
+#: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
+#: loss of the worker is no evidence against it.
+CLEARED_AFTER_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
@@ -15,7 +19,7 @@ class Claim:
     request: GenerateRequest
     entry_id: bytes
     attempt: int  #: the fencing token
-    failures: int  #: earlier attempts that ended without a word
+    failures: int  #: workers that were lost while they tried it, as far as this counts against it
     is_last_chance: bool  #: one more failure and the request is given up
     output_token_ids: tuple[int, ...]  #: what earlier attempts have published
     waited_s: float  #: since it was enqueued

@@ -127,7 +127,10 @@ class WorkerSettings(Group):
         description="Pause between lease renewals; at most half of `lease_s`.",
     )
     max_attempts: int = Field(
-        default=3, ge=1, le=10, description="Workers that may try one request."
+        default=3,
+        ge=1,
+        le=10,
+        description="Workers that one request may end before it counts as the cause and fails.",
     )
     batch_age_s: float = Field(
         default=60.0,

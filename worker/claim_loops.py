@@ -81,12 +81,19 @@ class ClaimLoops:
         """Take over what other workers, or lost replies, have left lying."""
         await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
 
+    async def _reclaim_in_turn(self) -> None:
+        """One by one, each as soon as the one before needs to be alone no longer: others try other suspects meanwhile."""
+        until = time.monotonic() + self._settings.heartbeat_s
+        while self._limit(self._flights.room()) and (claims := await self._claims.reclaim(1)):
+            self._flights.take_off(claims)
+            while self._flights.is_held_up() and time.monotonic() < until:
+                await self._flights.wait_for_change()
+
     async def _reclaim_once(self) -> None:
         await self._claims.entries.look_at_backlog()
         if self._claims.entries.num_batch_left:
             self._batch_waits.set()
-        if room := self._limit(self._flights.room()):
-            self._flights.take_off(await self._claims.reclaim(room))
+        await self._reclaim_in_turn()
         self._flights.take_off(await self._claims.reconcile())
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()

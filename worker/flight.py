@@ -21,10 +21,7 @@ from shared.protocol import (
     StageTimings,
     Started,
 )
-from shared.publication import Claim
-
-#: A suspect that came so many tokens further than its earlier attempts will hardly end this worker.
-PROVEN_AFTER_TOKENS = 8
+from shared.publication import CLEARED_AFTER_TOKENS, Claim
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +51,9 @@ class Flight:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing may run beside it: a suspect until it is proven, one on its last chance always."""
+        """Whether nothing may run beside it: a suspect until it is cleared."""
         num_new_tokens = self.num_tokens - len(self.claim.output_token_ids)
-        is_proven = not self.claim.is_last_chance and num_new_tokens >= PROVEN_AFTER_TOKENS
-        return self.claim.is_suspect and not is_proven
+        return self.claim.is_suspect and num_new_tokens < CLEARED_AFTER_TOKENS
 
     @property
     def is_batch(self) -> bool:

@@ -70,18 +70,19 @@ class Flights:
     def room(self) -> int:
         """How many more requests the engine can start soon; batch work makes way."""
         stats = self._engine.stats
-        if self._is_held_up() or stats.num_waiting > stats.num_waiting_batch:
+        if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
         num_batch = sum(flight.is_batch for flight in self._flights.values())
         return max(0, self._max_num_seqs - len(self._flights) + num_batch)
 
     def batch_room(self) -> int:
         """How many more it can start without any that makes way."""
-        if self._is_held_up() or self._engine.stats.num_waiting > 0:
+        if self.is_held_up() or self._engine.stats.num_waiting > 0:
             return 0
         return max(0, self._max_num_seqs - len(self._flights))
 
-    def _is_held_up(self) -> bool:
+    def is_held_up(self) -> bool:
+        """Whether a suspect runs alone, or waits to."""
         return bool(self._parked) or any(flight.is_alone for flight in self._flights.values())
 
     async def wait_for_change(self) -> None:
@@ -113,7 +114,7 @@ class Flights:
             flight.preparation = asyncio.create_task(self._prepare(flight))
 
     def _may_start(self, claim: Claim) -> bool:
-        """A suspect begins alone or beside proven ones: if it kills, it kills no other's first attempt."""
+        """A suspect begins alone or beside cleared ones: if it kills, it kills no other's first attempt."""
         started = [flight for flight in self._flights.values() if flight.started_at]
         if any(flight.is_alone for flight in started):
             return False
@@ -151,7 +152,7 @@ class Flights:
             if (flight := self._by_engine_id.get(engine_id)) is not None:
                 self._pass_on(flight, said)
         self.changed.set()
-        if self._parked:  # whoever ran alone may be proven now
+        if self._parked:  # whoever ran alone may be cleared now
             self._start_parked()
 
     def _pass_on(self, flight: Flight, outputs: list[EngineOutput]) -> None:

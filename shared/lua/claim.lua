@@ -1,12 +1,14 @@
 -- Give requests to a worker, each under its next attempt number, which fences all earlier ones.
 -- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
--- ARGV: entry, group, worker, nonce, max_attempts, and of the one: read_nonce, the nonce of this worker's reads
+-- ARGV: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, and of the one: read_nonce, the nonce of this worker's reads
 --   of all: count, and the beginnings of the keys of requests and of logs; `entry` is the last one read before
 -- Returns of the one {verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms} where the verdict
 -- is
---   ok | expired (deadline passed) | exhausted (too many workers died of it),
+--   ok | expired (deadline passed) | kills_workers (max_attempts failed) | exhausted (max_losses workers were lost),
 -- or {stray}: no such live request belongs to this entry, which is removed.
 -- Returns of all a list of {entry, id, answer}, without those that somebody has claimed before.
+-- A lost worker counts as a failure of the request, as evidence that it kills workers: at first wherever it ran, later
+-- only within the `cleared_after` tokens for which a suspect runs alone. What ends beyond them ends for other reasons.
 -- An attempt that neither finished nor was given back counts as a failure of the request, if it has begun: the
 -- first begins at once, later ones by the script `begin`, so that nobody is blamed who only waited to run alone.
 -- Nor is anybody blamed for a read whose reply was lost: its nonce is the worker's own, and nothing was published.
@@ -16,7 +18,8 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function claim(entry, request, log, is_new, read_nonce)
   local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
-    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items')
+    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses')
+  local losses = tonumber(r[14] or 0)
   local state, attempt, failures, is_first = r[1], r[2], r[3], r[2] == '0'
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
     redis.call('XACK', queue, group, entry)
@@ -29,10 +32,12 @@ local function claim(entry, request, log, is_new, read_nonce)
     local was_lost = r[4] == read_nonce and r[11] == '0'
     attempt = string.format('%d', attempt + 1)
     if state == 'running' and r[10] == '1' and not was_lost then
-      failures = string.format('%d', failures + 1)
+      losses = losses + 1
+      local is_cleared = failures ~= '0' and r[12] - (r[13] or 0) >= tonumber(ARGV[7])
+      if not is_cleared then failures = string.format('%d', failures + 1) end
     end
     redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
-      'claim', nonce, 'worker', worker, 'items', '0', 'begun', failures == '0' and '1' or '0')
+      'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', r[12], 'losses', losses, 'begun', failures == '0' and '1' or '0')
   end
 
   local remaining_ms = tonumber(r[6]) - now_ms
@@ -40,6 +45,8 @@ local function claim(entry, request, log, is_new, read_nonce)
   if remaining_ms <= 0 then
     verdict = 'expired'
   elseif tonumber(failures) >= tonumber(ARGV[5]) then
+    verdict = failures == '1' and 'exhausted' or 'kills_workers'
+  elseif losses >= tonumber(ARGV[6]) then
     verdict = 'exhausted'
   end
   return {verdict, tonumber(attempt), tonumber(failures), r[8], r[9],
@@ -59,5 +66,5 @@ local function claim_new(after, count, requests, logs)
   return answers
 end
 
-if #KEYS == 1 then return claim_new(ARGV[1], ARGV[6], ARGV[7], ARGV[8]) end
-return claim(ARGV[1], KEYS[2], KEYS[3], false, ARGV[6])
+if #KEYS == 1 then return claim_new(ARGV[1], ARGV[8], ARGV[9], ARGV[10]) end
+return claim(ARGV[1], KEYS[2], KEYS[3], false, ARGV[8])

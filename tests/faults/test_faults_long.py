@@ -57,9 +57,9 @@ async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
                 ended.cancel()
     assert num_deaths == 3
     assert clients.history.outcomes() == {FINISHED: 3, FAILED: 1}
-    assert clients.errors[poison]["code"] == "too_many_attempts"
+    assert clients.errors[poison]["code"] == "request_kills_workers"
     [letter] = await fleet.dead_letters()
-    assert letter[b"reason"] == b"exhausted"
+    assert letter[b"reason"] == b"kills_workers"
 
 
 async def test_requests_wait_while_all_workers_are_gone(fleet):

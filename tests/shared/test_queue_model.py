@@ -29,9 +29,10 @@ from hypothesis.stateful import (
 from redis import Redis as SyncRedis
 
 import shared.embedded_redis
+from shared.claim_script import LOSSES_PER_ATTEMPT
 from shared.embedded_redis import EmbeddedRedis
 from shared.protocol import Delta, ErrorCode, Failed, Finished, Priority, decode_events
-from shared.publication import Claim, Publication
+from shared.publication import CLEARED_AFTER_TOKENS, Claim, Publication
 from shared.redis_client import create_redis
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_link import RedisSender
@@ -50,6 +51,7 @@ from tests.factories_queue import (
 
 IS_LONG = bool(os.environ.get("FAULTS_LONG"))
 MAX_ATTEMPTS = 3
+MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
 WORKERS = ("a", "b")
 
 
@@ -63,6 +65,8 @@ class Modelled:
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
+    losses: int = 0  #: of workers, whether they count against it or not
+    num_claimed_tokens: int = 0  #: that it had when it was last claimed
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
@@ -74,9 +78,12 @@ class Modelled:
 
     def claim(self, worker: RequestClaims) -> None:
         if self.state == "running" and self.has_begun and self.lost_by is not worker:
-            self.failures += 1
+            self.losses += 1
+            is_cleared = self.num_tokens - self.num_claimed_tokens >= CLEARED_AFTER_TOKENS
+            self.failures += not (self.failures and is_cleared)
         self.lost_by = None
         self.state, self.attempt = "running", self.attempt + 1
+        self.num_claimed_tokens = self.num_tokens
         self.has_begun = self.failures == 0
 
     def verdict(self, attempt: int) -> str:
@@ -547,7 +554,11 @@ class QueueMachine(RuleBasedStateMachine):
         for request, state in zip(self.requests.values(), states, strict=True):
             if state == b"failed" and request.state in ("queued", "running"):
                 request.claim(self.workers[name])
-                assert request.is_late or request.failures == MAX_ATTEMPTS
+                assert (
+                    request.is_late
+                    or request.failures == MAX_ATTEMPTS
+                    or request.losses >= MAX_LOSSES
+                )
                 request.state = "failed"
 
 

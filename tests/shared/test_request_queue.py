@@ -5,10 +5,12 @@ import asyncio
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.claim_script import giving_up
+from shared.claim_script import LOSSES_PER_ATTEMPT, giving_up
 from shared.protocol import Delta, ErrorCode, Failed, Finished, Started, Usage
+from shared.publication import CLEARED_AFTER_TOKENS, Claim
 from shared.redis_client import create_redis
 from shared.redis_keys import GROUP
+from shared.request_claims import RequestClaims
 from shared.request_queue import DuplicateRequest, QueueRefused, QueueUnavailable, RequestQueue
 from shared.settings import RedisSettings
 from tests.factories_queue import (
@@ -352,6 +354,49 @@ async def test_a_request_past_its_deadline_is_failed_instead_of_claimed(ends):
     assert await ends.redis.xlen(ends.keys.dead(MODEL)) == 0
 
 
+async def come_further(worker: RequestClaims, claim: Claim, num_tokens: int) -> None:
+    index = len(claim.output_token_ids)
+    delta = make_delta(claim, index, *range(index, index + num_tokens))
+    assert await worker.publish([publication(claim, 1, index, delta)]) == {}
+
+
+async def test_losses_of_workers_that_others_may_have_ended_are_no_evidence(ends):
+    """Workers die again and again while it runs beside others: it goes on, far beyond its attempts."""
+    await ends.enqueue()
+    claim = await ends.claim(ends.worker("first"))
+    worker = ends.worker("a", max_attempts=2)
+    for _ in range(2 * LOSSES_PER_ATTEMPT - 2):
+        claim = await ends.take_over(worker, claim)
+        assert await worker.begin(claim)
+        assert claim.failures == 1
+        await come_further(worker, claim, CLEARED_AFTER_TOKENS)
+    last = await ends.take_over(worker, claim)
+    assert await worker.begin(last)
+    await come_further(worker, last, CLEARED_AFTER_TOKENS)
+    await ends.let_lease_run_out(last)
+
+    assert await worker.reclaim(1) == []
+
+    events = [e for _ in range(2 * LOSSES_PER_ATTEMPT) for e in await ends.next_events()]
+    assert isinstance(events[-1], Failed)
+    assert events[-1].code is ErrorCode.TOO_MANY_ATTEMPTS
+
+
+async def test_losses_before_a_suspect_is_cleared_are_evidence(ends):
+    await ends.enqueue()
+    worker = ends.worker("a", max_attempts=2)
+    claim = await ends.take_over(worker, await ends.claim(ends.worker("first")))
+    assert await worker.begin(claim)
+    await come_further(worker, claim, CLEARED_AFTER_TOKENS - 1)
+    await ends.let_lease_run_out(claim)
+
+    assert await worker.reclaim(1) == []
+
+    events = [e for _ in range(2) for e in await ends.next_events()]
+    assert isinstance(events[-1], Failed)
+    assert events[-1].code is ErrorCode.REQUEST_KILLS_WORKERS
+
+
 async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends):
     request = await ends.enqueue()
     claim = await ends.claim(ends.worker("a"))
@@ -368,11 +413,11 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     assert chances == [False, True]
     [failed] = await ends.next_events()
     assert isinstance(failed, Failed)
-    assert failed.code is ErrorCode.TOO_MANY_ATTEMPTS
+    assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
     [(_, dead)] = await ends.redis.xrange(ends.keys.dead(MODEL))
     assert dead == {
         b"id": request.request_id.encode(),
-        b"reason": b"exhausted",
+        b"reason": b"kills_workers",
         b"attempt": b"4",
         b"worker": b"d",
     }

@@ -24,12 +24,12 @@ from shared.protocol import (
     Started,
     TextPart,
 )
+from shared.publication import CLEARED_AFTER_TOKENS
 from shared.redis_keys import GROUP
 from shared.registry import Registry
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids
 from worker.engine_thread import EngineBroken
-from worker.flight import PROVEN_AFTER_TOKENS
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
@@ -389,7 +389,7 @@ async def test_nobody_is_blamed_for_a_death_while_it_waits_to_run_alone(ends, an
     assert [claim.request.request_id for claim in spared] == [s.request_id for s in suspects[1:]]
     assert [claim.failures for claim in spared] == [2, 2]
     [failed] = [e for e in await answers.end(suspects[0]) if isinstance(e, Failed)]
-    assert failed.code is ErrorCode.TOO_MANY_ATTEMPTS
+    assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
 
 
 async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answers):
@@ -407,7 +407,7 @@ async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answer
     tokens_before = sum(
         len(e.token_ids) for e in others[: others.index(began)] if isinstance(e, Delta)
     )
-    assert tokens_before >= PROVEN_AFTER_TOKENS
+    assert tokens_before >= CLEARED_AFTER_TOKENS
 
 
 async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeypatch):
