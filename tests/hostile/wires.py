@@ -50,7 +50,7 @@ WIRES: dict[str, list[Wire]] = {
         (chunked(*[b"1\r\n \r\n"] * 20_000, b"0\r\n\r\n"), {400}),
         (chunked(b"FFFFFFFFFFFFFFFF\r\n"), {400, 413, 408}),
         (chunked(b"FFFFFFFFFFFFFFFFF\r\n"), {400, 413, 408}),
-        (chunked(b"2;" + b"x" * 1_000_000 + b"\r\n{}\r\n0\r\n\r\n"), {400, 413}),
+        (chunked(b"2;" + b"x" * 1_000_000 + b"\r\n{}\r\n0\r\n\r\n"), {400, 413, 0}),
         (chunked(b"2\r\n{}\r\n0\r\nhost: y\r\n\r\n"), {400}),
         (chunked(b"-1\r\n"), {400}),
     ],
