@@ -23,6 +23,7 @@ from gateway.errors import ApiError, Overloaded, unavailable, unexpected
 from gateway.exchange import ClientGone, Exchange
 from gateway.generation import Generation, Gone
 from gateway.intake import Intake
+from gateway.models import OTHER
 from gateway.recorder import AnswerRecorder
 from gateway.reply import Reply, ReplyOptions, new_head, send_stream, send_whole
 from gateway.request_log import log_request
@@ -40,8 +41,6 @@ from shared.settings import GatewaySettings
 if TYPE_CHECKING:
     from shared.spans import Tracer
 
-_OTHER = "other"  #: the metrics' label while the model is not known to exist
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +49,7 @@ class ChatRun:
     """One request on its way through. `model` is a label of the metrics, so only ever a known name."""
 
     clock: StageClock
-    model: str = _OTHER
+    model: str = OTHER
     user: str | None = None
     service_tier: str | UnsetType = UNSET
     recorder: AnswerRecorder | None = None
@@ -101,6 +100,8 @@ class ChatCompletions:
             error = to_api_error(raised)
         finally:
             outcome = self._outcome(error) or outcome
+            if error is not None and error.model is not None:
+                run.model = error.model
             self.metrics.record_outcome(run.model, outcome)
         if error is not None:
             await fail(exchange, error)
@@ -153,6 +154,7 @@ class ChatCompletions:
         """Read and queue the request. Its body, pictures and all, is let go of before the answer begins."""
         with self.admission.hold_body() as held:
             request = await self.intake.read(exchange, context, held)
+            run.model = self.intake.label(request.model)
             run.user = request.user
             context.priority = find_priority(request, context.headers)
             run.service_tier = find_service_tier(request, context.priority)

@@ -42,6 +42,7 @@ class ApiError(Exception):
 
     status = 500
     type = "server_error"
+    model: str | None = None  #: that a refused body names, as metrics call it
 
     def __init__(
         self,

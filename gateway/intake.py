@@ -11,13 +11,13 @@ import time
 from gateway.admission import HeldBody
 from gateway.context import RequestContext
 from gateway.dispatcher import Dispatcher
-from gateway.errors import InvalidRequest
+from gateway.errors import ApiError, InvalidRequest
 from gateway.exchange import Exchange
 from gateway.generation import Generation
 from gateway.images import ImageLoader, ImageSource, LoadedImage
 from gateway.key_limits import KeyLimits, PossibleTokens, possible_tokens
 from gateway.models import ModelDirectory
-from gateway.request_body import decode_request, read_body
+from gateway.request_body import decode_request, find_model_name, read_body
 from gateway.schemas import ChatCompletionRequest
 from gateway.settlements import Settlements, Taken
 from gateway.timings import StageClock
@@ -81,10 +81,18 @@ class Intake:
             self.limits,
             timeout_s=self.settings.body_timeout_s,
         )
-        request = decode_request(body)
-        check_supported(request)
-        check_stream_options(request)
+        try:
+            request = decode_request(body)
+            check_supported(request)
+            check_stream_options(request)
+        except ApiError as refused:
+            refused.model = self.models.label(find_model_name(body))
+            raise
         return request
+
+    def label(self, model: str) -> str:
+        """What a model that is asked for is called in metrics."""
+        return self.models.label(model)
 
     async def find_model(self, name: str) -> ModelCard:
         """The model that is asked for. Raises: NotFound, RedisError."""

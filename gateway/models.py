@@ -20,6 +20,7 @@ from shared.registry import Registry
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
+OTHER = "other"  #: stands for models that are not known
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ModelDirectory:
         self._on_models = on_models
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None  #: for names that are not known
 
     @property
     def num_live_workers(self) -> int:
@@ -80,11 +82,25 @@ class ModelDirectory:
         """A model's card. Raises: NotFound; RedisError or OSError if there is nobody to ask."""
         card = self.cards.get(name)
         if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
-            await self.refresh()  # it may have come this second
+            await self._look_again()  # it may have come this second
             card = self.cards.get(name)
         if card is None:
             raise _not_found()
         return card
+
+    async def _look_again(self) -> None:
+        """Refresh once for all who ask meanwhile; they share what comes of it. Raises: RedisError, OSError."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self.refresh(), context=Context())
+            self._looking.add_done_callback(self._looked)
+        await asyncio.shield(self._looking)
+
+    def _looked(self, _: asyncio.Task[None]) -> None:
+        self._looking = None
+
+    def label(self, name: str) -> str:
+        """The name of a model that is known, else `other`: labels of metrics must be few."""
+        return name if name in self.cards else OTHER
 
     def listing(self) -> ModelList:
         """The answer of `/v1/models`: models that somebody works on first, of these the newest first."""

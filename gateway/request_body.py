@@ -17,7 +17,15 @@ from gateway.exchange import ClientGone
 from gateway.schemas import ChatCompletionRequest
 from shared.limits import LimitSettings
 
+
+class _NamesModel(msgspec.Struct):
+    """All that is read of a body that was refused."""
+
+    model: str
+
+
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
+_name_decoder = msgspec.json.Decoder(_NamesModel)
 
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
@@ -120,6 +128,14 @@ def decode_request(body: bytes) -> ChatCompletionRequest:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidRequest("The body is not valid JSON in UTF-8.", code="invalid_json") from None
+
+
+def find_model_name(body: bytes) -> str:
+    """The model that a refused body names, whatever else is in it; empty if it is no JSON or names none."""
+    try:
+        return _name_decoder.decode(body).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _locate(problem: str) -> ApiError:

@@ -78,6 +78,8 @@ class Mailbox:
             await self._opened.wait()
             keys = list(self._last_ids)
             try:
+                await self._reader.connect()
+                keys = list(self._last_ids)  # with those that were opened meanwhile
                 reply = await self._read(keys)
                 pause_s = 0.0
             except RedisError as error:

@@ -271,3 +271,23 @@ async def test_names_that_clients_make_up_are_no_metric_labels(gateway, worker):
     text = (await gateway.client.get("/metrics")).text
     assert 'vlm_requests_total{model="other",outcome="model_not_found"} 2.0' in text
     assert "nobody" not in text
+
+
+@pytest.mark.parametrize("model", ["tiny", "unheard-of"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"no_such_field": 1},
+        {"temperature": "hot"},
+        {"messages": []},
+        {"n": 0},
+        {"service_tier": "x"},
+    ],
+)
+async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway, changes, model):
+    response = await gateway.chat({**make_body(), "model": model, **changes})
+    code = response.json()["error"]["code"]
+    text = (await gateway.client.get("/metrics")).text
+    label = model if model == "tiny" else "other"
+    assert f'vlm_requests_total{{model="{label}",outcome="{code}"}} 1.0' in text
+    assert "unheard-of" not in text

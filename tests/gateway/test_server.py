@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from gateway.errors import NotFound
 from shared.protocol import ModelCard
 from shared.redis_link import RedisLink
 from shared.registry import WorkerRecord
@@ -342,6 +343,18 @@ async def test_a_model_that_comes_later_is_found_at_once(redis_server, redis_pre
         async with run_worker(redis_server, redis_prefix):
             await asyncio.sleep(0.11)  # as long as unknown names are not looked up again
             assert (await gateway.chat()).status_code == 200
+
+
+async def test_five_hundred_who_ask_for_an_unknown_model_share_one_look(gateway, redis):
+    models = gateway.services.models
+    before = (await redis.info("commandstats"))["cmdstat_smembers"]["calls"]
+    await asyncio.sleep(0.15)  # what is known is old enough to look again
+    results = await asyncio.gather(
+        *(models.find("unknown") for _ in range(500)), return_exceptions=True
+    )
+    after = (await redis.info("commandstats"))["cmdstat_smembers"]["calls"]
+    assert {type(result) for result in results} == {NotFound}
+    assert after - before <= 2 * 3  # one look, and perhaps the gateway's own
 
 
 async def test_models_are_listed_and_shown(gateway):

@@ -1,13 +1,16 @@
 """A gateway's mailbox: what workers post arrives, across outages, and what could be missing is told."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
 import shared.mailbox
 from shared.mailbox import Mailbox
 from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Usage, encode
+from shared.redis_client import create_redis
 from shared.redis_keys import RedisKeys
+from shared.settings import RedisSettings
 
 
 @pytest.fixture
@@ -62,6 +65,44 @@ async def test_a_model_opened_later_is_heard_at_once(open_mailbox, post):
     await post("late", model="n")
 
     assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+
+
+async def test_a_model_opened_while_the_reader_connects_is_heard_at_once(
+    redis_server, redis_prefix, post, tmp_path
+):
+    may_connect, is_connecting = asyncio.Event(), asyncio.Event()
+    connections: list[asyncio.Task[None] | None] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        if len(connections) == 2:  # the first sends, the second reads
+            is_connecting.set()
+            await may_connect.wait()
+        up = await asyncio.open_unix_connection(redis_server.removeprefix("unix://"))
+        await asyncio.gather(forward(reader, up[1]), forward(up[0], writer))
+
+    path = tmp_path / "r"
+    async with await asyncio.start_unix_server(serve, path):
+        # With a name and a password, connecting takes an exchange.
+        client = create_redis(RedisSettings(url=f"unix://default:any@{path}"), blocking=True)
+        mailbox = Mailbox(client, redis_prefix, "g")
+        await mailbox.open(["m"])
+        waiting = asyncio.create_task(names(mailbox.events(), 1))
+        await asyncio.wait_for(is_connecting.wait(), 5.0)
+        await mailbox.open(["n"])
+        may_connect.set()
+        await post("late", model="n")
+
+        assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+        await mailbox.close()
+        await client.aclose()
+        await asyncio.gather(*filter(None, connections))
 
 
 async def test_the_reader_goes_on_where_it_was_after_its_connection_broke(
