@@ -38,17 +38,6 @@ def test_every_file_that_is_linked_exists(link):
     assert (ROOT / link).exists()
 
 
-def test_every_module_on_the_map_exists():
-    table = README.split("## Map of the code")[1].split("\n\n")[1]
-    for row in table.splitlines()[2:]:
-        package, text = re.findall(r"`([^`]+)`", row)[0], row.split("|")[2]
-        if not package.endswith("/"):
-            continue
-        for name in re.findall(r"`([a-z_]+/?)`", text):
-            path = ROOT / package / name
-            assert path.is_dir() or path.with_suffix(".py").exists(), f"{package}{name}"
-
-
 def table_row(name: str) -> set[str]:
     [row] = [line for line in README.splitlines() if line.startswith(f"| {name} |")]
     return set(re.findall(r"`([^`]+)`", row.split("|", 2)[2]))

