@@ -10,7 +10,7 @@ import httpx
 from PIL import Image
 from selenium.webdriver import Chrome
 
-from loadtest.svg import Axis, Chart, Point
+from tests.integration.svg import Axis, Chart, Point
 from tests.integration.fleet_process import ROOT
 from tests.integration.prometheus_process import SCRAPE_PAUSE_S, as_asked
 
