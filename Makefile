@@ -32,8 +32,8 @@ test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage pictures and frames as often
-	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/test_streams.py \
-		tests/worker/test_decoder_pool.py -s $(ARGS)
+	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \
+		tests/worker/prepare/test_decoder_pool.py -s $(ARGS)
 
 hostile: $(STAMP)  ## play every attack of docs/security.md that a client can make against real processes
 	HOSTILE_LONG=1 $(BIN)/python -m pytest tests/hostile $(ARGS)
@@ -42,7 +42,7 @@ browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots
 	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
-	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/test_queue_model.py $(ARGS)
+	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
 
 accuracy: $(STAMP)  ## ask the built-in model 6,000 questions in fp32, bf16, int8 and int4; takes minutes
 	ACCURACY_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py $(ARGS)

@@ -16,8 +16,8 @@ import typer
 
 from engines import commands as engine_commands
 from loadtest import commands as loadtest_commands
-from shared.settings import Settings, SettingsError
-from shared.settings_loading import load_settings
+from shared.settings.load import load_settings
+from shared.settings.tree import Settings, SettingsError
 
 app = typer.Typer(
     name="vlm",
@@ -125,7 +125,7 @@ def serve(
     ] = None,
 ) -> None:
     """Start everything on this machine: Redis, a gateway and workers."""
-    sys.exit(start("gateway.serve:run_fleet", settings, workers, data_dir))
+    sys.exit(start("worker.node.serve:run_fleet", settings, workers, data_dir))
 
 
 @app.command()
@@ -148,7 +148,7 @@ def run_process(name: str, target: str, settings: Settings, die_with_parent: boo
         raise SettingsError("VLM_REDIS_URL: no Redis is named (`vlm serve` brings its own)")
     if die_with_parent:
         start("shared.process:die_with_parent")
-    start("shared.logs:setup_logging", settings.logs, name)
+    start("shared.telemetry.logs:setup_logging", settings.logs, name)
     sys.exit(start(target, settings))
 
 
@@ -204,7 +204,7 @@ def make_checkpoint(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
-    start("engines.torch_backend.make_checkpoint:run", shape, directory, seed)
+    start("engines.torch_backend.loading.make_checkpoint:run", shape, directory, seed)
 
 
 app.command()(engine_commands.quantize)
@@ -217,7 +217,7 @@ def show_settings(
     markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
 ) -> None:
     """List every setting: its variable, its default and what it means."""
-    start("shared.settings_table:show", markdown)
+    start("shared.settings.table:show", markdown)
 
 
 @bench.command("gateway")

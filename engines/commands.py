@@ -17,7 +17,7 @@ def quantize(
     scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
 ) -> None:
     """Save a checkpoint with its decoder quantized; it loads faster, and without the original."""
-    import_module("engines.torch_backend.quantize_checkpoint").run(source, target, scheme)
+    import_module("engines.torch_backend.loading.quantize_checkpoint").run(source, target, scheme)
 
 
 def bench_engine(

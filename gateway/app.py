@@ -13,18 +13,18 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.auth import AuthMiddleware, KeyRing
-from gateway.chat import ChatCompletions
-from gateway.context import ContextMiddleware
-from gateway.errors import ApiError, from_status, unexpected
-from gateway.models import ModelDirectory
-from gateway.openapi import CHAT_PATH, create_openapi
+from gateway.api.chat.route import ChatCompletions
+from gateway.api.openapi import CHAT_PATH, create_openapi
+from gateway.api.probes import create_probes
+from gateway.api.streams import ResumeStream
+from gateway.calls.models import ModelDirectory
+from gateway.calls.resume import STREAM_PATH, Streams
+from gateway.http.auth import AuthMiddleware, KeyRing
+from gateway.http.context import ContextMiddleware
+from gateway.http.errors import ApiError, from_status, unexpected
+from gateway.http.wrong_keys import WrongKeys
 from gateway.page import PageMiddleware, load_page
-from gateway.probes import create_probes
-from gateway.resume import ResumeStream
 from gateway.services import Services
-from gateway.streams import STREAM_PATH, Streams
-from gateway.wrong_keys import WrongKeys
 from shared.version import package_version
 
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."

@@ -5,10 +5,10 @@ import logging
 import resource
 
 from gateway.app import create_app
-from gateway.auth import check_exposure
-from gateway.server import RESERVED_FILES, create_server
+from gateway.http.auth import check_exposure
+from gateway.http.server import RESERVED_FILES, create_server
 from gateway.services import Services
-from shared.settings import Settings
+from shared.settings.tree import Settings
 
 logger = logging.getLogger(__name__)
 

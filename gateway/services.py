@@ -3,23 +3,23 @@
 import asyncio
 import secrets
 
-from gateway.admission import Admission
-from gateway.afterwards import Afterwards
-from gateway.dispatcher import Dispatcher
-from gateway.image_fetch import ImageFetcher
-from gateway.images import ImageLoader
-from gateway.intake import Intake
-from gateway.key_limits import KeyLimits
-from gateway.models import ModelDirectory
-from gateway.settlements import Settlements
-from shared.image_store import ImageStore
-from shared.mailbox import Mailbox
-from shared.metrics import GatewayMetrics
-from shared.redis_client import create_redis
-from shared.registry import Registry
-from shared.request_queue import RequestQueue
-from shared.settings import Settings
-from shared.tracing import create_tracer
+from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.intake import Intake
+from gateway.calls.key_limits import KeyLimits
+from gateway.calls.models import ModelDirectory
+from gateway.calls.refunds import Settlements
+from gateway.http.admission import Admission
+from gateway.http.deferred import Afterwards
+from gateway.images.fetch import ImageFetcher
+from gateway.images.loader import ImageLoader
+from shared.blobs.store import ImageStore
+from shared.queue.mailbox import Mailbox
+from shared.queue.registry import Registry
+from shared.queue.submit import RequestQueue
+from shared.redis.client import create_redis
+from shared.settings.tree import Settings
+from shared.telemetry.metrics import GatewayMetrics
+from shared.telemetry.tracing import create_tracer
 
 
 class Services:

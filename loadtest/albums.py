@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loadtest.pictures import NumberedUrls, noise_jpeg, numbered_png, to_png_url
 
-SAMPLES = Path(__file__).parent.parent / "engines" / "shapes" / "samples"
+SAMPLES = Path(__file__).parent.parent / "engines" / "packages" / "shapes" / "samples"
 NUMBERS_OF_A_RUN = 10**6
 NUM_RUNS = 10**6  # with the numbers of a run as long as what a JPEG comment holds
 MAX_GROUP = 4
@@ -28,7 +28,7 @@ QUESTIONS = (
     "What color is the background?",
 )
 
-#: Of every sample what the world of `engines/shapes` says of it.
+#: Of every sample what the world of `engines/packages/shapes/training` says of it.
 SAMPLE_FACTS: dict[str, tuple[Fact, ...]] = {
     "shapes": (
         ("How many shapes are there?", "3"),

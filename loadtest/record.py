@@ -1,6 +1,6 @@
 """One request of a load test, as its client felt it, and what was wanted of all of them.
 
-Written by the users, read by results and reports. The latencies are those of `shared/metrics.py`, with two
+Written by the users, read by results and reports. The latencies are those of `shared/telemetry/metrics.py`, with two
 additions that only a client can make: they begin at the moment when the request was meant to be sent, so that
 waiting for a free client is not hidden; and E2E ends with the last byte received.
 """

@@ -10,9 +10,9 @@ from uuid import uuid4
 import pytest
 from redis.asyncio import Redis
 
-from shared.embedded_redis import EmbeddedRedis, EmbeddedRedisError, find_redis_server
-from shared.redis_client import create_redis
-from shared.settings import RedisSettings
+from shared.redis.client import create_redis
+from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError, find_redis_server
+from shared.settings.tree import RedisSettings
 from tests.factories_queue import Ends, open_ends
 
 if not Path("/dev/nvidiactl").exists():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines.torch_backend.cpu_level import LEVELS, CpuLevel
-from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode, load_kernels
+from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode, load_kernels
+from engines.torch_backend.ops.cpu_level import LEVELS, CpuLevel
 
 COMPILED = [level for level in LEVELS if level.compiler_flags is not None]
 RUNNABLE = [level for level in COMPILED if not level.lacks()]

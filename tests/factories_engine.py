@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, ImageInput
-from engines.block_manager import BlockManager
-from engines.engine import BatchingEngine
-from engines.mock import IMAGE_ID, MockConfig, MockRunner, MockStep, MockTokenizer
-from engines.prefill_limit import PrefillLimit
-from engines.runner import StepResult, TokenChoice
-from engines.scheduler import Scheduler
-from engines.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.blocks import BlockManager
+from engines.core.engine import BatchingEngine
+from engines.core.prefill_limit import PrefillLimit
+from engines.core.runner import StepResult, TokenChoice
+from engines.core.scheduler import Scheduler
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.mock.engine import IMAGE_ID, MockConfig, MockRunner, MockStep, MockTokenizer
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage
 
 EOS_ID = 9999

@@ -10,10 +10,9 @@ import httpx
 from redis.asyncio import Redis
 
 from gateway.app import create_app
-from gateway.server import DrainingServer, create_server
+from gateway.http.server import DrainingServer, create_server
 from gateway.services import Services
-from shared.image_store import ImageStore
-from shared.limits import LimitSettings
+from shared.blobs.store import ImageStore
 from shared.protocol import (
     Delta,
     ErrorCode,
@@ -27,11 +26,12 @@ from shared.protocol import (
     Started,
     Usage,
 )
-from shared.publication import Claim, Publication
-from shared.redis_client import create_redis
-from shared.registry import Registry, WorkerRecord
-from shared.request_claims import RequestClaims
-from shared.settings import GatewaySettings, RedisSettings, Settings
+from shared.queue.claims import RequestClaims
+from shared.queue.publication import Claim, Publication
+from shared.queue.registry import Registry, WorkerRecord
+from shared.redis.client import create_redis
+from shared.settings.limits import LimitSettings
+from shared.settings.tree import GatewaySettings, RedisSettings, Settings
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)

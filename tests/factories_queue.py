@@ -7,7 +7,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from shared.mailbox import Mailbox
 from shared.protocol import (
     ChatMessage,
     Delta,
@@ -21,10 +20,11 @@ from shared.protocol import (
     TextPart,
     Usage,
 )
-from shared.publication import Claim, Publication
-from shared.redis_keys import GROUP, RedisKeys
-from shared.request_claims import RequestClaims
-from shared.request_queue import Bounds, RequestQueue
+from shared.queue.claims import RequestClaims
+from shared.queue.keys import GROUP, RedisKeys
+from shared.queue.mailbox import Mailbox
+from shared.queue.publication import Claim, Publication
+from shared.queue.submit import Bounds, RequestQueue
 
 MODEL = "tiny"
 GATEWAY = "gateway-1"

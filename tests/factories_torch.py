@@ -8,14 +8,14 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from engines.base import EngineConfig, EngineRequest, ImageInput
-from engines.engine import BatchingEngine
-from engines.torch_backend.cpu_level import CpuLevel
-from engines.torch_backend.kernels_cpp.kernels import CpuKernels
-from engines.torch_backend.kernels_cpp.packed_linear import pack_linears
+from engines.core.engine import BatchingEngine
+from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
 from engines.torch_backend.models.llava import Llava, map_state_dict
-from engines.torch_backend.quantization import Scheme
-from engines.torch_backend.quantized_linear import QuantizedLinear
+from engines.torch_backend.ops.cpu.kernels import CpuKernels
+from engines.torch_backend.ops.cpu.packed_linear import pack_linears
+from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import SamplingParams
 

@@ -7,18 +7,18 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, EngineStats
-from engines.factory import EngineSpec, LoadedEngine, create_engine
-from engines.mock import MockConfig
-from shared.engine_settings import EngineSettings
-from shared.image_store import ImageStore
-from shared.limits import LimitSettings
+from engines.mock.engine import MockConfig
+from engines.registry import EngineSpec, LoadedEngine, create_engine
+from shared.blobs.store import ImageStore
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest
-from shared.registry import Registry
-from shared.settings import WorkerSettings
+from shared.queue.registry import Registry
+from shared.settings.engine import EngineSettings
+from shared.settings.limits import LimitSettings
+from shared.settings.tree import WorkerSettings
 from tests.factories_queue import MODEL, Ends
 from worker.engine_thread import EngineBroken, EngineThread
-from worker.flight_trace import FlightTracer
-from worker.preprocess import Preprocessor
+from worker.prepare.preparer import Preprocessor
+from worker.trace import FlightTracer
 from worker.worker import Worker
 
 

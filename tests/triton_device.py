@@ -19,4 +19,4 @@ DEVICE = torch.device("cuda" if has_gpu() else "cpu")
 def import_kernels(module: str) -> ModuleType:
     """A module of the kernels' package; the tests that want it are skipped where triton is not installed."""
     pytest.importorskip("triton", reason="kernels are tested where triton is installed")
-    return pytest.importorskip(f"engines.torch_backend.triton_kernels.{module}")
+    return pytest.importorskip(f"engines.torch_backend.ops.triton.{module}")

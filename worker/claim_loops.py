@@ -6,11 +6,11 @@ Called by the worker, one loop a coroutine. It must not know what becomes of a c
 import asyncio
 import time
 
-from shared.redis_client import BLOCK_S
-from shared.request_claims import RequestClaims
-from shared.settings import WorkerSettings
+from shared.queue.claims import RequestClaims
+from shared.redis.client import BLOCK_S
+from shared.settings.tree import WorkerSettings
+from worker.active_requests import Flights
 from worker.engine_thread import EngineThread
-from worker.flights import Flights
 from worker.repeat import repeat
 
 #: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.

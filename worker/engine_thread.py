@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from engines.base import Engine, EngineError, EngineOutput, EngineRequest, EngineStats
-from engines.factory import LoadedEngine
+from engines.registry import LoadedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -18,22 +18,22 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from engines.base import EngineConfig, EngineStartError
-from engines.factory import EngineSpec, LoadedEngine, create_engine
-from engines.mock import MockConfig
-from engines.picture_decoder import Decode, decode_image
-from shared.engine_settings import EngineSettings
-from shared.image_store import ImageStore
-from shared.redis_client import create_redis
-from shared.registry import Registry
-from shared.request_claims import RequestClaims
-from shared.settings import Settings, SettingsError
-from shared.tracing import create_tracer
-from worker.decoder_pool import DecoderPool
+from engines.image_decoder import Decode, decode_image
+from engines.mock.engine import MockConfig
+from engines.registry import EngineSpec, LoadedEngine, create_engine
+from shared.blobs.store import ImageStore
+from shared.queue.claims import RequestClaims
+from shared.queue.registry import Registry
+from shared.redis.client import create_redis
+from shared.settings.engine import EngineSettings
+from shared.settings.tree import Settings, SettingsError
+from shared.telemetry.tracing import create_tracer
 from worker.engine_thread import EngineBroken, EngineThread, News
-from worker.flight_trace import FlightTracer
 from worker.health import HealthServer
 from worker.metrics import create_registry
-from worker.preprocess import Preprocessor
+from worker.prepare.decoder_pool import DecoderPool
+from worker.prepare.preparer import Preprocessor
+from worker.trace import FlightTracer
 from worker.watchdog import Watchdog
 from worker.worker import Worker
 

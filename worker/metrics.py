@@ -1,6 +1,6 @@
 """The worker's metrics, read from the engine and the claims when somebody scrapes.
 
-Names and meanings are declared in `shared.metrics`; here is only where the numbers come from.
+Names and meanings are declared in `shared.telemetry.metrics`; here is only where the numbers come from.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.metrics import WORKER_METRICS
-from shared.request_claims import RequestClaims
+from shared.queue.claims import RequestClaims
+from shared.telemetry.metrics import WORKER_METRICS
 from worker.engine_thread import EngineThread
 
 Samples = Iterable[tuple[tuple[str, ...], float]]

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass, field
 
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, Started
-from shared.publication import Publication
-from worker.flight import Flight, to_delta
+from shared.queue.publication import Publication
+from worker.active_request import Flight, to_delta
 
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
 HOLD_S = 0.25

@@ -12,21 +12,21 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from engines.factory import LoadedEngine
-from shared.engine_settings import EngineSettings
+from engines.registry import LoadedEngine
 from shared.protocol import ErrorCode
-from shared.publication import Claim, Publication
-from shared.registry import Registry, WorkerRecord
-from shared.request_claims import RequestClaims
-from shared.settings import WorkerSettings
-from worker.absence import Absence
+from shared.queue.claims import RequestClaims
+from shared.queue.publication import Claim, Publication
+from shared.queue.registry import Registry, WorkerRecord
+from shared.settings.engine import EngineSettings
+from shared.settings.tree import WorkerSettings
+from worker.active_requests import Flights
 from worker.claim_loops import ClaimLoops
 from worker.engine_thread import EngineBroken, EngineThread, News
-from worker.flight_trace import FlightTracer
-from worker.flights import Flights
+from worker.gateway_liveness import Absence
 from worker.outbox import Outbox
-from worker.preprocess import Preprocessor
+from worker.prepare.preparer import Preprocessor
 from worker.repeat import repeat
+from worker.trace import FlightTracer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.sequence import Batch
+from engines.core.sequence import Batch
 from engines.torch_backend.models.config import TextConfig, VLMConfig
 from engines.torch_backend.models.llava import Llava
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from engines.base import EngineRequest
 from engines.bench.cost import ModelCost, Work
-from engines.engine import BatchingEngine
-from engines.runner import ModelRunner, RunningStep, StepResult
-from engines.sequence import Batch
+from engines.core.engine import BatchingEngine
+from engines.core.runner import ModelRunner, RunningStep, StepResult
+from engines.core.sequence import Batch
 
 #: tokens of each stream before a late request comes
 NUM_ALONE = 8

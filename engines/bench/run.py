@@ -17,11 +17,11 @@ from engines.bench.machine import Machine, measure_machine, peak_bytes
 from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
 from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
 from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
-from engines.engine import BatchingEngine
-from engines.factory import EngineSpec, create_engine
-from engines.torch_backend.hub import ModelUnavailable
+from engines.core.engine import BatchingEngine
+from engines.packages.resolve import ModelUnavailable
+from engines.registry import EngineSpec, create_engine
 from engines.torch_backend.kv_cache import kv_storage_dtype
-from engines.torch_backend.load import choose_device, choose_dtype
+from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.runner import TorchRunner
 

@@ -4,6 +4,6 @@ Importing the package makes torchvision importable (see `torchvision_stub`), bef
 open_clip or transformers.
 """
 
-from engines.torch_backend.torchvision_stub import declare_missing_operators
+from engines.torch_backend.multimodal.torchvision_stub import declare_missing_operators
 
 declare_missing_operators()

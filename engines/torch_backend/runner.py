@@ -12,21 +12,26 @@ import torch
 from torch import Tensor
 
 from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput
-from engines.prefill_limit import PrefillLimit
-from engines.runner import ComputedStep, RunningStep, StepResult, TokenChoice
-from engines.sequence import Batch, ScheduledSequence, Sequence
-from engines.torch_backend.attention import AttentionPlan, Span, paged_attention, plan_attention
-from engines.torch_backend.cuda_steps import CudaSteps, is_served
-from engines.torch_backend.encoder_cache import EncoderCache
-from engines.torch_backend.kernels_cpp.decoder import CpuDecoder
-from engines.torch_backend.kernels_cpp.kernels import CpuKernels
+from engines.core.prefill_limit import PrefillLimit
+from engines.core.runner import ComputedStep, RunningStep, StepResult, TokenChoice
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
-from engines.torch_backend.memory import free_bytes
+from engines.torch_backend.layers.attention import (
+    AttentionPlan,
+    Span,
+    paged_attention,
+    plan_attention,
+)
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.models.llava import Llava
-from engines.torch_backend.models.rotary import RotaryTable
-from engines.torch_backend.picture_encoder import PictureEncoder
-from engines.torch_backend.sampler import needs_host, sample
+from engines.torch_backend.multimodal.encoder_cache import EncoderCache
+from engines.torch_backend.multimodal.image_encoder import PictureEncoder
+from engines.torch_backend.ops.cpu.decoder import CpuDecoder
+from engines.torch_backend.ops.cpu.kernels import CpuKernels
+from engines.torch_backend.sampling.sampler import needs_host, sample
 from shared.protocol import Priority, SamplingParams
 
 #: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.

@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
-from shared.metrics import STAGES
+from shared.telemetry.metrics import STAGES
 from tests.browser.chat_page import DESK, PHONE, ChatPage
 from tests.browser.conftest import NUM_TOKENS
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet

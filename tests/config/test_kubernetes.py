@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from loadtest.fleet import ROOT
-from shared.metrics import METRICS
-from shared.settings_loading import load_settings
+from shared.settings.load import load_settings
+from shared.telemetry.metrics import METRICS
 from tests.config.scaled_object import SCALED_OBJECT
 
 FOLDER = ROOT / "config" / "kubernetes"

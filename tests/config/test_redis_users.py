@@ -16,20 +16,20 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from loadtest.fleet import ROOT
-from shared import scripts as scripts_module
-from shared.claim_script import ClaimCalls
-from shared.image_store import ImageStore
-from shared.mailbox import Mailbox
+from shared.blobs.store import ImageStore
 from shared.protocol import Delta
-from shared.publisher import Publisher
-from shared.queue_entries import QueueEntries
-from shared.redis_client import create_redis
-from shared.redis_link import RedisSender
-from shared.registry import Registry
-from shared.request_claims import RequestClaims
-from shared.request_queue import RequestQueue
-from shared.scripts import Script
-from shared.settings import RedisSettings
+from shared.queue import scripts as scripts_module
+from shared.queue.claim_script import ClaimCalls
+from shared.queue.claims import RequestClaims
+from shared.queue.entries import QueueEntries
+from shared.queue.mailbox import Mailbox
+from shared.queue.publish import Publisher
+from shared.queue.registry import Registry
+from shared.queue.scripts import Script
+from shared.queue.submit import RequestQueue
+from shared.redis.client import create_redis
+from shared.redis.link import RedisSender
+from shared.settings.tree import RedisSettings
 from tests import factories_queue
 from tests.config.redis_with_users import FOLDER, RedisWithUsers, run_redis
 from tests.factories_gateway import (

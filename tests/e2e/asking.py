@@ -1,4 +1,4 @@
-"""Puts the questions of `engines.shapes.evaluation` to a fleet, over HTTP."""
+"""Puts the questions of `engines.packages.shapes.training.evaluation` to a fleet, over HTTP."""
 
 import base64
 import io
@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openai import OpenAI
 
-from engines.shapes.evaluation import Case, Message, Score, make_cases
-from engines.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS
+from engines.packages.shapes.training.evaluation import Case, Message, Score, make_cases
+from engines.packages.shapes.training.questions import PAIR_TOPICS, SINGLE_TOPICS
 
 NUM_CLIENTS = 16
 QUESTIONS_PER_SCENE = 5

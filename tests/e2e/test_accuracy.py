@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 from rich.console import Console
 
-from engines.shapes.evaluation import GROUPS, Score, report
+from engines.packages.shapes.training.evaluation import GROUPS, Score, report
 from tests.e2e.asking import ask_all, choose_cases
 
 NUM_SCENES = 300

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from loadtest.fleet import ROOT
-from shared.settings_loading import load_settings
+from shared.settings.load import load_settings
 from tests.e2e.compose_stack import PROFILES
 
 DOCKERFILE = ROOT / "config/Dockerfile"
@@ -144,7 +144,7 @@ def test_gateway_and_mock_worker_need_nothing_of_the_torch_extra():
 import sys
 sys.modules.update(dict.fromkeys({EXTRA!r}))  # None: an import of them fails
 import gateway.main, worker.main, vlm
-from engines.factory import EngineSpec, create_engine
+from engines.registry import EngineSpec, create_engine
 create_engine(EngineSpec(kind="mock")).engine.close()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif("COMPOSE_TORCH" not in os.environ, reason="on demand: COMPOSE_TORCH=1"),
 ]
 
-SAMPLE = ROOT / "engines/shapes/samples/shapes.png"
+SAMPLE = ROOT / "engines/packages/shapes/samples/shapes.png"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 from rich.console import Console
 
-from engines.shapes.evaluation import GROUPS, Case, Score
+from engines.packages.shapes.training.evaluation import GROUPS, Case, Score
 from tests.e2e.asking import ask_all, choose_cases
 from tests.integration.fleet_process import start_fleet
 

@@ -7,7 +7,7 @@ from functools import cache
 import httpx
 
 from engines.base import EngineConfig, EngineRequest
-from engines.mock import MockConfig, create_mock_engine
+from engines.mock.engine import MockConfig, create_mock_engine
 from shared.protocol import ChatMessage, SamplingParams, TextPart
 from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History, Sight
 from tests.faults.processes import MODEL, REQUEST_TIMEOUT_S, WITHIN_S

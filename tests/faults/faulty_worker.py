@@ -10,13 +10,13 @@ import signal
 import sys
 import time
 
-import engines.mock
+import engines.mock.engine
 import vlm
 from engines.base import SequenceFailure
-from engines.sequence import Batch, ScheduledSequence
+from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import TextPart
-from shared.publication import Publication
-from shared.publisher import Publisher
+from shared.queue.publication import Publication
+from shared.queue.publish import Publisher
 
 #: Output tokens after which the faults of decoding are played.
 FAULT_AT_TOKEN = 5
@@ -31,10 +31,10 @@ def fault_in(text: str, attempt: int) -> str:
     return name if attempt == 1 or name == "kill-always" else ""
 
 
-class FaultyRunner(engines.mock.MockRunner):
+class FaultyRunner(engines.mock.engine.MockRunner):
     """The mock's arithmetic, interrupted."""
 
-    def launch(self, batch: Batch) -> engines.mock.MockStep:
+    def launch(self, batch: Batch) -> engines.mock.engine.MockStep:
         """One step, unless a request in it asks for something else."""
         for item in batch.items:
             self._play(item)
@@ -71,10 +71,10 @@ class FaultyPublisher(Publisher):
 
 def main() -> None:
     """Run a worker with these faults in it."""
-    import shared.request_claims  # noqa: PLC0415
+    import shared.queue.claims  # noqa: PLC0415
 
-    engines.mock.MockRunner = FaultyRunner
-    shared.request_claims.Publisher = FaultyPublisher
+    engines.mock.engine.MockRunner = FaultyRunner
+    shared.queue.claims.Publisher = FaultyPublisher
     sys.argv = ["vlm", "worker", "--engine", "mock", "--die-with-parent", *sys.argv[1:]]
     vlm.main()
 

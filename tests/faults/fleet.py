@@ -10,7 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
-from shared.redis_keys import RedisKeys
+from shared.queue.keys import RedisKeys
 from tests.faults.clients import Clients
 from tests.faults.history import REFUSED, conservation
 from tests.faults.processes import MODEL, PREFIX, WITHIN_S, Process, Processes, run_processes

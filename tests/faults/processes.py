@@ -11,9 +11,9 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from shared.embedded_redis import EmbeddedRedis
-from shared.redis_client import create_redis
-from shared.settings import RedisSettings
+from shared.redis.client import create_redis
+from shared.redis.embedded import EmbeddedRedis
+from shared.settings.tree import RedisSettings
 
 ROOT = Path(__file__).parent.parent.parent
 WITHIN_S = 120.0  #: for anything to happen at all, on a machine with much else to do

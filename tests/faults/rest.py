@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import psutil
 from redis.asyncio import Redis
 
-from shared.redis_keys import GROUP
+from shared.queue.keys import GROUP
 
 MIB = 1024 * 1024
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shared.scripts import CLAIM, ENQUEUE, FINISH, PUBLISH, RENEW
+from shared.queue.scripts import CLAIM, ENQUEUE, FINISH, PUBLISH, RENEW
 from tests.faults.clients import Clients
 from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import playing, streaming, tokens_seen

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shared.redis_keys import RedisKeys
+from shared.queue.keys import RedisKeys
 from tests.factories_queue import MODEL, make_finished, open_ends, publication
 from tests.faults.history import (
     CANCELLED,

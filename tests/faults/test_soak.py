@@ -13,8 +13,8 @@ from collections import Counter
 
 import pytest
 
-from shared.redis_keys import AFTER_END_S
-from shared.scripts import PUBLISH
+from shared.queue.keys import AFTER_END_S
+from shared.queue.scripts import PUBLISH
 from tests.faults.clients import Clients
 from tests.faults.fleet import Fleet, run_fleet
 from tests.faults.history import FAILED, REFUSED, conservation

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from engines.base import DeviceOutOfMemory, EngineConfig, EngineRequest
-from engines.engine import BatchingEngine
-from engines.factory import EngineSpec, LoadedEngine, create_engine
-from engines.sequence import Batch, ScheduledSequence, Sequence
-from engines.torch_backend.make_checkpoint import make_checkpoint
-from engines.torch_backend.noise import random_bits, signed, stream_key
+from engines.core.engine import BatchingEngine
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.registry import EngineSpec, LoadedEngine, create_engine
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.sampling.noise import random_bits, signed, stream_key
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 
 pytestmark = pytest.mark.gpu

@@ -21,9 +21,9 @@ from engines.base import EngineConfig
 from engines.bench.cost import ModelCost
 from engines.bench.measure import Run, WorkCounter, run_requests
 from engines.bench.scenario import RequestMaker, Scenario
-from engines.engine import BatchingEngine
-from engines.factory import EngineSpec, create_engine
-from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.core.engine import BatchingEngine
+from engines.registry import EngineSpec, create_engine
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.runner import TorchRunner
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """On a GPU: every kernel is right on shapes of real models, graphs are captured, and all fast ways give one answer.
 
-The interpreter's tests (`tests/engines/torch_backend/test_triton_kernels.py`) run compiled here, too.
+The interpreter's tests (`tests/engines/torch_backend/ops/test_triton_kernels.py`) run compiled here, too.
 """
 
 from dataclasses import replace
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.cuda_graph import Drawing
-from engines.torch_backend.decoder_ops import DecoderOps
+from engines.torch_backend.graphs.cuda_graph import Drawing
+from engines.torch_backend.layers.varlen import find_varlen
 from engines.torch_backend.models.config import TextConfig
-from engines.torch_backend.varlen import find_varlen
+from engines.torch_backend.ops.decoder_ops import DecoderOps
 from tests.factories_torch import make_text_config
 from tests.gpu.test_cuda import CONFIG, answers, core, load, make_requests, tiny
 from tests.triton_device import import_kernels

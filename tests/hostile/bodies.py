@@ -9,7 +9,7 @@ from typing import Any
 from tests.factories_hostile_pictures import CASES, ihdr, png
 from tests.factories_pictures import data_url, encoded
 from tests.faults.processes import MODEL
-from tests.gateway.test_bad_inputs import ROWS as FIELDS
+from tests.gateway.api.chat.test_bad_inputs import ROWS as FIELDS
 from tests.hostile.fleet import CANARY
 
 #: A body as JSON or as bytes, and the statuses that it may get.

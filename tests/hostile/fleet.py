@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from shared.redis_keys import RedisKeys
+from shared.queue.keys import RedisKeys
 from tests.faults.clients import answer_to, body_of
 from tests.faults.processes import MODEL, PREFIX, ROOT, Process, Processes, run_processes
 from tests.faults.rest import Resources, growth, redis_leftovers

@@ -10,9 +10,9 @@ import httpx
 from PIL import Image
 from selenium.webdriver import Chrome
 
-from tests.integration.svg import Axis, Chart, Point
 from tests.integration.fleet_process import ROOT
 from tests.integration.prometheus_process import SCRAPE_PAUSE_S, as_asked
+from tests.integration.svg import Axis, Chart, Point
 
 FOLDER = ROOT / ".cache" / "dashboard"
 COLUMN, ROW = 60, 36  # pixels of a cell of the dashboard's grid

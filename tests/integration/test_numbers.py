@@ -7,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.metrics import GATEWAY_METRICS, STAGES, WORKER_METRICS, Metric
+from shared.telemetry.metrics import GATEWAY_METRICS, STAGES, WORKER_METRICS, Metric
 from tests.factories_pictures import data_url
 from tests.integration.fleet_process import Served, start_fleet
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.metrics import STAGES
+from shared.telemetry.metrics import STAGES
 from tests.factories_pictures import data_url
 from tests.integration.fleet_process import start_fleet
 from tests.otlp_collector import Span, run_collector

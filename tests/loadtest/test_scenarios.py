@@ -8,11 +8,11 @@ from typing import get_args
 import pytest
 from PIL import Image
 
-from engines.shapes import answers
-from engines.shapes.questions import Question as WorldQuestion
-from engines.shapes.questions import ask_about_pair
-from engines.shapes.samples import SCENES
-from engines.shapes.world import PLACES, Selector
+from engines.packages.shapes.training import answers
+from engines.packages.shapes.training.questions import Question as WorldQuestion
+from engines.packages.shapes.training.questions import ask_about_pair
+from engines.packages.shapes.training.samples import SCENES
+from engines.packages.shapes.training.world import PLACES, Selector
 from loadtest.albums import PAIR_FACTS, SAMPLE_FACTS, NoiseAlbum, ShapesAlbum, create_album
 from loadtest.pictures import (
     DATA_URL,

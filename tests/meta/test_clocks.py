@@ -7,12 +7,12 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("gateway", "worker", "shared", "engines")
 #: Of each module that may know the time of day: what for.
 ALLOWED = {
-    "gateway/chat.py": "`created` of an answer",
-    "shared/tracing.py": "the instants of a trace",
-    "shared/logs.py": "the time of a log line, which `logging` noted",
-    "engines/factory.py": "`created` of a model",
-    "engines/torch_backend/load.py": "`created` of a model",
-    "engines/template_rendering.py": "today's date, for templates that ask for it",
+    "gateway/api/chat/route.py": "`created` of an answer",
+    "shared/telemetry/tracing.py": "the instants of a trace",
+    "shared/telemetry/logs.py": "the time of a log line, which `logging` noted",
+    "engines/registry.py": "`created` of a model",
+    "engines/torch_backend/loading/load.py": "`created` of a model",
+    "engines/text/template_rendering.py": "today's date, for templates that ask for it",
     "engines/bench/peers/run.py": "the date of a measurement",
 }
 WALL_CLOCKS = {"time", "time_ns", "gmtime", "localtime", "ctime", "asctime", "strftime"}

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vlm
-from shared.settings import Settings
+from shared.settings.tree import Settings
 
 ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
 
@@ -28,7 +28,7 @@ def run(*arguments: str) -> None:
 def test_serve_hands_options_of_every_group_on(started):
     run("serve", *ENGINE_OPTIONS, "--port", "0", "--allow-open", "--workers", "3")
     [(target, settings, workers, data_dir)] = started
-    assert (target, workers, data_dir) == ("gateway.serve:run_fleet", 3, None)
+    assert (target, workers, data_dir) == ("worker.node.serve:run_fleet", 3, None)
     assert isinstance(settings, Settings)
     assert (settings.engine.kind, settings.engine.max_num_seqs) == ("mock", 7)
     assert (settings.gateway.port, settings.gateway.allow_open) == (0, True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import FAILURES, from_status
-from shared.metrics import METRICS
-from shared.redis_keys import RedisKeys
-from shared.settings_table import rows
+from gateway.http.errors import FAILURES, from_status
+from shared.queue.keys import RedisKeys
+from shared.settings.table import rows
+from shared.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "loadtest/RESULTS.md"]
@@ -66,7 +66,7 @@ def test_settings_metrics_and_targets_exist(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "engines/shapes/README.md"], ids=lambda page: page.name
+    "page", [*PAGES, ROOT / "engines/packages/shapes/README.md"], ids=lambda page: page.name
 )
 def test_modules_of_ours_that_are_to_be_run_do_something(page):
     for module in named(page, r"python3? -m ([\w.]+)"):

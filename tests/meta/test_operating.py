@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.errors import FAILURES
-from shared.metrics import METRICS, Metric
+from gateway.http.errors import FAILURES
 from shared.protocol import ErrorCode
+from shared.telemetry.metrics import METRICS, Metric
 
 ROOT = Path(__file__).parent.parent.parent
 OPERATING = (ROOT / "docs" / "operating.md").read_text()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
-from shared.settings_table import to_markdown
+from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
+from shared.settings.table import to_markdown
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()

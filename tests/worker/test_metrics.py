@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from engines.base import EngineStats
-from shared.metrics import WORKER_METRICS
+from shared.telemetry.metrics import WORKER_METRICS
 from worker.metrics import create_registry
 
 

@@ -17,9 +17,9 @@ from shared.protocol import (
     TokenLogprob,
     Usage,
 )
-from shared.publication import Claim
+from shared.queue.publication import Claim
 from tests.factories_queue import make_request
-from worker.flight import Flight
+from worker.active_request import Flight
 from worker.outbox import Outbox
 
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from shared.protocol import Finished, SamplingParams
-from shared.registry import Registry
-from shared.settings import Settings, WorkerSettings
+from shared.queue.registry import Registry
+from shared.settings.tree import Settings, WorkerSettings
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import text, token_ids
 from worker.main import WorkerProcess

@@ -8,13 +8,13 @@ import pytest
 
 import worker.main
 from engines.base import EngineStartError
-from engines.factory import EngineSpec, create_engine
-from engines.torch_backend.hub import ModelUnavailable
+from engines.packages.resolve import ModelUnavailable
+from engines.registry import EngineSpec, create_engine
 from engines.torch_backend.kv_cache import KVCacheTooSmall
-from engines.torch_backend.load import choose_device
+from engines.torch_backend.loading.load import choose_device
+from engines.torch_backend.loading.weights import ModelTooLarge
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.weights import ModelTooLarge
-from shared.settings import EngineSettings, Settings, WorkerSettings
+from shared.settings.tree import EngineSettings, Settings, WorkerSettings
 
 
 def make_settings(**worker_settings) -> Settings:
@@ -57,6 +57,6 @@ def test_a_device_that_is_not_there(device):
 
 
 def test_an_engine_whose_packages_are_not_installed(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "engines.torch_backend.load", None)
+    monkeypatch.setitem(__import__("sys").modules, "engines.torch_backend.loading.load", None)
     with pytest.raises(EngineStartError, match=r"vlm-fleet\[torch\]"):
         create_engine(EngineSpec(kind="torch"))

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-import worker.absence
-from shared.image_store import ImageStore
+import worker.gateway_liveness
+from shared.blobs.store import ImageStore
 from shared.protocol import (
     ChatMessage,
     Delta,
@@ -24,9 +24,9 @@ from shared.protocol import (
     Started,
     TextPart,
 )
-from shared.publication import CLEARED_AFTER_TOKENS
-from shared.redis_keys import GROUP
-from shared.registry import Registry
+from shared.queue.keys import GROUP
+from shared.queue.publication import CLEARED_AFTER_TOKENS
+from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids
 from worker.engine_thread import EngineBroken
@@ -173,7 +173,7 @@ async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_seco
 
 
 async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, monkeypatch):
-    monkeypatch.setattr(worker.absence, "GONE_AFTER_S", 0.2)
+    monkeypatch.setattr(worker.gateway_liveness, "GONE_AFTER_S", 0.2)
     async with run_worker(ends, mock=SLOW) as running:
         deserted = await ends.enqueue(make_request(reply_to="gone", sampling=LONG))
         detached = make_request(reply_to="gone", sampling=LONG, is_detached=True)

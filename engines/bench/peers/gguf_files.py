@@ -11,10 +11,10 @@ from pathlib import Path
 import gguf  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.hf_config import read_config
 from engines.torch_backend.models.vision import num_blocks_needed
-from engines.torch_backend.stored_tensors import list_tensors
 
 _TEXT_NAMES = {
     "model.embed_tokens": "token_embd",

@@ -12,10 +12,10 @@ import torch
 
 from engines.base import EngineConfig, EngineRequest, ImageInput
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
-from engines.engine import BatchingEngine
-from engines.factory import EngineSpec, create_engine
-from engines.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
-from engines.sequence import Batch
+from engines.core.engine import BatchingEngine
+from engines.core.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
+from engines.core.sequence import Batch
+from engines.registry import EngineSpec, create_engine
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import SamplingParams
 

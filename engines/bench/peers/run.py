@@ -27,7 +27,7 @@ from engines.bench.peers.peer import (
 from engines.bench.peers.plot import write_plots
 from engines.bench.peers.report import TABLE_WIDTH, show
 from engines.bench.peers.results import Result, Results
-from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_config
 

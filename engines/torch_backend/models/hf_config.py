@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from engines.checkpoint_json import Fields, read_json, shown
+from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import (
     RopeScaling,
     TextConfig,

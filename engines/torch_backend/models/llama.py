@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.models.activation import ACTIVATIONS
+from engines.torch_backend.layers.activation import ACTIVATIONS
+from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import TextConfig
-from engines.torch_backend.models.rotary import rotate
 
 
 class Attend(Protocol):

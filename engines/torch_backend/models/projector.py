@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from engines.torch_backend.models.activation import ACTIVATIONS
+from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.models.config import VLMConfig
 
 

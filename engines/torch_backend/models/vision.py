@@ -16,7 +16,7 @@ from open_clip.transformer import LayerNorm, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.models.activation import ACTIVATIONS
+from engines.torch_backend.layers.activation import ACTIVATIONS
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
 
 

@@ -15,8 +15,8 @@ from engines.bench.machine import Machine
 from engines.bench.measure import Late, Run
 from engines.bench.report import to_row
 from engines.bench.run import BenchOptions, run
-from engines.sequence import Batch, ScheduledSequence, Sequence
-from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
 

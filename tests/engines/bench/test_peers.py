@@ -13,7 +13,7 @@ from engines.bench.peers.plot import draw
 from engines.bench.peers.report import compare
 from engines.bench.peers.results import Result, Results
 from engines.bench.peers.run import PeerOptions, run
-from engines.torch_backend.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 
 ABOUT: dict[str, str | int] = {"model": "tiny", "threads": 2}
 

@@ -21,15 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from engines.base import EngineRequest
-from engines.runner import TokenChoice
-from engines.sequence import Sequence
+from engines.core.runner import TokenChoice
+from engines.core.sequence import Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.attention import paged_attention_by_sequence
-from engines.torch_backend.cpu_level import CpuLevel
-from engines.torch_backend.kernels_cpp.kernels import CpuKernels, Mode
+from engines.torch_backend.layers.attention import paged_attention_by_sequence
+from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.models.config import RopeScaling, VLMConfig
-from engines.torch_backend.quantization import SCHEMES
-from engines.torch_backend.sampler import sample
+from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode
+from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.sampling.sampler import sample
 from tests.cpu_levels import RUNNABLE, kernels_of
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (

@@ -10,7 +10,7 @@ from engines.torch_backend.kv_cache import (
     bytes_per_block,
     plan_kv_cache,
 )
-from engines.torch_backend.memory import free_bytes
+from engines.torch_backend.loading.memory import free_bytes
 from tests.factories_torch import make_text_config
 
 TEXT = make_text_config()

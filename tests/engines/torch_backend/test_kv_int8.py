@@ -8,17 +8,17 @@ import torch
 from torch.testing import assert_close
 
 from engines.base import EngineConfig, EngineRequest
-from engines.runner import TokenChoice
-from engines.sequence import Sequence
+from engines.core.runner import TokenChoice
+from engines.core.sequence import Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.attention import (
+from engines.torch_backend.kv_cache import bytes_per_block, plan_kv_cache
+from engines.torch_backend.kv_int8 import Int8KVCachePool, quantize
+from engines.torch_backend.layers.attention import (
     paged_attention,
     paged_attention_by_sequence,
     plan_attention,
 )
-from engines.torch_backend.kv_cache import bytes_per_block, plan_kv_cache
-from engines.torch_backend.kv_int8 import Int8KVCachePool, quantize
-from tests.engines.torch_backend.test_attention import BLOCK_SIZE, CPU, make_spans
+from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_spans
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_alone, run_batched
 from tests.factories_torch import (
     ModelPair,

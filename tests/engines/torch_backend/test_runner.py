@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engines.base import DeviceOutOfMemory, EngineConfig, SequenceFailure
-from engines.prefill_limit import PrefillLimit
-from engines.runner import StepResult
-from engines.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.prefill_limit import PrefillLimit
+from engines.core.runner import StepResult
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import Priority
 from tests.factories_torch import (

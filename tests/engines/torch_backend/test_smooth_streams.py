@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engines.engine import BatchingEngine
+from engines.core.engine import BatchingEngine
 from engines.torch_backend.models.encoding_run import EncodingRun, plain_maps
-from engines.torch_backend.picture_encoder import TOKENS_PER_PART
+from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART
 from shared.protocol import Priority
 from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
 

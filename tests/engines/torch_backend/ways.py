@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engines.base import EngineRequest
-from engines.engine import BatchingEngine
-from engines.torch_backend.sampler import needs_host
+from engines.core.engine import BatchingEngine
+from engines.torch_backend.sampling.sampler import needs_host
 from tests.factories_torch import run_to_end
 
 Start = Callable[..., BatchingEngine]

@@ -1,0 +1,277 @@
+"""Which KV block belongs to whom, and which blocks hold a prefix that others may share.
+
+Called by the scheduler. It must not know tensors, budgets or queues: blocks are numbers, prefixes
+chains of hashes. A hash covers all that a block's keys and values depend on: the blocks before it,
+its token ids, every picture that touches it and where, and the tenant's salt at the root.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from engines.base import ImageInput
+from engines.core.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class Block:
+    """`block_size` KV slots. A published one has a hash, is full and computed, never changes."""
+
+    ref_count: int = 0
+    block_hash: bytes | None = None
+    parent_hash: bytes | None = None  #: of a published block
+    token_ids: list[int] | None = None  #: of a published block, compared on a hit
+    is_withdrawn: bool = False  #: published once; those who hold it may share it still
+
+
+def hash_root(cache_salt: str) -> bytes:
+    """The parent of a first block: tenants with different salts share nothing."""
+    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+def hash_block(
+    parent: bytes, token_ids: list[int], start: int, images: Iterable[ImageInput]
+) -> bytes:
+    """The hash of a block whose first token has position `start`, behind a block hashed `parent`.
+
+    A picture counts by its hash and its place relative to the block, for its slots have one id.
+    """
+    digest = blake2b(parent, digest_size=32)
+    digest.update(array("q", token_ids))
+    end = start + len(token_ids)
+    for image in images:
+        if image.offset < end and image.offset + image.num_tokens > start:
+            name = image.image_hash
+            digest.update(f"{len(name)}:{name}@{image.offset - start}+{image.num_tokens};".encode())
+    return digest.digest()
+
+
+class BlockManager:
+    """Lends blocks to sequences, counts who holds them, and finds prefixes computed before.
+
+    A free block keeps its content until it is lent again, the least recently used first.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self._enable_prefix_cache = enable_prefix_cache
+        self._blocks = [Block() for _ in range(num_blocks)]
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: free, and of no use to anybody
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free but published, oldest first
+        self._published: dict[bytes, int] = {}
+        self._promised: set[bytes] = set()  # hashes of blocks that the present step fills
+        self._is_parking = False
+        self._parked: list[list[int]] = []  # block tables freed while a step may write to them
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, published ones included."""
+        return len(self._empty) + len(self._evictable)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold that many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The published blocks with the longest prefix of the sequence, without its last token.
+
+        That token has to be computed even when all is known, because the next one is drawn from it.
+        """
+        if not self._enable_prefix_cache:
+            return []
+        found: list[int] = []
+        size = self.block_size
+        for index in range((sequence.num_tokens - 1) // size):
+            block_id = self._published.get(self._block_hash(sequence, index))
+            if block_id is None:
+                break
+            token_ids = sequence.token_ids[index * size : (index + 1) * size]
+            if self._blocks[block_id].token_ids != token_ids:
+                break
+            found.append(block_id)
+        return found
+
+    def begin_step(self) -> None:
+        """Forget what the step before was to fill."""
+        self._promised.clear()
+
+    def promise(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Note which full blocks the present step computes for the sequence."""
+        if self._enable_prefix_cache:
+            start = sequence.num_computed_tokens
+            first, last = start // self.block_size, (start + num_new_tokens) // self.block_size
+            self._promised.update(self._block_hash(sequence, i) for i in range(first, last))
+
+    def is_promised(self, sequence: Sequence, index: int) -> bool:
+        """Whether the present step computes that block of the sequence for somebody else."""
+        is_sharable = index < (sequence.num_tokens - 1) // self.block_size
+        return is_sharable and self._block_hash(sequence, index) in self._promised
+
+    def can_admit(self, sequence: Sequence, prefix: list[int], num_spare_blocks: int) -> bool:
+        """Whether all tokens of the sequence fit beside its prefix, with some blocks to spare."""
+        num_taken = sum(self._blocks[block_id].ref_count == 0 for block_id in prefix)
+        num_missing = self.num_blocks_for(sequence.num_tokens) - len(prefix)
+        return num_missing + num_taken + num_spare_blocks <= self.num_free_blocks
+
+    def admit(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Begin the sequence's block table with its prefix; those tokens count as computed."""
+        for block_id in prefix:
+            block = self._blocks[block_id]
+            if block.ref_count == 0:
+                del self._evictable[block_id]
+            block.ref_count += 1
+        sequence.block_ids = prefix
+        sequence.num_published_blocks = len(prefix)
+        sequence.num_computed_tokens = len(prefix) * self.block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(
+                sequence.num_computed_tokens, sequence.num_prompt_tokens
+            )
+            self.num_query_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Lend blocks until the table holds `num_tokens`; False, and none lent, if too few."""
+        num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
+        if num_missing <= 0:
+            return True
+        if num_missing > self.num_free_blocks:
+            return False
+        sequence.block_ids.extend(self._take_free_block() for _ in range(num_missing))
+        return True
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the blocks that the sequence has filled since the last call."""
+        if not self._enable_prefix_cache:
+            return
+        size = self.block_size
+        for index in range(sequence.num_published_blocks, sequence.num_computed_tokens // size):
+            block_hash = self._block_hash(sequence, index)
+            if block_hash not in self._published:
+                block_id = sequence.block_ids[index]
+                self._published[block_hash] = block_id
+                block = self._blocks[block_id]
+                block.block_hash = block_hash
+                block.parent_hash = sequence.block_hashes[index - 1] if index else None
+                block.token_ids = sequence.token_ids[index * size : (index + 1) * size]
+            sequence.num_published_blocks = index + 1
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Let nobody find the blocks of a sequence that failed, nor those that were computed from them.
+
+        Any of them may hold what made it fail: a chunk of a prompt is published before its scores are looked at.
+        """
+        children: dict[bytes, list[bytes]] = {}
+        for block_hash, block_id in self._published.items():
+            parent_hash = self._blocks[block_id].parent_hash
+            if parent_hash is not None:
+                children.setdefault(parent_hash, []).append(block_hash)
+        doomed = [self._block_hash(sequence, i) for i in range(sequence.num_published_blocks)]
+        while doomed:
+            block_hash = doomed.pop()
+            doomed += children.pop(block_hash, ())
+            block_id = self._published.get(block_hash)
+            if block_id is not None:
+                self._unpublish(block_id)
+
+    def free(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back."""
+        if self._is_parking:
+            self._parked.append(sequence.block_ids)
+        else:
+            self._give_back(sequence.block_ids)
+        sequence.block_ids = []
+
+    def park_freed(self) -> None:
+        """Lend what is freed from now on to nobody until `unpark`: a step that is under way may write to it."""
+        self._is_parking = True
+
+    def unpark(self) -> None:
+        """Take back what was parked, and from now on at once."""
+        self._is_parking = False
+        while self._parked:
+            self._give_back(self._parked.pop())
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Compare all books with the block tables of all sequences. Raises: AssertionError."""
+        holders = Counter(block_id for table in self._parked for block_id in table)
+        for sequence in sequences:
+            holders.update(sequence.block_ids)
+            self._check_table(sequence)
+        free = [*self._empty, *self._evictable]
+        assert len(set(free)) == len(free), "a block free twice"
+        for block_id, block in enumerate(self._blocks):
+            assert block.ref_count == holders[block_id], "wrong reference count"
+        assert set(free) == {i for i, block in enumerate(self._blocks) if block.ref_count == 0}
+        assert all(self._blocks[block_id].block_hash is None for block_id in self._empty)
+        published = {
+            block.block_hash: block_id
+            for block_id, block in enumerate(self._blocks)
+            if block.block_hash is not None
+        }
+        assert published == self._published, "published blocks and their hashes disagree"
+
+    def _check_table(self, sequence: Sequence) -> None:
+        """What is published is as this sequence computed it, and what it will write to is its own."""
+        assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
+        assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
+        assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
+        num_full = sequence.num_computed_tokens // self.block_size
+        for index, block_id in enumerate(sequence.block_ids):
+            block = self._blocks[block_id]
+            if block.block_hash is None:
+                is_shared = block.ref_count > 1
+                assert block.is_withdrawn or not is_shared, (
+                    "a block is shared that nobody published"
+                )
+                continue
+            tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            assert index < num_full, "a published block would be written to"
+            assert block.block_hash == self._block_hash(sequence, index), "another prefix's block"
+            assert block.token_ids == tokens, "another text's block"
+
+    def _give_back(self, block_ids: list[int]) -> None:
+        """End a table's hold on its blocks, so that a prefix is evicted from its end."""
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.block_hash is None:
+                    self._empty.append(block_id)
+                else:
+                    self._evictable[block_id] = None
+
+    def _take_free_block(self) -> int:
+        if not self._empty:
+            self._unpublish(next(iter(self._evictable)))
+        block_id = self._empty.pop()
+        block = self._blocks[block_id]
+        block.ref_count, block.is_withdrawn = 1, False
+        return block_id
+
+    def _unpublish(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        assert block.block_hash is not None
+        del self._published[block.block_hash]
+        block.block_hash = block.parent_hash = block.token_ids = None
+        block.is_withdrawn = True
+        if block.ref_count == 0:
+            del self._evictable[block_id]
+            self._empty.append(block_id)
+
+    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+        """The hash of a full block; each is computed once in the life of a sequence."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else hash_root(sequence.cache_salt)
+            start = len(hashes) * self.block_size
+            token_ids = sequence.token_ids[start : start + self.block_size]
+            hashes.append(hash_block(parent, token_ids, start, sequence.images))
+        return hashes[index]

@@ -1,0 +1,299 @@
+"""The engine: scheduler, runner and detokenizers, put together to one step.
+
+Called by the worker's engine thread, over a mock or a torch runner alike. It must not know tensors,
+Redis or HTTP. Clock readings are `time.perf_counter` and stay here; durations leave.
+"""
+
+import time
+from collections.abc import Mapping
+
+from engines.base import (
+    Engine,
+    EngineConfig,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    InvalidRequest,
+    PromptTooLong,
+    SequenceFailure,
+)
+from engines.core.blocks import BlockManager
+from engines.core.generation import Generation
+from engines.core.prefill_limit import PrefillLimit
+from engines.core.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
+from engines.core.scheduler import Scheduler
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.step_pipeline import StepPipeline
+from engines.text.detokenizer import Detokenizer
+from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
+
+
+class BatchingEngine(Engine):
+    """Continuous batching over any `ModelRunner`."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        startup_s: Mapping[str, float] | None = None,
+        prefill_limit: PrefillLimit | None = None,
+    ) -> None:
+        """Put an engine together. `prefill_limit` is what was measured; the configuration's own goes before it."""
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.blocks = BlockManager(
+            runner.num_blocks, runner.block_size, enable_prefix_cache=config.enable_prefix_cache
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_images_per_step=config.max_images_per_step,
+            prefill_limit=_prefill_limit(config, prefill_limit),
+            eos_token_ids=tokenizer.eos_token_ids,
+        )
+        overlaps = config.overlap_steps
+        self.pipeline = StepPipeline(
+            self.scheduler,
+            is_overlapping=runner.computes_aside if overlaps is None else overlaps,
+        )
+        self.max_model_len = min(
+            runner.max_model_len,
+            config.max_model_len or runner.max_model_len,
+            runner.num_blocks
+            * runner.block_size,  # a sequence alone must fit, or it would wait for ever
+        )
+        self._generations: dict[str, Generation] = {}
+        self._finished_early: list[EngineOutput] = []  # requests that came complete
+        self._startup_s = dict(startup_s or {})
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""
+        self._check(request)
+        sequence = Sequence.from_request(request, self._max_output_tokens(request))
+        detokenizer = Detokenizer(self.tokenizer, request.sampling.stop)
+        for token_id in request.output_token_ids:
+            detokenizer.append(token_id)
+        generation = Generation(sequence, detokenizer, time.perf_counter())
+        reason = self.scheduler.find_finish_reason(sequence)
+        if detokenizer.is_stopped:
+            reason = FinishReason.STOP
+        if reason is None:
+            self._generations[request.request_id] = generation
+            self.scheduler.add(sequence)
+        else:
+            # No text: the rest of it went out with the last token of the attempt that was lost.
+            self._finished_early.append(
+                EngineOutput(
+                    request.request_id,
+                    sequence.num_output_tokens,
+                    usage=generation.usage,
+                    finish_reason=reason,
+                    timings=StageTimings(),
+                )
+            )
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free what it holds; no output follows. Idempotent."""
+        if request_id in self._generations:
+            self._forget(request_id)
+        self._finished_early = [
+            output for output in self._finished_early if output.request_id != request_id
+        ]
+
+    def step(self) -> list[EngineOutput]:
+        """One forward pass of a batch. Returns what each of its requests has to say.
+
+        The one behind it may have been launched before. Raises: DeviceOutOfMemory when steps cannot be smaller, and what else the runner raises that no
+        single request is to blame for; the engine is lost.
+        """
+        self._num_steps += 1
+        outputs, self._finished_early = self._finished_early, []
+        started_at = time.perf_counter()
+        try:
+            step = self.pipeline.advance(self.runner)
+        except SequenceFailure as failure:
+            return [*outputs, self._fail(failure)]
+        if step is not None:
+            batch, result = step
+            self.scheduler.update(batch, result.choices, result.deferred, result.late)
+            outputs += self._collect_outputs(batch, result, started_at)
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to compute or to tell."""
+        return self.scheduler.has_work() or self.pipeline.has_work or bool(self._finished_early)
+
+    def stats(self) -> EngineStats:
+        """The engine's present state; cheap."""
+        num_queries, num_hits, encoder_cache_bytes = self.runner.encoder_cache_counts()
+        blocks = self.blocks
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_waiting_batch=sum(s.yields for s in self.scheduler.waiting.values()),
+            num_steps=self._num_steps,
+            kv_usage_ratio=1 - blocks.num_free_blocks / blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_prefix_query_tokens=blocks.num_query_tokens,
+            num_prefix_hit_tokens=blocks.num_hit_tokens,
+            num_encoder_queries=num_queries,
+            num_encoder_hits=num_hits,
+            encoder_cache_bytes=encoder_cache_bytes,
+            num_preemptions=self.scheduler.num_preemptions,
+            memory_bytes=self.runner.memory_bytes(),
+            startup_s=self._startup_s,
+        )
+
+    def close(self) -> None:
+        """Forget all requests and free the device. Idempotent."""
+        try:
+            self.pipeline.discard()
+            for request_id in tuple(self._generations):
+                self._forget(request_id)
+            self._finished_early.clear()
+        finally:  # a device that fails is to be freed too
+            self.runner.close()
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises: PromptTooLong, InvalidRequest."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens + 1 > self.max_model_len:
+            raise PromptTooLong(
+                f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
+                f" {num_prompt_tokens} tokens and leaves no space for output"
+            )
+        if request.request_id in self._generations:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        if num_prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty")
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
+        vocab_size = self.runner.vocab_size
+        for token_id in request.sampling.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias names token {token_id}; the vocabulary has {vocab_size}"
+                )
+        if any(not 0 <= token_id < vocab_size for token_id in request.output_token_ids):
+            raise InvalidRequest("the answer was begun with another model's tokens")
+        end = 0
+        for image in request.images:
+            if image.offset < end or image.num_tokens < 1:
+                raise InvalidRequest("picture slots overlap or are out of order")
+            end = image.offset + image.num_tokens
+        if end > num_prompt_tokens:
+            raise InvalidRequest("picture slots reach beyond the prompt")
+
+    def _max_output_tokens(self, request: EngineRequest) -> int:
+        """As many as asked for, and as the context holds beside the prompt."""
+        space = self.max_model_len - len(request.prompt_token_ids)
+        max_tokens = request.sampling.max_tokens
+        return space if max_tokens is None else min(max_tokens, space)
+
+    def _collect_outputs(
+        self, batch: Batch, result: StepResult, started_at: float
+    ) -> list[EngineOutput]:
+        """What the step means for each request in it, after the scheduler has noted the tokens."""
+        now = time.perf_counter()
+        outputs: list[EngineOutput] = []
+        generations = self._generations
+        for item, choice in zip(batch.items, result.choices, strict=True):
+            generation = generations[item.sequence.request_id]
+            if generation.first_token_at is None:
+                self._note_prefill(generation, item, result.vision_s, started_at)
+            if choice is not None:
+                outputs.append(self._token_output(generation, choice, now))
+            elif not generation.is_announced:
+                generation.is_announced = True
+                sequence = item.sequence
+                outputs.append(
+                    EngineOutput(
+                        sequence.request_id, sequence.num_output_tokens, usage=generation.usage
+                    )
+                )
+        return outputs
+
+    def _note_prefill(
+        self, generation: Generation, item: ScheduledSequence, vision_s: float, started_at: float
+    ) -> None:
+        """First scheduling, and the time of pictures that the share reads."""
+        if generation.scheduled_at is None:
+            generation.scheduled_at = started_at
+            self._num_prompt_tokens += generation.sequence.num_prompt_tokens
+        if vision_s and item.images:
+            generation.vision_s += vision_s
+
+    def _token_output(
+        self, generation: Generation, choice: TokenChoice, now: float
+    ) -> EngineOutput:
+        """One new token, the text that it completes, and the end of the request if it is one."""
+        sequence, detokenizer = generation.sequence, generation.detokenizer
+        token_id = choice.token_id
+        self._num_output_tokens += 1
+        text = detokenizer.append(token_id)
+        output = EngineOutput(
+            sequence.request_id, sequence.num_output_tokens - 1, (token_id,), text
+        )
+        if choice.logprob is not None:
+            output.logprobs = (self._output_logprob(choice, choice.logprob),)
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+        if not generation.is_announced:
+            generation.is_announced = True
+            output.usage = generation.usage
+        if sequence.finish_reason is not None:
+            output.text += detokenizer.finish()
+        if detokenizer.is_stopped:
+            self.scheduler.finish(sequence, FinishReason.STOP)
+        if sequence.finish_reason is not None:
+            self._end(output, generation, now)
+        return output
+
+    def _end(self, output: EngineOutput, generation: Generation, now: float) -> None:
+        """Make an output the last one of its request, and forget the request."""
+        output.finish_reason = generation.sequence.finish_reason
+        output.usage = generation.usage
+        output.timings = generation.timings(now)
+        del self._generations[output.request_id]
+        self.runner.release(output.request_id)
+
+    def _fail(self, failure: SequenceFailure) -> EngineOutput:
+        """The error of one sequence; all others are scheduled again as if the step had not been."""
+        generation = self._generations.pop(failure.request_id)
+        self.blocks.withdraw(generation.sequence)
+        self.scheduler.finish(generation.sequence, FinishReason.ABORT)
+        self.runner.release(failure.request_id)
+        return EngineOutput(
+            failure.request_id,
+            generation.sequence.num_output_tokens,
+            usage=generation.usage,
+            error=str(failure),
+            timings=generation.timings(time.perf_counter()),
+        )
+
+    def _forget(self, request_id: str) -> None:
+        generation = self._generations.pop(request_id)
+        self.scheduler.finish(generation.sequence, FinishReason.ABORT)
+        self.runner.release(request_id)
+
+    def _output_logprob(self, choice: TokenChoice, logprob: float) -> OutputLogprob:
+        return OutputLogprob(
+            chosen=self._token_logprob(choice.token_id, logprob),
+            top=tuple(self._token_logprob(*rival) for rival in choice.top_logprobs),
+        )
+
+    def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
+
+
+def _prefill_limit(config: EngineConfig, measured: PrefillLimit | None) -> PrefillLimit | None:
+    given = config.max_mixed_prefill_tokens
+    return measured if given is None else PrefillLimit(given)

@@ -1,0 +1,151 @@
+"""The seam between the scheduler and the arithmetic: protocols that the mock and torch both keep.
+
+A backend is a `ModelRunner` (computes steps, called by the engine thread alone), and a `Processor` (turns
+messages and picture bytes into engine inputs; thread-safe, called from a pool).
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engines.base import ImageInput
+from engines.core.sequence import Batch
+from engines.image_decoder import Decode, decode_image
+from shared.protocol import ChatMessage
+
+
+@dataclass(slots=True)
+class TokenChoice:
+    """One sequence's next token; `top_logprobs` are (token id, natural-log probability), best first."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
+
+    `vision_s` is the part of the step that went into encoding pictures. `deferred` are the requests whose share
+    was left for a later step, because of a picture of theirs; of these, `late` are the ones whose picture is not
+    encoded yet, so that the next step beside streams leaves them too.
+    """
+
+    choices: list[TokenChoice | None]
+    vision_s: float = 0.0
+    deferred: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+
+
+class RunningStep(Protocol):
+    """A step that was launched."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether another may be launched behind it that decodes the tokens which this one draws."""
+        ...
+
+    def wait(self) -> StepResult:
+        """What was computed. Raises: SequenceFailure, DeviceOutOfMemory."""
+        ...
+
+
+@dataclass(slots=True)
+class ComputedStep:
+    """A step that was computed while it was launched."""
+
+    result: StepResult
+    can_be_followed: bool = False
+
+    def wait(self) -> StepResult:
+        """What was computed."""
+        return self.result
+
+
+class ModelRunner(Protocol):
+    """Computes steps. KV slots are the scheduler's: it names blocks, the runner owns tensors."""
+
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    computes_aside: bool  #: whether a device computes beside the host, which goes on meanwhile
+
+    def launch(self, batch: Batch) -> RunningStep:
+        """Begin to compute every scheduled token and to draw the next one where a sequence has caught up.
+
+        At most one step is under way when another is launched, and whoever has a share in both `follows`. All that
+        is read of the sequences is read here. Raises: SequenceFailure, DeviceOutOfMemory, as does waiting for
+        the step; anything else is the end of the engine.
+        """
+        ...
+
+    def run(self, batch: Batch) -> StepResult:
+        """Launch a step and wait for it."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Drop what is kept for a request that ended (pinned encoder features, sampler state)."""
+        ...
+
+    def encoder_cache_counts(self) -> tuple[int, int, int]:
+        """Pictures asked for, found in the cache, and bytes now held."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by use: weights, kv_cache, encoder_cache."""
+        ...
+
+    def close(self) -> None:
+        """Free the device."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Token ids and their bytes; what the detokenizer and the prompt builder need, no more."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    drops_leading_space: bool  #: decoding drops one space at the start of the text (sentencepiece)
+
+    def encode(self, text: str) -> list[int]:
+        """Ordinary text to ids: special tokens spelled in it stay text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the text; empty for special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids with one run of picture slots per picture; `images` come in the order of the parts."""
+
+    token_ids: list[int]
+    images: tuple[ImageInput, ...] = ()
+
+
+class Processor(Protocol):
+    """Messages and pictures to a prompt. Thread-safe: called from a pool, off the engine thread."""
+
+    tokenizer: Tokenizer
+    max_model_len: int
+    tokens_per_image: int  #: 0 where it varies
+    is_quick: (
+        bool  #: whether short messages are a prompt in less time than another thread would cost
+    )
+
+    def process_image(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> Any:
+        """Decode and resize one picture.
+
+        `expected_size` is the (width, height) that was admitted; a picture of another is refused before it
+        is decoded. `decode` says where that is done. Raises: InvalidImage.
+        """
+        ...
+
+    def build_prompt(self, messages: Items[ChatMessage], images: Items[tuple[str, Any]]) -> Prompt:
+        """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i."""
+        ...

@@ -1,0 +1,291 @@
+"""Who computes how many tokens in the next step.
+
+Called by the engine. It must not know tensors, text or clocks. One loop over one token budget: the running sequences,
+oldest first, then the waiting ones. Prefill in chunks, prefix hits, preemption and taking over a request are the same
+thing: `num_computed_tokens` has to catch up with `num_tokens`. Among running and waiting alike, batch work stands
+behind all interactive work. Beside interactive streams prompts have a smaller budget, so that these stay smooth.
+"""
+
+from collections import OrderedDict
+from collections.abc import Set
+from itertools import takewhile
+
+from engines.core.blocks import BlockManager
+from engines.core.prefill_limit import PrefillLimit
+from engines.core.runner import TokenChoice
+from engines.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from engines.core.token_budget import TokenBudget
+from shared.protocol import FinishReason, Priority
+
+
+class Scheduler:
+    """Owns every sequence from `add` until it is finished or removed.
+
+    No sequence waits for ever: the oldest running one can always take every block from the younger ones, `add` is only
+    given sequences whose longest form fits into the pool, and a batch sequence lets a limited number pass.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_images_per_step: int,
+        eos_token_ids: Set[int],
+        prefill_limit: PrefillLimit | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_images_per_step = max_images_per_step
+        self.prefill_limit = prefill_limit  # None: streams wait as long as a step takes
+        self.num_preemptions = 0
+        self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._eos_token_ids = eos_token_ids
+        self._encoding: set[str] = set()  # hashes of the pictures that this step encodes
+        self._late: Set[str] = frozenset()  # requests whose pictures the step before did not finish
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind all others that do not yield to it."""
+        _enter(self.waiting, sequence)
+
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Batch:
+        """Reserve blocks for the next step and say what it computes.
+
+        When the step fails, it may be called again without `update`; nothing is computed twice.
+        """
+        batch = Batch()
+        self._encoding.clear()
+        self.blocks.begin_step()
+        if self.waiting:
+            self._make_way()
+        budget = self._new_budget()
+        self._schedule_running(batch, budget)
+        if self.waiting:
+            self._schedule_waiting(batch, budget)
+        return batch
+
+    def update(
+        self,
+        batch: Batch,
+        choices: list[TokenChoice | None],
+        deferred: Set[str] = frozenset(),
+        late: Set[str] = frozenset(),
+    ) -> None:
+        """Note what a step has computed; who is finished by it frees its blocks.
+
+        The shares of the `deferred` requests were not computed, and are scheduled again. Those of the `late` ones
+        will not be computed beside streams then either, and take no prompt tokens from others.
+        """
+        self._late = late
+        block_size = self.blocks.block_size
+        for item, choice in zip(batch.items, choices, strict=True):
+            sequence = item.sequence
+            if sequence.request_id in deferred:
+                continue
+            sequence.num_computed_tokens = item.end
+            if item.end // block_size > sequence.num_published_blocks:
+                self.blocks.publish(sequence)
+            if choice is None:
+                continue
+            sequence.token_ids.append(choice.token_id)
+            reason = self.find_finish_reason(sequence)
+            if reason is not None:
+                self.finish(sequence, reason)
+
+    def find_finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Why the sequence ends with its present last token, if it does."""
+        token_ids = sequence.token_ids
+        num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
+        if num_output_tokens == 0:
+            return None
+        if token_ids[-1] in self._eos_token_ids and not sequence.sampling.ignore_eos:
+            return FinishReason.STOP
+        if num_output_tokens >= sequence.max_output_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free what it holds, whatever its state."""
+        self.running.pop(sequence.request_id, None)
+        self.waiting.pop(sequence.request_id, None)
+        self.blocks.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+    def is_waited_for(self) -> bool:
+        """Whether the next schedule might start somebody who waits, or take blocks and seat from another for it."""
+        if not self.waiting:
+            return False
+        if self._has_room_for_next():
+            return True
+        first, youngest = next(iter(self.waiting.values())), next(reversed(self.running.values()))
+        return youngest.yields and not first.yields
+
+    def check_integrity(self) -> None:
+        """Compare queues, states and blocks with each other. Raises: AssertionError."""
+        assert len(self.running) <= self.max_num_seqs
+        for sequence in self.running.values():
+            assert sequence.status is SequenceStatus.RUNNING
+        for queue in (self.running, self.waiting):
+            ranks = [sequence.yields for sequence in queue.values()]
+            assert ranks == sorted(ranks)
+        for sequence in self.waiting.values():
+            assert sequence.status is SequenceStatus.WAITING
+            assert sequence.num_computed_tokens == 0
+        for sequence in (*self.running.values(), *self.waiting.values()):
+            assert sequence.finish_reason is None
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+        self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
+
+    def _make_way(self) -> None:
+        """Take seat and blocks from batch sequences, the youngest first, for the interactive one that waits first.
+
+        For one a step, whose prompt may take all of it; from nobody if all of theirs would be too little.
+        """
+        if next(iter(self.waiting.values())).yields:
+            return
+        victims = list(takewhile(lambda s: s.yields, reversed(self.running.values())))
+        num_held = sum(len(victim.block_ids) for victim in victims)
+        if not (victims and self._has_room_for_next(len(victims), num_held)):
+            return
+        for victim in victims:
+            if self._has_room_for_next():
+                return
+            self._preempt(victim)
+
+    def _has_room_for_next(self, num_leaving: int = 0, num_freed: int = 0) -> bool:
+        """Whether who waits first finds seat and blocks, once so many have left and freed so many."""
+        num_running = len(self.running) - num_leaving
+        if num_running == self.max_num_seqs:
+            return False
+        sequence = next(iter(self.waiting.values()))
+        prefix = self.blocks.find_prefix(sequence)
+        return self.blocks.can_admit(sequence, prefix, num_spare_blocks=num_running - num_freed)
+
+    def _new_budget(self) -> TokenBudget:
+        num_prefill_tokens = self.max_num_batched_tokens
+        if self.prefill_limit and (num_streams := sum(map(_is_stream, self.running.values()))):
+            num_prefill_tokens = self.prefill_limit.beside(num_streams)
+        return TokenBudget(self.max_num_batched_tokens, num_prefill_tokens)
+
+    def _schedule_running(self, batch: Batch, budget: TokenBudget) -> None:
+        """Give every running sequence its share, oldest first."""
+        items, late, block_size = batch.items, self._late, self.blocks.block_size
+        for sequence in tuple(self.running.values()):
+            if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
+                break  # preempted for an older one, and so are all that come after it
+            start = sequence.num_computed_tokens
+            num_pending = len(sequence.token_ids) - start
+            num_new = budget.share(num_pending)
+            if start < sequence.num_prompt_tokens:
+                num_new = self._limit_by_images(sequence, start, num_new)
+            if num_new == 0:
+                continue
+            end = start + num_new
+            if end > len(sequence.block_ids) * block_size and not self._reserve(sequence, end):
+                continue
+            items.append(ScheduledSequence(sequence, num_new))
+            budget.take(num_new, num_pending, is_late=sequence.request_id in late)
+            if num_new > 1:
+                self.blocks.promise(sequence, num_new)
+
+    def _schedule_waiting(self, batch: Batch, budget: TokenBudget) -> None:
+        """Start waiting sequences in order while there is budget, a seat, and space for all tokens.
+
+        One spare block for each running sequence keeps a newcomer from being preempted at once. Who
+        has just been preempted is first in the queue and does not fit, so nobody takes that place.
+        """
+        while self.waiting and budget.num_tokens > 0 and len(self.running) < self.max_num_seqs:
+            sequence = next(iter(self.waiting.values()))
+            prefix = self.blocks.find_prefix(sequence)
+            if self.blocks.is_promised(sequence, len(prefix)):
+                return  # a step later it need not be computed again: choices of one prompt, bursts
+            if not self.blocks.can_admit(sequence, prefix, num_spare_blocks=len(self.running)):
+                return
+            start = len(prefix) * self.blocks.block_size
+            num_pending = sequence.num_tokens - start
+            num_new = budget.share(num_pending)
+            num_new = self._limit_by_images(sequence, start, num_new)
+            if num_new == 0:
+                return
+            self.blocks.admit(sequence, prefix)
+            self.blocks.grow(sequence, start + num_new)
+            del self.waiting[sequence.request_id]
+            sequence.status = SequenceStatus.RUNNING
+            _enter(self.running, sequence)
+            self._note_pass(sequence)
+            batch.items.append(ScheduledSequence(sequence, num_new))
+            budget.take(num_new, num_pending)
+            self.blocks.promise(sequence, num_new)
+
+    def _note_pass(self, started: Sequence) -> None:
+        """Whoever was started has passed the first batch sequence that waits, and the first within its prompt."""
+        if started.yields:
+            return
+        begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
+        for queue, sequences in ((self.running, begun), (self.waiting, self.waiting.values())):
+            passed = next((s for s in sequences if s.yields), None)
+            if passed is not None:
+                passed.num_passes += 1
+                _enter(queue, passed)
+
+    def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
+        """Shorten a share so that it does not reach into a picture that this step cannot encode.
+
+        A running sequence's runner still holds the picture in whose middle it stopped.
+        """
+        for image in sequence.images:
+            if image.offset >= start + num_new:
+                break
+            if image.offset + image.num_tokens <= start or image.image_hash in self._encoding:
+                continue
+            if image.offset < start and sequence.status is SequenceStatus.RUNNING:
+                continue
+            if len(self._encoding) == self.max_images_per_step:
+                return max(image.offset - start, 0)
+            self._encoding.add(image.image_hash)
+        return num_new
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get blocks for a running sequence, from the youngest if need be, itself at last."""
+        while not self.blocks.grow(sequence, num_tokens):
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks; it keeps its tokens and waits before all others of its kind."""
+        del self.running[sequence.request_id]
+        self.blocks.free(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        _enter(self.waiting, sequence, first=True)
+        self.num_preemptions += 1
+
+
+def _is_stream(sequence: Sequence) -> bool:
+    """Whether somebody waits for its next token."""
+    return sequence.num_pending_tokens == 1 and sequence.priority is Priority.INTERACTIVE
+
+
+def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
+    """Put a sequence into its place: behind all interactive ones if it yields, and last or first among its kind."""
+    yields = sequence.yields
+    passed = [
+        request_id
+        for request_id, other in queue.items()
+        if (other.yields and not yields) or (first and other.yields == yields)
+    ]
+    queue[sequence.request_id] = sequence
+    for request_id in passed:
+        queue.move_to_end(request_id)

@@ -1,0 +1,272 @@
+"""An engine without a model: real scheduling, blocks and text, pretended arithmetic.
+
+For tests, load tests and the development of everything around the engine. It must not know torch.
+An answer is the SHAKE-128 stream of its prompt, read as words, so that a token depends on prompt,
+pictures, seed and position alone: batched, preempted or taken over, the answer is the same.
+"""
+
+import io
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from hashlib import shake_128
+from random import Random
+
+from PIL import Image
+
+from engines.base import EngineConfig, ImageInput, InvalidImage
+from engines.core.engine import BatchingEngine
+from engines.core.runner import Prompt, StepResult, TokenChoice, Tokenizer
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.image_decoder import FORMATS, Decode, decode_image
+from shared.protocol import ChatMessage, ImagePart
+
+EOS_ID = 256
+IMAGE_ID = 257
+FIRST_WORD_ID = 258
+SYLLABLES = [a + b for a, b in zip("bdfghjklmnprstvz", "aeiouaeiouaeioua", strict=True)]
+WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
+VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
+
+MAX_MODEL_LEN = 8192
+KV_BYTES_PER_TOKEN = 1024
+FEATURE_BYTES_PER_TOKEN = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MockConfig:
+    """What the mock pretends. Units: seconds, tokens."""
+
+    vision_s: float = 0.0  #: time to encode one picture
+    prefill_s_per_token: float = 0.0
+    decode_s: float = 0.0  #: time of a step, whatever is in it
+    jitter_ratio: float = 0.0  #: a step takes up to this share more or less
+    seed: int = 0  #: of the jitter; answers do not depend on it
+    tokens_per_image: int = 64
+    num_output_tokens: int = 24  #: length of an answer, its end token included
+
+
+class MockTokenizer:
+    """A token per byte of any text, and one per word of the answers, with its leading space."""
+
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = frozenset({EOS_ID})
+    drops_leading_space = True
+
+    def __init__(self) -> None:
+        self._token_bytes = [bytes([value]) for value in range(256)]
+        self._token_bytes += [b"", b""]
+        self._token_bytes += [b" " + word.encode() for word in WORDS]
+
+    def encode(self, text: str) -> list[int]:
+        """Ordinary text to ids, one per byte of its UTF-8."""
+        return list(text.encode("utf-8", "replace"))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the text; empty for special tokens."""
+        return self._token_bytes[token_id]
+
+
+class MockProcessor:
+    """Prompts in a template of its own. Pictures are opened, not decoded: no pixel is looked at."""
+
+    max_model_len = MAX_MODEL_LEN
+    is_quick = True
+
+    def __init__(self, tokens_per_image: int) -> None:
+        self.tokenizer: Tokenizer = MockTokenizer()
+        self.tokens_per_image = tokens_per_image
+
+    def process_image(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> tuple[int, int]:
+        """Width and height. Raises: InvalidImage."""
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                size = image.size
+        except Exception as error:  # whatever a parser raises on strange bytes, they are the reason
+            raise InvalidImage("the picture cannot be decoded") from error
+        if size != expected_size:
+            raise InvalidImage("The picture is of another size than its header says.")
+        return size
+
+    def build_prompt(
+        self, messages: Items[ChatMessage], images: Items[tuple[str, tuple[int, int]]]
+    ) -> Prompt:
+        """`role: text` lines with one run of picture slots per picture."""
+        token_ids: list[int] = []
+        inputs: list[ImageInput] = []
+        for message in messages:
+            token_ids += self.tokenizer.encode(f"{message.role}: ")
+            for part in message.parts:
+                if isinstance(part, ImagePart):
+                    image_hash, size = images[part.image]
+                    inputs.append(
+                        ImageInput(len(token_ids), self.tokens_per_image, image_hash, size)
+                    )
+                    token_ids += [IMAGE_ID] * self.tokens_per_image
+                else:
+                    token_ids += self.tokenizer.encode(part.text)
+            token_ids += self.tokenizer.encode("\n")
+        token_ids += self.tokenizer.encode("assistant:")
+        return Prompt(token_ids, tuple(inputs))
+
+
+@dataclass(slots=True)
+class MockStep:
+    """A step on a device that is not there: one after another, each takes its time."""
+
+    result: StepResult
+    ready_at: float  #: `time.perf_counter`; 0 where no time is simulated
+    can_be_followed: bool = True
+
+    def wait(self) -> StepResult:
+        """Sleep until the step would be computed."""
+        if self.ready_at and (rest_s := self.ready_at - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        return self.result
+
+
+class MockRunner:
+    """Pretends to compute steps: draws words, counts pictures, takes as long as a model."""
+
+    vocab_size = VOCAB_SIZE
+    max_model_len = MAX_MODEL_LEN
+    computes_aside = False
+
+    def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
+        self.block_size = config.block_size
+        self.num_blocks = _num_kv_blocks(config)
+        self._mock = mock
+        self._random = Random(mock.seed)
+        self._answers: dict[str, bytes] = {}  # by request: its stream of words, as far as drawn
+        self._held_images: dict[str, set[str]] = {}  # by request: pictures whose features it holds
+        self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by picture, oldest first
+        self._encoder_cache_limit = config.encoder_cache_bytes
+        self._encoder_cache_bytes = 0
+        self._num_encoder_queries = 0
+        self._num_encoder_hits = 0
+        self._free_at = 0.0  # when the last step with a simulated time is done, `time.perf_counter`
+
+    def run(self, batch: Batch) -> StepResult:
+        """Launch a step and wait for it."""
+        return self.launch(batch).wait()
+
+    def launch(self, batch: Batch) -> "MockStep":
+        """Draw a token for each sequence that has caught up; they are known after the simulated time."""
+        choices = [self._choose(item) if item.samples else None for item in batch.items]
+        num_prefill_tokens = 0
+        num_images = 0
+        for item in batch.items:
+            if item.num_new_tokens > 1 or item.start < item.sequence.num_prompt_tokens:
+                num_prefill_tokens += item.num_new_tokens
+                num_images += self._encode_images(item)
+        mock = self._mock
+        vision_s = mock.vision_s * num_images
+        step_s = vision_s + mock.decode_s + mock.prefill_s_per_token * num_prefill_tokens
+        if step_s > 0:
+            jitter = 1 + mock.jitter_ratio * self._random.uniform(-1, 1)
+            vision_s *= jitter
+            self._free_at = max(self._free_at, time.perf_counter()) + step_s * jitter
+        return MockStep(StepResult(choices, vision_s), self._free_at)
+
+    def release(self, request_id: str) -> None:
+        """Drop what is kept for a request that ended."""
+        self._answers.pop(request_id, None)
+        self._held_images.pop(request_id, None)
+
+    def encoder_cache_counts(self) -> tuple[int, int, int]:
+        """Pictures asked for, found in the cache, and bytes now held."""
+        return self._num_encoder_queries, self._num_encoder_hits, self._encoder_cache_bytes
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by use, as pretended."""
+        return {
+            "weights": 0,
+            "kv_cache": self.num_blocks * self.block_size * KV_BYTES_PER_TOKEN,
+            "encoder_cache": self._encoder_cache_bytes,
+        }
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._answers.clear()
+        self._held_images.clear()
+        self._encoder_cache.clear()
+        self._encoder_cache_bytes = 0
+
+    def _choose(self, item: ScheduledSequence) -> TokenChoice:
+        sequence = item.sequence
+        sampling = sequence.sampling
+        position = item.output_position
+        ends = position + 1 >= self._mock.num_output_tokens and not sampling.ignore_eos
+        value = self._answer(sequence, position)
+        token_id = EOS_ID if ends else FIRST_WORD_ID + value
+        num_logprobs = sampling.num_logprobs
+        if num_logprobs is None:
+            return TokenChoice(token_id)
+        rivals = [FIRST_WORD_ID + (value + rank) % len(WORDS) for rank in range(1, num_logprobs)]
+        ranked = [token_id, *rivals][:num_logprobs]
+        return TokenChoice(
+            token_id, -0.1, tuple((rival, -0.1 - 3.0 * rank) for rank, rival in enumerate(ranked))
+        )
+
+    def _answer(self, sequence: Sequence, position: int) -> int:
+        """The number that stands at one position of the sequence's answer."""
+        stream = self._answers.get(sequence.request_id, b"")
+        if len(stream) <= position:
+            stream = answer_stream(sequence, num_bytes=max(2 * position, 64))
+            self._answers[sequence.request_id] = stream
+        return stream[position]
+
+    def _encode_images(self, item: ScheduledSequence) -> int:
+        """Pretend to encode the pictures that a share reads; returns how many no cache had."""
+        num_encoded = 0
+        for image in item.images:
+            held = self._held_images.setdefault(item.sequence.request_id, set())
+            if image.image_hash in held:
+                continue
+            held.add(image.image_hash)
+            self._num_encoder_queries += 1
+            if image.image_hash in self._encoder_cache:
+                self._num_encoder_hits += 1
+                self._encoder_cache.move_to_end(image.image_hash)
+            else:
+                num_encoded += 1
+                self._cache_image(image)
+        return num_encoded
+
+    def _cache_image(self, image: ImageInput) -> None:
+        num_bytes = image.num_tokens * FEATURE_BYTES_PER_TOKEN
+        self._encoder_cache[image.image_hash] = num_bytes
+        self._encoder_cache_bytes += num_bytes
+        while self._encoder_cache_bytes > self._encoder_cache_limit:
+            self._encoder_cache_bytes -= self._encoder_cache.popitem(last=False)[1]
+
+
+def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
+    """The start of an answer: a pure function of prompt, pictures and, unless greedy, seed."""
+    seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else None
+    pictures = [(image.offset, image.image_hash) for image in sequence.images]
+    stream = shake_128(repr((seed, sequence.num_prompt_tokens, pictures)).encode())
+    stream.update(array("q", sequence.token_ids[: sequence.num_prompt_tokens]))
+    return stream.digest(num_bytes)
+
+
+def create_mock_engine(
+    config: EngineConfig, mock: MockConfig
+) -> tuple[BatchingEngine, MockProcessor]:
+    """The mock behind the real engine, and what prepares its prompts."""
+    processor = MockProcessor(mock.tokens_per_image)
+    return BatchingEngine(MockRunner(config, mock), processor.tokenizer, config), processor
+
+
+def _num_kv_blocks(config: EngineConfig) -> int:
+    """As configured, or else enough for all sequences at their longest."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_bytes is not None:
+        return max(1, config.kv_cache_bytes // (KV_BYTES_PER_TOKEN * config.block_size))
+    max_model_len = config.max_model_len or MAX_MODEL_LEN
+    return config.max_num_seqs * -(-max_model_len // config.block_size)

@@ -1,0 +1,1 @@
+"""Model packages: found by name, read with care."""

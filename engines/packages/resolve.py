@@ -1,0 +1,167 @@
+"""A model's name to the directory with its files: built in, on this disk, or from the Hugging Face hub.
+
+Called by the loader. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean everywhere.
+It must not know what the files hold.
+"""
+
+import io
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm.auto import tqdm
+
+from engines.base import EngineStartError
+
+BUILT_IN = {"shapes": Path(__file__).parent / "shapes" / "checkpoint"}
+#: Root files only: other folders hold the same model in other formats.
+_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*.safetensors"]
+_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
+
+Report = Callable[[float], None]
+
+
+class ModelUnavailable(EngineStartError):
+    """The model's files cannot be had; the message says why and what to do."""
+
+
+def default_name(model: str) -> str:
+    """What a model is called on the wire when nobody says otherwise."""
+    if model in BUILT_IN:
+        return model
+    if Path(model).is_dir():
+        return Path(model).resolve().name
+    return model.partition("@")[0]
+
+
+def resolve_model(model: str, report: Report | None = None) -> Path:
+    """The directory of a built-in name, a directory, or a hub id `org/name[@revision]`.
+
+    Downloads what the cache lacks; `report` is told the share of bytes, and without it a progress bar is
+    drawn. Raises: ModelUnavailable.
+    """
+    if model in BUILT_IN:
+        return BUILT_IN[model]
+    directory = Path(model).expanduser()
+    if model and directory.is_dir():
+        return directory
+    if match := _HUB_ID.fullmatch(model):
+        return _fetch(match["repo"], match["revision"], report)
+    raise ModelUnavailable(
+        f"model {model!r} is unknown: give a built-in name ({', '.join(BUILT_IN)}), a directory, "
+        "or a hub id as org/name[@revision], such as llava-hf/llava-1.5-7b-hf"
+    )
+
+
+def _fetch(repo: str, revision: str | None, report: Report | None) -> Path:
+    try:
+        return _download(repo, revision, report)
+    except GatedRepoError:
+        raise ModelUnavailable(
+            f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, "
+            "then set HF_TOKEN to a token of the account that did"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelUnavailable(
+            f"{repo} is not on {constants.ENDPOINT}, or is private: check the name, "
+            "or set HF_TOKEN to a token that may read it"
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelUnavailable(f"{repo} has no revision {revision!r}") from None
+    except HFValidationError as error:
+        raise ModelUnavailable(f"{repo} is no hub id: {error}") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        raise ModelUnavailable(f"{constants.ENDPOINT} answers {status} for {repo}") from None
+
+
+def _download(repo: str, revision: str | None, report: Report | None) -> Path:
+    planned = _plan(repo, revision)
+    if planned is None:
+        return _from_cache(repo, revision)
+    if not any(file.filename.endswith(".safetensors") for file in planned):
+        raise ModelUnavailable(
+            f"{repo} has no safetensors weights; pickled ones (.bin) are not read, because unpickling "
+            "can run any code: look for a revision or a conversion with safetensors"
+        )
+    num_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
+    _check_disk(repo, num_bytes)
+    progress: dict[str, Any] = {}
+    if report is not None:
+        progress = {"tqdm_class": _reporting_bar(report, num_bytes)}
+    return Path(_snapshot(repo, revision, **progress))
+
+
+def _plan(repo: str, revision: str | None) -> list[Any] | None:
+    """The files to have, with sizes and whether the cache lacks them; None if the hub cannot be asked."""
+    try:
+        silent = _reporting_bar(lambda share: None, 1)
+        return _snapshot(repo, revision, dry_run=True, tqdm_class=silent)
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
+        raise
+    except OSError as error:  # DryRunError, or a file's size that could not be asked
+        if isinstance(error.__cause__, RepositoryNotFoundError):  # gated ones are such, too
+            raise error.__cause__ from None
+        return None
+
+
+def _from_cache(repo: str, revision: str | None) -> Path:
+    try:
+        return Path(_snapshot(repo, revision, local_files_only=True))
+    except FileNotFoundError:
+        raise ModelUnavailable(
+            f"{constants.ENDPOINT} cannot be reached, and {constants.HF_HUB_CACHE} holds no complete "
+            f"copy of {repo}{f'@{revision}' if revision else ''}"
+        ) from None
+
+
+def _snapshot(repo: str, revision: str | None, **options: Any) -> Any:
+    return snapshot_download(
+        repo,
+        revision=revision,
+        allow_patterns=_WANTED,
+        ignore_patterns=_UNWANTED,
+        **options,
+    )
+
+
+def _check_disk(repo: str, num_bytes: int) -> None:
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if num_bytes + _RESERVE_BYTES > free:
+        raise ModelUnavailable(
+            f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
+            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache"
+        )
+
+
+def _reporting_bar(report: Report, num_bytes: int) -> type[tqdm]:
+    """A progress bar that draws nothing and reports the share of bytes written."""
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            settings.pop("name", None)
+            self._counts_written = str(settings.get("desc", "")).startswith("Reconstructing")
+            super().__init__(*args, **settings | {"file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self._counts_written and num_bytes:
+                report(min(1.0, self.n / num_bytes))
+            return shown
+
+    return ReportingBar

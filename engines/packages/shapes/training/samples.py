@@ -1,0 +1,44 @@
+"""Draws the sample pictures, whose scenes are known: for the README, for curl, for smoke tests.
+
+python -m engines.packages.shapes.training.samples
+"""
+
+from pathlib import Path
+from random import Random
+
+import typer
+
+from engines.packages.shapes.training.render import Style, render
+from engines.packages.shapes.training.world import make_scene
+
+FOLDER = Path(__file__).parents[1] / "samples"
+STYLE = Style(supersampling=4, shade=0)
+SCENES = {
+    "shapes": make_scene(
+        "white",
+        ("red", "star", "top left"),
+        ("blue", "circle", "center"),
+        ("green", "square", "bottom right", "small"),
+    ),
+    "night": make_scene(
+        "black", ("yellow", "ring", "top right"), ("orange", "cross", "bottom left", "small")
+    ),
+    "crowd": make_scene(
+        "gray",
+        ("purple", "triangle", "top center"),
+        ("red", "star", "middle left", "small"),
+        ("yellow", "circle", "middle right"),
+        ("blue", "cross", "bottom center"),
+    ),
+}
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Write the pictures as PNG."""
+    folder.mkdir(exist_ok=True)
+    for name, scene in SCENES.items():
+        render(scene, Random(0), STYLE).save(folder / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

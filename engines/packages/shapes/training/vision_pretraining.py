@@ -1,0 +1,124 @@
+"""Stage 1: teaches the vision tower and the projector to read scenes, without the language model.
+
+python -m engines.packages.shapes.training.vision_pretraining --num-steps 8000
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.packages.shapes.training.architecture import IMAGE_SIZE, make_model, normalize
+from engines.packages.shapes.training.code_book import CodeBook
+from engines.packages.shapes.training.gallery import (
+    NUM_HELD_OUT,
+    Gallery,
+    load_gallery,
+    mirror_codes,
+)
+from engines.packages.shapes.training.llava import LlavaForConditionalGeneration
+from engines.packages.shapes.training.scene_targets import SILHOUETTE_SIZE, SceneTargets
+from engines.packages.shapes.training.trainer import Plan, Trainer
+
+SILHOUETTE_WEIGHT = 3.0  # in the loss
+
+
+class VisionStudent(nn.Module):
+    """What stage 1 trains: the model's eye, and a read-out of shapes' outlines that helps to teach it."""
+
+    def __init__(self, model: LlavaForConditionalGeneration) -> None:
+        super().__init__()
+        config: Any = model.config  # whose parts have no types
+        self.vision_tower = model.model.vision_tower
+        self.projector = model.model.multi_modal_projector
+        self.silhouette = nn.Linear(config.vision_config.hidden_size, SILHOUETTE_SIZE**2)
+        self.code_book = CodeBook.of_width(config.text_config.hidden_size)
+        self.patches_per_side = config.vision_config.image_size // config.vision_config.patch_size
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """What the decoder gets to see, and logits of what the patches' parts are covered by.
+
+        Shapes: uint8 (N, size, size, 3) in, float (N, P, width) and (N, P, SILHOUETTE_SIZE ** 2) out.
+        """
+        seen = self.vision_tower(normalize(pictures)).last_hidden_state[:, 1:]
+        return self.projector(seen), self.silhouette(seen)
+
+    def targets(self, pictures: Tensor, codes: np.ndarray) -> SceneTargets:
+        """What the patches of pictures with these codes should know."""
+        return SceneTargets.of(pictures, torch.from_numpy(codes), self.patches_per_side)
+
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: SceneTargets) -> Tensor:
+        """How far what `forward` gives is from what it should."""
+        features, silhouette = outputs
+        covered = F.binary_cross_entropy_with_logits(silhouette, targets.silhouette)
+        return self.code_book.loss(features, targets) + SILHOUETTE_WEIGHT * covered
+
+    @torch.no_grad()
+    def accuracy(self, gallery: Gallery) -> dict[str, float]:
+        """Share of right readings on the held-out end of a gallery."""
+        pictures = torch.from_numpy(gallery.pictures[-NUM_HELD_OUT:])
+        features = torch.cat([self(chunk)[0] for chunk in pictures.split(64)])
+        targets = self.targets(pictures, gallery.codes[-NUM_HELD_OUT:])
+        return self.code_book.accuracy(features, targets)
+
+
+def draw_pictures(
+    galleries: list[Gallery], num_pictures: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random pictures and their codes, as many from each gallery, half of them mirrored."""
+    drawn = []
+    for gallery in galleries:
+        indices = rng.integers(0, len(gallery.codes) - NUM_HELD_OUT, num_pictures // len(galleries))
+        pictures, codes = gallery.pictures[indices], gallery.codes[indices]
+        half = len(indices) // 2
+        pictures[:half], codes[:half] = pictures[:half, :, ::-1].copy(), mirror_codes(codes[:half])
+        drawn.append((pictures, codes))
+    return np.concatenate([pictures for pictures, _ in drawn]), np.concatenate(
+        [codes for _, codes in drawn]
+    )
+
+
+def main(
+    cache: Annotated[Path, typer.Option(help="where pictures and checkpoints go")] = Path(
+        ".cache/shapes"
+    ),
+    num_steps: int = 8000,
+    minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
+    batch_size: int = 64,
+    learning_rate: float = 1e-3,
+    num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
+    resume: bool = False,
+    num_threads: int = 2,
+    compile: bool = False,
+    autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
+) -> None:
+    """Train the eye."""
+    torch.set_num_threads(num_threads)
+    gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
+    crowds = load_gallery(cache / "crowds", num_shards // 2, IMAGE_SIZE, crowded=True)
+    student = VisionStudent(make_model())
+    forward = torch.compile(student) if compile else student
+
+    def loss_at(step: int) -> Tensor:
+        array, codes = draw_pictures([gallery, crowds], batch_size, np.random.default_rng(step))
+        pictures = torch.from_numpy(array)
+        return student.loss(forward(pictures), student.targets(pictures, codes))
+
+    def report() -> str:
+        return " ".join(f"{name} {share:.4f}" for name, share in student.accuracy(gallery).items())
+
+    trainer = Trainer(
+        student, loss_at, Plan(num_steps, learning_rate, average_decay=0.998), autocast
+    )
+    if resume:
+        trainer.load(cache / "vision")
+    trainer.run(cache / "vision", report, report_every=250, max_seconds=60 * minutes)
+
+
+if __name__ == "__main__":
+    typer.run(main)

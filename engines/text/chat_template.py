@@ -1,0 +1,119 @@
+"""A checkpoint's chat template: conversation in, prompt text out.
+
+Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's sandbox, with limits of
+time and memory. It must not know tokens beyond their spelling.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from engines.base import InvalidRequest
+from engines.packages.checkpoint_json import read_json
+from engines.text.template_rendering import (
+    CompiledTemplate,
+    TemplateFailure,
+    TemplateRefusal,
+    UnusableTemplate,
+)
+from shared.protocol import ChatMessage, ImagePart
+
+#: LLaVA-1.5's, as llava-hf publishes it; for checkpoints that bring none.
+LLAVA_TEMPLATE = """\
+{% for message in messages %}\
+{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}\
+{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}\
+{{ '<image>\\n' }}\
+{% endfor %}\
+{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}\
+{{ content['text'] + ' ' }}\
+{% endfor %}\
+{% endfor %}\
+{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
+"""
+_PROBE = "probe"
+
+
+class ChatTemplate:
+    """A compiled template, and whether it takes contents as lists of parts or as one string.
+
+    Raises: UnusableTemplate.
+    """
+
+    def __init__(
+        self, source: str, image_token: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.source = source
+        self._image_token = image_token
+        self._renderer = CompiledTemplate(source, dict(variables or {}))
+        self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
+        if self._content == "string" and not self._is_probe_rendered(f"{image_token}\n{_PROBE}"):
+            raise UnusableTemplate("the chat template has no place for pictures")
+
+    def render(self, messages: Sequence[ChatMessage], texts: Sequence[Sequence[str]]) -> str:
+        """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`.
+
+        Raises: InvalidRequest where the template refuses the conversation.
+        """
+        rendered = []
+        for message, replacements in zip(messages, texts, strict=True):
+            remaining = iter(replacements)
+            parts: list[dict[str, str]] = [
+                {"type": "image"}
+                if isinstance(part, ImagePart)
+                else {"type": "text", "text": next(remaining)}
+                for part in message.parts
+            ]
+            rendered.append({"role": message.role, "content": self._to_content(parts)})
+        try:
+            return self._renderer.render(rendered)
+        except TemplateRefusal as refusal:
+            raise InvalidRequest(
+                f"The model's chat template refuses this conversation: {refusal}"
+            ) from None
+        except TemplateFailure:
+            raise InvalidRequest(
+                "The model's chat template cannot render this conversation."
+            ) from None
+
+    def _to_content(self, parts: list[dict[str, str]]) -> list[dict[str, str]] | str:
+        if self._content == "parts":
+            return parts
+        return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
+
+    def _takes_parts(self) -> bool:
+        return self._is_probe_rendered([{"type": "image"}, {"type": "text", "text": _PROBE}])
+
+    def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
+        try:
+            text = self._renderer.render([{"role": "user", "content": content}])
+        except (TemplateRefusal, TemplateFailure):
+            return False
+        # A template that expects a string prints the list itself.
+        is_list_printed = "'type'" in text or '"type"' in text
+        found = (text.count(self._image_token), text.count(_PROBE))
+        return found == (1, 1) and not is_list_printed
+
+
+def read_chat_template(directory: Path) -> str | None:
+    """The template of a checkpoint, from the places and in the order in which transformers looks.
+
+    Raises: UnsupportedCheckpoint on files that are no JSON.
+    """
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        file = directory / name
+        if not file.is_file():
+            continue
+        fields = read_json(file)
+        found = fields.get("chat_template")
+        if isinstance(found, list):  # several by name
+            if not all(isinstance(entry, dict) for entry in found):
+                raise fields.refuse("chat_template", "is no list of objects")
+            named = [entry for entry in found if entry.get("name") == "default"]
+            found = named[-1].get("template") if named else None
+        if isinstance(found, str):
+            return found
+    return None

@@ -1,0 +1,88 @@
+"""Tokens to text while they come, exactly: the pieces add up to the decoding of the whole.
+
+Called by the engine, one object per answer. It must not know models, sequences or the wire. A
+character whose bytes are not all there is held back; so is text that may become a stop string.
+"""
+
+from codecs import utf_8_decode
+from collections.abc import Iterable
+
+from engines.core.runner import Tokenizer
+
+
+class Detokenizer:
+    """The text of one answer. `is_stopped` tells that a stop string has ended it."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._drops_space = tokenizer.drops_leading_space
+        self._incomplete = b""
+        self._stops = [StopString(text) for text in stop if text]
+        self._held = ""
+        self.is_stopped = False
+
+    def append(self, token_id: int) -> str:
+        """Take the next token; returns the text that it completes, at a constant cost."""
+        data = self._token_bytes(token_id)
+        if self._drops_space and data:
+            self._drops_space = False
+            data = data.removeprefix(b" ")
+        if self._incomplete:
+            data = self._incomplete + data
+        text, num_decoded = utf_8_decode(data, "replace", False)
+        self._incomplete = data[num_decoded:]
+        return self._release(text) if self._stops else text
+
+    def finish(self) -> str:
+        """The rest: what was held back, with U+FFFD for the bytes of an incomplete character."""
+        text, _ = utf_8_decode(self._incomplete, "replace", True)
+        self._incomplete = b""
+        released = self._release(text) if self._stops else text
+        rest, self._held = self._held, ""
+        return released + rest
+
+    def _release(self, text: str) -> str:
+        """What of the text can be part of no stop string any more, or lies before the first one.
+
+        The first one is the one that is complete first; of several, the longest.
+        """
+        if self.is_stopped:
+            return ""
+        for index, character in enumerate(text):
+            num_stop_characters = 0
+            for stop in self._stops:
+                if stop.advance(character):
+                    num_stop_characters = max(num_stop_characters, len(stop.text))
+            if num_stop_characters:
+                self.is_stopped = True
+                released = (self._held + text[: index + 1])[:-num_stop_characters]
+                self._held = ""
+                return released
+        known = self._held + text
+        num_held = max(stop.num_matched for stop in self._stops)
+        self._held = known[len(known) - num_held :]
+        return known[: len(known) - num_held]
+
+
+class StopString:
+    """Finds one string in a stream of characters, at a constant cost per character on average.
+
+    Source: Knuth, Morris, Pratt, "Fast pattern matching in strings", 1977.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0  #: length of the longest prefix with which the stream now ends
+        self._borders = [0]  # per prefix: length of its longest proper prefix that also ends it
+        for character in text[1:]:
+            self._borders.append(self._extend(self._borders[-1], character))
+
+    def advance(self, character: str) -> bool:
+        """Take the next character; returns whether the string is complete, which ends it."""
+        self.num_matched = self._extend(self.num_matched, character)
+        return self.num_matched == len(self.text)
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self.text[num_matched] != character:
+            num_matched = self._borders[num_matched - 1]
+        return num_matched + (self.text[num_matched] == character)

@@ -1,0 +1,248 @@
+"""A checkpoint's tokenizer.json: text to ids as transformers would, ids to raw bytes.
+
+Used by the prompt builder and the detokenizer, from any thread. Knows no templates and no tensors.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from engines.packages.checkpoint_json import Fields, read_json, shown
+from engines.text.prompt import ControlToken
+from engines.text.token_bytes import ByteDecoder
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import MAX_VOCAB_SIZE
+
+#: of a text by a normalizer, or of a token by a decoder
+MAX_GROWTH = 64
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class HfTokenizer:
+    """Keeps the engine's `Tokenizer` protocol and the prompt builder's.
+
+    `template` is the chat template: added tokens that it spells are control tokens too, special or not.
+    Raises: UnsupportedCheckpoint.
+    """
+
+    def __init__(self, directory: Path, image_token_id: int, template: str = "") -> None:
+        content = _read_tokenizer_json(directory)
+        settings = read_json(directory / "tokenizer_config.json")
+        self.special_variables = _special_variables(settings)
+        backend = _load_backend(content, settings)
+        self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self._texts = {index: text for text, index in self._ids.items()}
+        if image_token_id not in self._texts:
+            raise UnsupportedCheckpoint(
+                f"the tokenizer has no token with the picture's id {image_token_id}"
+            )
+        self.image_token = self._texts[image_token_id]
+        self.vocab_size = max(self._texts) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise UnsupportedCheckpoint(
+                f"tokenizer.json: model.vocab has the id {self.vocab_size - 1}; ids are below {MAX_VOCAB_SIZE}"
+            )
+        self.bos_token: str | None = self.special_variables.get("bos_token")
+        self.eos_token_ids: frozenset[int] = frozenset(
+            _eos_token_ids(directory, self._ids, self.special_variables)
+        )
+        self.control_tokens: Mapping[str, ControlToken] = self._find_control_tokens(
+            backend, template
+        )
+        self.prefix_ids: Sequence[int]
+        self.suffix_ids: Sequence[int]
+        self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
+        self._encoders = _PieceEncoders(content, self.control_tokens.keys())
+        decoder = ByteDecoder(content.get("decoder"))
+        self.drops_leading_space = decoder.drops_leading_space
+        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._bytes = [
+            b""
+            if index in special or index not in self._texts
+            else decoder.decode(self._texts[index])
+            for index in range(self.vocab_size)
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """Ordinary text to ids: control tokens spelled in it stay text; nothing is put around it."""
+        return self.encode_piece(text, is_first=True)
+
+    def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
+        """Plain text at the start of a prompt, or behind a control token."""
+        backend = self._encoders.first if is_first else self._encoders.later
+        tokens = backend.encode(text, add_special_tokens=False).tokens
+        if any(token in self.control_tokens for token in tokens):
+            # A vocabulary may hold control tokens as plain ones too; single characters cannot make them.
+            tokens = [t for c in text for t in backend.encode(c, add_special_tokens=False).tokens]
+        return [self._ids[token] for token in tokens]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the text; empty for special and unknown tokens."""
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def _find_control_tokens(self, backend: Backend, template: str) -> dict[str, ControlToken]:
+        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        names = {t for t, token in added.items() if token.special or (t.strip() and t in template)}
+        names |= {self.image_token} | {
+            self._texts[i] for i in self.eos_token_ids if i in self._texts
+        }
+        return {
+            name: ControlToken(
+                self._ids[name],
+                name,
+                lstrip=name in added and added[name].lstrip,
+                rstrip=name in added and added[name].rstrip,
+            )
+            for name in sorted(names)
+            if len(name) > 1
+        }
+
+
+def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and behind a text, such as BOS."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start], full[start + len(plain) :]
+    raise UnsupportedCheckpoint(
+        "tokenizer.json: post_processor does not keep the text's own tokens"
+    )
+
+
+class _PieceEncoders:
+    """Backends without control tokens, for pieces of text at the start of a prompt and for later ones.
+
+    They differ where Metaspace puts a space before the `first` piece only.
+    """
+
+    def __init__(self, content: dict[str, Any], control_tokens: Set[str]) -> None:
+        added = content.get("added_tokens") or []
+        plain = content | {
+            "added_tokens": [t for t in added if t["content"] not in control_tokens],
+            "post_processor": None,
+        }
+        later = plain | {"pre_tokenizer": _never_first(plain.get("pre_tokenizer"))}
+        self.first = Backend.from_str(json.dumps(plain))
+        self.later = self.first if later == plain else Backend.from_str(json.dumps(later))
+
+
+def _never_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    if pre_tokenizer is None:
+        return None
+    if pre_tokenizer["type"] == "Sequence":
+        steps = [_never_first(step) for step in pre_tokenizer["pretokenizers"]]
+        return pre_tokenizer | {"pretokenizers": steps}
+    if pre_tokenizer.get("prepend_scheme") == "first":
+        return pre_tokenizer | {"prepend_scheme": "never"}
+    return pre_tokenizer
+
+
+def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
+    """The tokenizer with all its special tokens, those that only its settings name included."""
+    fields = Fields("tokenizer.json", content)
+    if fields.section("model").get("type", "BPE") != "BPE":
+        raise UnsupportedCheckpoint(
+            "tokenizer.json is no byte-pair encoding; LLaMA's family uses that"
+        )
+    for name in ("normalizer", "decoder"):
+        if _growth(fields.section(name).values) > MAX_GROWTH:
+            raise fields.refuse(name, f"makes texts more than {MAX_GROWTH} times as long")
+    try:
+        backend = Backend.from_str(json.dumps(content))
+    except Exception as error:  # the library raises bare Exception
+        raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {error}") from None
+    declared = settings.section("added_tokens_decoder")
+    if not all(index.isascii() and index.isdigit() for index in declared.values):
+        raise settings.refuse("added_tokens_decoder", "has a key that is no token id")
+    for index in sorted(declared.values, key=int):
+        backend.add_tokens([_to_added_token(declared, index, declared.get(index))])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [(name, settings.get(name)) for name in _NAMED if settings.get(name)]
+    for name, entry in [*named, *_extras(settings)]:
+        token = _to_added_token(settings, name, entry)
+        if token.content not in known:  # adding it again would change how it is found
+            backend.add_special_tokens([token])
+    return backend
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times as long a normalizer or decoder can make a text; what it cannot read is no step of ours."""
+    inner = step.get("normalizers") or step.get("decoders")
+    if isinstance(inner, list):
+        return math.prod(_growth(part) for part in inner if isinstance(part, dict))
+    pattern, content = step.get("pattern"), step.get("content")
+    if step.get("type") != "Replace" or not isinstance(content, str):
+        return 1.0
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    # A regular expression may match between any two characters.
+    return max(1.0, len(content) / len(literal)) if literal else 1.0 + len(content)
+
+
+def _extras(settings: Fields) -> Iterable[tuple[str, Any]]:
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        found = settings.get(key) or []
+        if not isinstance(found, dict | list):
+            raise settings.refuse(key, f"is {shown(found)}, no list and no object")
+        yield from (
+            (key, entry) for entry in (found.values() if isinstance(found, dict) else found)
+        )
+
+
+def _to_added_token(fields: Fields, name: str, entry: Any) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, special=True, normalized=False)
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        raise fields.refuse(name, f"is {shown(entry)}, no token")
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(entry["content"], **{flag: bool(entry.get(flag, False)) for flag in flags})
+
+
+def _special_variables(settings: Fields) -> dict[str, str]:
+    """What templates know as `bos_token` and so on."""
+    return {
+        name: _to_added_token(settings, name, settings.get(name)).content
+        for name in _NAMED
+        if settings.get(name)
+    }
+
+
+def _eos_token_ids(directory: Path, ids: dict[str, int], variables: dict[str, str]) -> set[int]:
+    """Where generation ends: as generation_config.json says, else config.json, else the tokenizer."""
+    config = read_json(directory / "config.json")
+    sources = (
+        read_json(directory / "generation_config.json"),
+        config,
+        config.section("text_config"),
+    )
+    for source in sources:
+        found = source.get("eos_token_id")
+        if found is not None:
+            found = found if isinstance(found, list) else [found]
+            if not all(type(i) is int and 0 <= i < MAX_VOCAB_SIZE for i in found):
+                raise source.refuse("eos_token_id", f"is {shown(found)}, no token ids")
+            return set(found)
+    name = variables.get("eos_token")
+    return {ids[name]} if name in ids else set()
+
+
+def _read_tokenizer_json(directory: Path) -> dict[str, Any]:
+    content = read_json(directory / "tokenizer.json").values
+    if not content:
+        raise UnsupportedCheckpoint(
+            "the checkpoint has no tokenizer.json; save its fast tokenizer there"
+        )
+    return {**content, "truncation": None, "padding": None}

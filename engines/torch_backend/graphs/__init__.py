@@ -1,0 +1,1 @@
+"""CUDA graphs of a decode step."""

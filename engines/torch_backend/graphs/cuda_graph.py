@@ -1,0 +1,172 @@
+"""Steps in which every sequence has one new token, captured in CUDA graphs and replayed.
+
+Used by the runner on a GPU. A step is filled into the buffers of the next larger batch size, and one launch
+replays all of it: embedding, layers, output head, and drawing the tokens. These stay on the device too, where the
+step behind may take them up before the host has seen them. A graph is captured when its batch size
+and way of drawing are first met. Without a GPU the same function runs eagerly over the same buffers, which is how
+tests hold it to the plain path.
+"""
+
+import logging
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.runner import ComputedStep, RunningStep, StepResult
+from engines.core.sequence import ScheduledSequence
+from engines.torch_backend.graphs.cuda_decoder import CudaDecoder
+from engines.torch_backend.graphs.decode_buffers import DecodeBuffers
+from engines.torch_backend.graphs.decode_step import NO_TOKEN, DecodeStep
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.sampling.choose import draw, is_limited
+from engines.torch_backend.sampling.sampler import needs_host, sample
+from shared.protocol import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Drawing(Enum):
+    """What a graph does with the scores."""
+
+    BEST = auto()  #: takes the best
+    RANDOM = auto()  #: draws, where a row is not greedy
+    LIMITED = auto()  #: draws among some of the tokens
+
+
+class DecodeGraphs:
+    """Captured steps by batch size and way of drawing."""
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        pool: KVCachePool,
+        rotary: RotaryTable,
+        max_num_seqs: int,
+        vocab_size: int,
+    ) -> None:
+        """The last block of the pool must be nobody's: rows without a sequence write there."""
+        self._decoder = decoder
+        self._pool = pool
+        self._rotary = rotary
+        self._vocab_size = vocab_size
+        self._table_width = -(-len(rotary.cos) // pool.block_size)
+        self._device = rotary.cos.device
+        self._sizes = batch_sizes(max_num_seqs)
+        # what the last step drew, by its rows; 0 where it drew nothing, which can be embedded too
+        self._drawn = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
+        self._buffers: dict[int, DecodeBuffers] = {}
+        self._graphs: dict[tuple[int, Drawing], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._memory: Any = None  # of torch's allocator, shared by all graphs
+
+    def can_run(self, items: list[ScheduledSequence]) -> bool:
+        """Whether a step has one new token of each sequence, none of which is a picture's."""
+        return len(items) <= self._sizes[-1] and all(
+            item.num_new_tokens == 1 and item.samples and not item.images for item in items
+        )
+
+    def launch(self, items: list[ScheduledSequence]) -> RunningStep:
+        """Draw the next token of each sequence; waits for them only where the sampler needs the scores.
+
+        Raises: SequenceFailure for scores that are no numbers.
+        """
+        params = [item.sequence.sampling for item in items]
+        if any(map(needs_host, params)):
+            logits, _, _ = self._compute(items, Drawing.BEST)
+            choices = sample(logits[: len(items)], [item.sequence for item in items])
+            return ComputedStep(StepResult(list(choices)))
+        _, token_ids, buffers = self._compute(items, _choose_drawing(params))
+        return DecodeStep(items, *buffers.fetch(token_ids))
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        """Capture what will be met soon, the largest first, whose memory the others share. Returns: whether it worked."""
+        try:
+            for size in reversed(self._sizes):
+                for drawing in (Drawing.BEST, Drawing.RANDOM):
+                    self._compute([], drawing, size)
+            self._compute([], Drawing.LIMITED, self._sizes[0])
+        except RuntimeError as error:
+            logger.warning("steps are not captured in CUDA graphs: %s", str(error)[:500])
+            return False
+        return True
+
+    def _compute(
+        self, items: list[ScheduledSequence], drawing: Drawing, size: int | None = None
+    ) -> tuple[Tensor, Tensor, DecodeBuffers]:
+        """Scores and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
+        size = size or next(size for size in self._sizes if size >= len(items))
+        buffers = self._buffers.get(size) or self._create_buffers(size)
+        buffers.fill(items)
+        if self._device.type != "cuda":
+            return *self._step(buffers, drawing), buffers
+        captured = self._graphs.get((size, drawing)) or self._capture(size, drawing)
+        graph, logits, token_ids = captured
+        graph.replay()
+        return logits, token_ids, buffers
+
+    def _create_buffers(self, size: int) -> DecodeBuffers:
+        pool = self._pool
+        buffers = DecodeBuffers(
+            size,
+            self._table_width,
+            pool.block_size,
+            self._vocab_size,
+            padding_slot=(pool.num_blocks - 1) * pool.block_size,
+            device=self._device,
+        )
+        self._buffers[size] = buffers
+        return buffers
+
+    def _step(self, buffers: DecodeBuffers, drawing: Drawing) -> tuple[Tensor, Tensor]:
+        """What is captured: it reads and writes device memory alone."""
+        decoder, pool = self._decoder, self._pool
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return decoder.ops.attend_decodes(pool, layer, query, buffers.tables, buffers.lengths)
+
+        followed = buffers.followed
+        drawn_before = self._drawn.index_select(0, followed.clamp(min=0))
+        x = decoder.embed(torch.where(followed < 0, buffers.token_ids, drawn_before))
+        hidden = decoder(x, self._rotary, buffers.positions, buffers.slots, pool, attend)
+        logits = decoder.logits(hidden)
+        scores = logits.float()
+        best, token_ids = scores.max(dim=-1)
+        if drawing is not Drawing.BEST:
+            is_limited = drawing is Drawing.LIMITED
+            drawn = draw(scores, buffers.draw_params, limited=is_limited, is_exact=True)
+            token_ids = torch.where(buffers.is_drawn > 0, drawn, token_ids)
+        token_ids = token_ids.masked_fill(~best.isfinite(), NO_TOKEN)
+        self._drawn[: len(token_ids)].copy_(token_ids.clamp(min=0))
+        return logits, token_ids
+
+    def _capture(self, size: int, drawing: Drawing) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        buffers = self._buffers[size]
+        drawn_before = self._drawn.clone()
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their memory
+            self._step(buffers, drawing)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._drawn.copy_(drawn_before)  # for the replay, which is the same step once more
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits, token_ids = self._step(buffers, drawing)
+        self._memory = graph.pool()
+        self._graphs[size, drawing] = graph, logits, token_ids
+        return graph, logits, token_ids
+
+
+def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The sizes to which a batch is padded: at most 7 rows, or less than half, are idle."""
+    small = [size for size in (1, 2, 4) if size < max_num_seqs]
+    return (*small, *range(8, max_num_seqs, 8), max_num_seqs)
+
+
+def _choose_drawing(params: list[SamplingParams]) -> Drawing:
+    drawn = [p for p in params if p.temperature > 0]
+    if any(map(is_limited, drawn)):
+        return Drawing.LIMITED
+    return Drawing.RANDOM if drawn else Drawing.BEST

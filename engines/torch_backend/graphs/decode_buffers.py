@@ -1,0 +1,90 @@
+"""The fixed memory of steps in which each of up to B sequences has one new token.
+
+Owned by `cuda_graph`, whose graphs read these very tensors. A step is described in memory of the host, and sent
+to the device in three copies. Rows without a sequence have no context and keep what they compute in a slot that
+nobody reads. The host has everything twice, as the device may not have read one step when the next is described.
+
+Shape letters: B rows, W blocks of the longest context.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.core.sequence import ScheduledSequence
+from engines.torch_backend.sampling.choose import LEAST_TEMPERATURE, DrawParams
+from engines.torch_backend.sampling.noise import signed, stream_key
+
+
+class DecodeBuffers:
+    """Host and device memory of one batch size."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        table_width: int,
+        block_size: int,
+        vocab_size: int,
+        padding_slot: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        # of a row without a sequence; in the order of the views below
+        self._idle = np.array([[0, 0, padding_slot, 0, 0, 0, vocab_size, -1]]).T
+        self._idle_numbers = np.array([[1.0, 1.0, 0.0]]).T
+        is_pinned = device.type == "cuda"
+        self._hosts = [
+            (
+                torch.zeros(8, num_rows, dtype=torch.int64, pin_memory=is_pinned),
+                torch.zeros(3, num_rows, dtype=torch.float32, pin_memory=is_pinned),
+                torch.zeros(num_rows, table_width, dtype=torch.int32, pin_memory=is_pinned),
+                torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_pinned),  # tokens drawn
+            )
+            for _ in range(2)
+        ]
+        self._device = tuple(tensor.to(device, copy=True) for tensor in self._hosts[0][:3])
+        integers, numbers, self.tables = self._device  # tables: (B, W)
+        self.token_ids, self.positions, self.slots, self.lengths = integers[:4]
+        self.is_drawn, keys, top_ks = integers[4:7]  # is_drawn: (B,) 0 where the best is taken
+        self.followed = integers[
+            7
+        ]  #: (B,) the row of the step before that draws the token; -1: it is known
+        temperatures, top_ps, min_ps = numbers
+        self.draw_params = DrawParams(keys, top_ks, temperatures, top_ps, min_ps)
+
+    def fill(self, items: list[ScheduledSequence]) -> None:
+        """Describe a step, and send it to the device. The step before the last one must be computed."""
+        self._hosts.reverse()
+        *described, _ = self._hosts[0]
+        integers, numbers, tables = (tensor.numpy() for tensor in described)
+        integers[:], numbers[:] = self._idle, self._idle_numbers
+        for row, item in enumerate(items):
+            sequence, sampling = item.sequence, item.sequence.sampling
+            position = item.start
+            block, offset = divmod(position, self._block_size)
+            integers[:, row] = (
+                sequence.token_ids[position] if item.follows is None else 0,
+                position,
+                sequence.block_ids[block] * self._block_size + offset,
+                position + 1,
+                sampling.temperature > 0,
+                signed(stream_key(sampling.seed, item.output_position)),
+                min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size,
+                -1 if item.follows is None else item.follows,
+            )
+            temperature = max(sampling.temperature, LEAST_TEMPERATURE)
+            numbers[:, row] = temperature, min(sampling.top_p, 1.0), sampling.min_p
+            tables[row, : block + 1] = sequence.block_ids[: block + 1]
+        for host, device in zip(described, self._device, strict=True):
+            device.copy_(host, non_blocking=True)
+
+    def fetch(self, token_ids: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Send the tokens of the step last described to the host: where they come to lie, and what tells of it."""
+        host = self._hosts[0][-1]
+        host.copy_(token_ids, non_blocking=True)
+        if not token_ids.is_cuda:
+            return host, None
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return host, arrival

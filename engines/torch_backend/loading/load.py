@@ -1,0 +1,140 @@
+"""From a model's name to an engine that can serve: files, configuration, weights, caches, warm-up.
+
+Called by the engine factory. It must not know the queue or settings.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engines.base import EngineStartError
+from engines.core.engine import BatchingEngine
+from engines.core.prefill_limit import measure_prefill_limit
+from engines.packages.resolve import default_name, resolve_model
+from engines.registry import EngineSpec, LoadedEngine, Progress
+from engines.text.chat_template import (
+    LLAVA_TEMPLATE,
+    ChatTemplate,
+    UnusableTemplate,
+    read_chat_template,
+)
+from engines.text.prompt import PromptBuilder
+from engines.text.tokenizer import HfTokenizer
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.multimodal.image_processor import load_image_processor
+from engines.torch_backend.multimodal.processor import TorchProcessor
+from engines.torch_backend.ops.cpu.kernels import load_kernels
+from engines.torch_backend.ops.cpu_level import choose_level
+from engines.torch_backend.runner import TorchRunner
+from shared.protocol import ModelCard
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_engine(spec: EngineSpec) -> LoadedEngine:
+    """Make the engine of a model; blocks until it has answered a warm-up.
+
+    Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
+    """
+    phases = _Phases(spec.progress)
+    device = choose_device(spec.device)
+    dtype = choose_dtype(spec.dtype, device)
+    with phases.measure("download"):
+        report = phases.tell("download") if spec.progress else None
+        directory = resolve_model(spec.model, report)
+    free = free_bytes(device)
+    kernels = None
+    if device.type == "cpu":
+        with phases.measure("compile"):
+            kernels = load_kernels(spec.cpu_kernels)
+    with phases.measure("load"):
+        config = read_config(directory)
+        processor = create_processor(directory, config)
+        scheme = None if spec.quantization == "none" else SCHEMES[spec.quantization]
+        model = load_model(
+            directory, config, device, dtype, scheme, phases.tell("load"), phases.seconds, kernels
+        )
+        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free, kernels)
+    with phases.measure("warmup"):
+        runner.warm_up()
+        limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
+        runner.follow(limit)
+    engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds, limit)
+    processor.max_model_len = engine.max_model_len
+    card = ModelCard(
+        name=spec.served_name or default_name(spec.model),
+        created_at=int(time.time()),
+        max_model_len=engine.max_model_len,
+        vocab_size=config.text.vocab_size,
+        tokens_per_image=config.tokens_per_image,
+    )
+    return LoadedEngine(engine, processor, card)
+
+
+def create_processor(directory: Path, config: VLMConfig) -> TorchProcessor:
+    """Tokenizer, chat template and image processor of a checkpoint. Raises: UnsupportedCheckpoint."""
+    try:
+        source = read_chat_template(directory) or LLAVA_TEMPLATE
+        tokenizer = HfTokenizer(directory, config.image_token_id, source)
+        template = ChatTemplate(source, tokenizer.image_token, tokenizer.special_variables)
+    except UnusableTemplate as error:
+        raise UnsupportedCheckpoint(str(error)) from None
+    builder = PromptBuilder(tokenizer, template, config.image_token_id, config.tokens_per_image)
+    image_processor = load_image_processor(directory, config.vision.image_size)
+    max_model_len = config.text.max_position_embeddings
+    return TorchProcessor(
+        tokenizer, image_processor, builder, max_model_len, config.tokens_per_image
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one. Raises: EngineStartError for a device that is not there."""
+    num_gpus = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise EngineStartError(f"device {name!r} is unknown: give auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise EngineStartError(
+            f"device {name} is not there: torch sees {num_gpus} GPUs; give another, or auto"
+        )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes bfloat16 where the device multiplies it fast, else float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    is_fast = device.type == "cuda" or choose_level().has_fast_bfloat16
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+class _Phases:
+    """How long each phase of the start took, told to whoever watches."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress or (lambda phase, share: None)
+
+    def tell(self, phase: str) -> Callable[[float], None]:
+        """A callback for the share of one phase."""
+        return lambda share: self._progress(phase, share)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Time a phase; what is told of another one within it is not counted twice."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
+        self._progress(phase, 0.0)
+        yield
+        within = sum(self.seconds.values()) - before
+        self.seconds[phase] = time.perf_counter() - started - within
+        self._progress(phase, 1.0)

@@ -1,0 +1,157 @@
+"""The safetensors files of a checkpoint: what they hold, and tensors out of and into them one by one.
+
+Used by the loader, the quantizer and the checkpoint maker. Never pickle. Knows no models and no engines.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engines.packages.checkpoint_json import read_json
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MAX_SHARD_BYTES = 2 * 1024**3
+#: bytes of what is no floating-point number, and so keeps its type
+_INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_READABLE = frozenset(["F64", *_FLOATS, *_INTEGER_BYTES])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a checkpoint keeps a weight. `kind` is safetensors' name of its type."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def float_dtype(self) -> torch.dtype | None:
+        """Its floating-point type, if it is one that models are computed in."""
+        return _FLOATS.get(self.kind)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes in memory where floating-point numbers become `dtype`."""
+        return self.num_values * _INTEGER_BYTES.get(self.kind, dtype.itemsize)
+
+    def map(self) -> Tensor:
+        """The tensor in its file, mapped: nothing is read before it is looked at, nothing ever copied.
+
+        Each has a mapping of its own, so that the pages of one that is dropped are let go.
+        """
+        with safe_open(self.file, "pt") as content:
+            return content.get_tensor(self.name)
+
+
+def list_tensors(directory: Path) -> list[StoredTensor]:
+    """What the safetensors files of a checkpoint hold, without reading weights.
+
+    Raises: UnsupportedCheckpoint.
+    """
+    stored: list[StoredTensor] = []
+    for file in _weight_files(directory):
+        if not file.is_file():
+            raise UnsupportedCheckpoint(f"{INDEX_FILE} names {file.name}, which is not there")
+        try:
+            stored += _list_file(file)
+        except SafetensorError as error:
+            raise UnsupportedCheckpoint(f"{file.name} is damaged: {error}") from None
+    return stored
+
+
+def _list_file(file: Path) -> Iterator[StoredTensor]:
+    with safe_open(file, "pt") as content:
+        for name in content.keys():  # noqa: SIM118 - no mapping
+            part = content.get_slice(name)
+            kind = part.get_dtype()
+            if kind not in _READABLE:
+                known = ", ".join(sorted(_READABLE))
+                raise UnsupportedCheckpoint(
+                    f"{file.name}: the weight {name} is of the type {kind}; readable: {known}"
+                )
+            yield StoredTensor(name, file, tuple(part.get_shape()), kind)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX_FILE
+    if index.is_file():
+        names = read_json(index).section("weight_map").values.values()
+        if not all(isinstance(name, str) for name in names):
+            raise UnsupportedCheckpoint(f"{INDEX_FILE}: weight_map names what is no file")
+        if any(Path(name).name != name for name in names):
+            raise UnsupportedCheckpoint(f"{INDEX_FILE} names files outside the checkpoint")
+        return [directory / name for name in sorted(set(names))]
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+        raise UnsupportedCheckpoint(
+            "the checkpoint has pickled weights only (.bin); unpickling can run any code, so only "
+            "safetensors are read: save it again with transformers' save_pretrained"
+        )
+    raise UnsupportedCheckpoint(f"the checkpoint has no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+class TensorWriter:
+    """Writes tensors into files of limited size; `close` names them as transformers does.
+
+    Memory stays at one file's tensors.
+    """
+
+    def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        self._directory = directory
+        self._max_shard_bytes = max_shard_bytes
+        self._tensors: dict[str, Tensor] = {}  # of the file that is to be written next
+        self._num_bytes = 0
+        self._total_bytes = 0
+        self._shards: list[list[str]] = []  # names of what each written file holds
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, and write a file when it is full. Raises: OSError."""
+        if self._tensors and self._num_bytes + tensor.nbytes > self._max_shard_bytes:
+            self._write()
+        self._tensors[name] = tensor.contiguous()
+        self._num_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the rest, and the index if there are several files. Raises: OSError."""
+        self._write()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self._directory / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2) + "\n"
+        (self._directory / INDEX_FILE).write_text(text, encoding="utf-8")
+
+    def _write(self) -> None:
+        file = self._part(len(self._shards))
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(self._tensors, file, metadata={"format": "pt"})
+        file.chmod(mode)  # save_file's own is for the owner alone
+        self._shards.append(list(self._tensors))
+        self._total_bytes += self._num_bytes
+        self._tensors, self._num_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"part-{number}.tmp"

@@ -1,0 +1,185 @@
+"""A checkpoint to a model: mapped where it can be, converted or quantized tensor by tensor where it must be.
+
+Called by the loader. On a CPU a weight that is stored in the engine's precision is used where its file is mapped:
+starting reads nothing twice, and all workers of a machine share the pages. So a file in use may be replaced,
+as `save_pretrained` and downloads do, but not written into. Knows no requests and no engine.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.base import EngineStartError
+from engines.torch_backend.layers.quantization import SCHEMES, Scheme
+from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
+from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
+from engines.torch_backend.models.llava import Llava, map_state_dict
+from engines.torch_backend.ops.cpu.kernels import CpuKernels
+from engines.torch_backend.ops.cpu.packed_linear import pack_linears, pack_tower
+from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
+
+_MAX_NAMES = 5  # in messages
+
+
+class ModelTooLarge(EngineStartError):
+    """The weights do not fit the device's memory; the message has the numbers and what would fit."""
+
+
+class WeightReader:
+    """Reads tensors to a device, and quantizes those that a scheme applies to.
+
+    `dtype` None keeps every tensor's own; so do matrices of the types in `kept`, which C++ kernels read as they are
+    stored. `quantize_s` is the part of the time that went into quantizing.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        scheme: Scheme | None,
+        kept: frozenset[torch.dtype] = frozenset(),
+    ) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._scheme = scheme
+        self._kept = kept
+        self.quantize_s = 0.0
+
+    def read(self, stored: StoredTensor) -> dict[str, Tensor]:
+        """The tensor by its name, or its quantized parts by theirs."""
+        value = stored.map()
+        if not value.is_floating_point():
+            return {stored.name: value.to(self._device)}
+        dtype = self._dtype or value.dtype
+        if self._scheme is None or not self._scheme.applies_to(stored.name, stored.shape):
+            kept = dtype_as_kept(stored, self._kept)
+            return {stored.name: value.to(self._device, kept or dtype)}
+        started = time.perf_counter()
+        dtype = value.dtype if value.dtype in self._kept else dtype  # of scales
+        parts = self._scheme.quantize_state_dict({stored.name: value.to(self._device)}, dtype)
+        self.quantize_s += time.perf_counter() - started
+        return parts
+
+
+def dtype_as_kept(stored: StoredTensor, kept: frozenset[torch.dtype]) -> torch.dtype | None:
+    """The type of a matrix that is used as it is stored; None for what is converted."""
+    is_matrix = len(stored.shape) == 2 and "position_embedding" not in stored.name
+    return stored.float_dtype if is_matrix and stored.float_dtype in kept else None
+
+
+def load_model(
+    directory: Path,
+    config: VLMConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: Scheme | None = None,
+    progress: Callable[[float], None] | None = None,
+    seconds: dict[str, float] | None = None,
+    kernels: CpuKernels | None = None,
+    level: CpuLevel | None = None,
+) -> Llava:
+    """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
+
+    `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
+    `kernels`, matrices are in the forms that these read, and `CpuDecoder` and `cpu_maps` compute with them; tower and
+    projector are in int8 then, if the decoder is in few bits. Without them, torch's are those that are fastest on
+    `level`, by default this machine's.
+    Raises: UnsupportedCheckpoint, ModelTooLarge.
+    """
+    stored = list_tensors(directory)
+    kept = frozenset() if kernels is None else kernels.float_dtypes
+    check_memory(stored, device, dtype, scheme, kept)
+    with torch.device("meta"):
+        model = Llava(config)
+    form = choose_form(config, scheme)
+    if form is not None:
+        form.swap_linears(model, dtype)
+    reader = WeightReader(device, dtype, scheme, kept)
+    read = _read_all(reader, stored, progress or (lambda share: None))
+    weights = map_state_dict(read, config)
+    read.clear()
+    _check_names(weights, dict(model.state_dict()))
+    model.load_state_dict(weights, assign=True)
+    weights.clear()
+    started = time.perf_counter()
+    if kernels is not None:
+        pack_linears(model, kernels, dtype)
+        if form is not None:
+            pack_tower(model, kernels)
+    elif form is not None:
+        form.prepare(model, level or choose_level())
+    if scheme is not None and seconds is not None:
+        seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
+    return model.requires_grad_(False).eval()
+
+
+def choose_form(config: VLMConfig, scheme: Scheme | None) -> Scheme | None:
+    """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
+    if config.quantization is None:
+        return scheme
+    if scheme is not None and scheme.name != config.quantization:
+        raise UnsupportedCheckpoint(
+            f"the checkpoint holds {config.quantization} weights; for {scheme.name} take the one that they "
+            "were made of"
+        )
+    return SCHEMES[config.quantization]
+
+
+def check_memory(
+    stored: Iterable[StoredTensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: Scheme | None,
+    kept: frozenset[torch.dtype] = frozenset(),
+) -> None:
+    """Raises: ModelTooLarge, before anything is read."""
+    needed = sum(
+        _num_bytes(tensor, dtype_as_kept(tensor, kept) or dtype, scheme) for tensor in stored
+    )
+    available = free_bytes(device)
+    if needed > available:
+        kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
+        raise ModelTooLarge(
+            f"the weights need {needed / 2**30:.1f} GiB in {kind}, but {device} has "
+            f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or int4, "
+            "or a smaller model"
+        )
+
+
+def _num_bytes(tensor: StoredTensor, dtype: torch.dtype, scheme: Scheme | None) -> int:
+    if scheme is not None and scheme.applies_to(tensor.name, tensor.shape):
+        return scheme.num_bytes(tensor.shape, dtype)
+    return tensor.num_bytes(dtype)
+
+
+def _read_all(
+    reader: WeightReader, stored: list[StoredTensor], progress: Callable[[float], None]
+) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    total = sum(tensor.num_values for tensor in stored)
+    done = 0
+    for tensor in stored:
+        weights |= reader.read(tensor)
+        done += tensor.num_values
+        progress(done / total)
+    return weights
+
+
+def _check_names(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    missing = sorted(expected.keys() - weights.keys())
+    unexpected = sorted(weights.keys() - expected.keys())
+    for problem, names in (("lacks", missing), ("has unknown", unexpected)):
+        if names:
+            shown = ", ".join(names[:_MAX_NAMES])
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")
+    for name, value in weights.items():
+        if value.shape != expected[name].shape:
+            raise UnsupportedCheckpoint(
+                f"the weight {name} is {tuple(value.shape)} but config.json makes it "
+                f"{tuple(expected[name].shape)}"
+            )

@@ -1,0 +1,1 @@
+"""Images to features: processors, encoder, cache."""

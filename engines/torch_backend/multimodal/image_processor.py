@@ -1,0 +1,236 @@
+"""Picture bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
+
+Called from a pool of threads. It must not know torch. Pixels are numpy (3, H, W) float32.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from engines.image_decoder import Decode, decode_image
+from engines.packages.checkpoint_json import Fields, read_json, shown
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import MAX_IMAGE_SIZE
+
+#: A longer resized picture is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
+MAX_RESIZED_PIXELS = 4 * 1024 * 1024
+_FILTER_REACH = 4  # source pixels on either side: Lanczos, the widest filter, reads 3
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
+#: Settings without a say over pixels, and those read below.
+_KNOWN_KEYS = frozenset(
+    [
+        "image_processor_type",
+        "feature_extractor_type",
+        "processor_class",
+        "_valid_processor_keys",
+        "data_format",
+        "input_data_format",
+        "device",
+        "return_tensors",
+        "disable_grouping",
+        "default_to_square",
+        "image_seq_length",
+        "_processor_class",
+        "auto_map",
+        "backend",
+        "pad_size",
+        "antialias",
+        "do_convert_rgb",
+        "do_resize",
+        "size",
+        "resample",
+        "do_center_crop",
+        "crop_size",
+        "do_rescale",
+        "rescale_factor",
+        "do_normalize",
+        "image_mean",
+        "image_std",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """Resize, crop, rescale, normalize. Units: `shortest_edge`, `resize_to` and `crop_to` in pixels."""
+
+    resize_to: tuple[int, int] | None = None  #: (height, width); None: by `shortest_edge`
+    shortest_edge: int | None = 224  #: None and no `resize_to`: sizes stay
+    resample: Image.Resampling = Image.Resampling.BICUBIC
+    crop_to: tuple[int, int] | None = (224, 224)
+    rescale_factor: float | None = 1 / 255
+    mean: tuple[float, ...] | None = _CLIP_MEAN
+    std: tuple[float, ...] | None = _CLIP_STD
+
+    def process(
+        self,
+        data: bytes,
+        expected_size: tuple[int, int] | None = None,
+        decode: Decode = decode_image,
+    ) -> np.ndarray:
+        """Decode a picture and make its pixels. Shapes: returns (3, H, W) float32.
+
+        `expected_size` is the (width, height) that was admitted. Raises: InvalidImage.
+        """
+        image = self._resize(decode(data, expected_size))
+        pixels = np.asarray(image).transpose(2, 0, 1)
+        if self.crop_to is not None:
+            pixels = pad(pixels, self.crop_to)
+        return self._normalize(pixels)
+
+    def _resize(self, image: Image.Image) -> Image.Image:
+        """The part of the resized picture that the crop keeps; smaller than the crop only to be padded."""
+        height, width = self._target_size(image)
+        crop_height, crop_width = self.crop_to or (height, width)
+        left, right = _middle(width, crop_width)
+        top, bottom = _middle(height, crop_height)
+        if width * height <= MAX_RESIZED_PIXELS or (width, height) == image.size:
+            if (width, height) != image.size:
+                image = image.resize((width, height), self.resample)
+            return image.crop((left, top, right, bottom))
+        # Only what the middle is made of: Pillow keeps a box in float32, exact enough near the origin.
+        first_x, last_x, box_left, box_right = _source(left, right, width, image.width)
+        first_y, last_y, box_top, box_bottom = _source(top, bottom, height, image.height)
+        part = image.crop((first_x, first_y, last_x, last_y))
+        box = (box_left, box_top, box_right, box_bottom)
+        return part.resize((right - left, bottom - top), self.resample, box)
+
+    def _target_size(self, image: Image.Image) -> tuple[int, int]:
+        if self.resize_to is not None:
+            return self.resize_to
+        if self.shortest_edge is None:
+            return image.height, image.width
+        short, long = sorted((image.width, image.height))
+        longer = int(self.shortest_edge * long / short)
+        if image.width <= image.height:
+            return longer, self.shortest_edge
+        return self.shortest_edge, longer
+
+    def _normalize(self, pixels: np.ndarray) -> np.ndarray:
+        if self.rescale_factor is not None:  # in float64, as transformers does
+            scaled = (pixels.astype(np.float64) * self.rescale_factor).astype(np.float32)
+        else:
+            scaled = pixels.astype(np.float32)
+        if self.mean is not None and self.std is not None:
+            mean = np.array(self.mean, dtype=np.float32)[:, None, None]
+            scaled = (scaled - mean) / np.array(self.std, dtype=np.float32)[:, None, None]
+        return np.ascontiguousarray(scaled)
+
+
+def _middle(length: int, kept: int) -> tuple[int, int]:
+    """Where a centred crop begins and ends on a side; all of a side that is no longer than it."""
+    start = max(0, (length - kept) // 2)
+    return start, min(start + kept, length)
+
+
+def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, float, float]:
+    """Which pixels of a side a part of the resized side is made of, and the part's place among them."""
+    scale = length / target
+    reach = _FILTER_REACH * max(scale, 1.0)
+    first = max(0, math.floor(start * scale - reach))
+    last = min(length, math.ceil(stop * scale + reach))
+    return first, last, start * scale - first, min(stop * scale, length) - first
+
+
+def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Black around a picture up to a size, an odd pixel in front. Shapes: (3, H, W), (3, *size)."""
+    height, width = pixels.shape[1:]
+    if (height, width) == size:
+        return pixels
+    top, left = (size[0] - height + 1) // 2, (size[1] - width + 1) // 2
+    padded = np.zeros((3, *size), dtype=pixels.dtype)
+    padded[:, top : top + height, left : left + width] = pixels
+    return padded
+
+
+def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
+    """Read the settings of a checkpoint. Raises: UnsupportedCheckpoint, naming what is not understood."""
+    settings = _read_settings(directory)
+    kind = settings.get(
+        "image_processor_type", settings.get("feature_extractor_type", _KNOWN_KINDS[0])
+    )
+    if kind not in _KNOWN_KINDS:
+        raise UnsupportedCheckpoint(
+            f"{settings.file}: the image processor is a {shown(kind)}; CLIPImageProcessor can be run"
+        )
+    for key, value in settings.values.items():
+        if key not in _KNOWN_KEYS and value not in (None, False):
+            raise UnsupportedCheckpoint(
+                f"{settings.file}: the setting {key[:80]}={shown(value)} is unknown"
+            )
+    height_width, shortest_edge = _resize_size(settings)
+    rescales, normalizes = settings.flag("do_rescale", True), settings.flag("do_normalize", True)
+    factor = settings.number("rescale_factor", 1 / 255, above=0, at_most=1e3)
+    processor = ImageProcessor(
+        resize_to=height_width,
+        shortest_edge=shortest_edge,
+        resample=Image.Resampling(
+            settings.whole("resample", int(Image.Resampling.BICUBIC), at_least=0, at_most=5)
+        ),
+        crop_to=_crop_size(settings),
+        rescale_factor=factor if rescales else None,
+        mean=_channels(settings, "image_mean", _CLIP_MEAN, above=-1e6) if normalizes else None,
+        std=_channels(settings, "image_std", _CLIP_STD, above=0) if normalizes else None,
+    )
+    made = processor.crop_to or processor.resize_to
+    if made != (image_size, image_size):
+        raise UnsupportedCheckpoint(
+            f"{settings.file}: it makes images of {made or 'any size'}, but the vision tower "
+            f"takes {image_size} by {image_size}"
+        )
+    return processor
+
+
+def _read_settings(directory: Path) -> Fields:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        settings = read_json(directory / name)
+        # transformers 5 keeps the image processor's settings inside the processor's.
+        if name.startswith("processor"):
+            settings = settings.section("image_processor")
+        if settings.values:
+            return settings
+    raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
+
+
+def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
+    """(height, width) or the shortest edge, whichever `size` names; neither without `do_resize`."""
+    if not settings.flag("do_resize", True):
+        return None, None
+    size = settings.get("size", {"shortest_edge": 224})
+    if not isinstance(size, dict):
+        return None, settings.whole("size", at_most=MAX_IMAGE_SIZE)
+    if set(size) == {"shortest_edge"}:
+        return None, settings.section("size").whole("shortest_edge", 224, at_most=MAX_IMAGE_SIZE)
+    return _height_width(settings, "size"), None
+
+
+def _crop_size(settings: Fields) -> tuple[int, int] | None:
+    if not settings.flag("do_center_crop", True):
+        return None
+    if isinstance(settings.get("crop_size"), dict):
+        return _height_width(settings, "crop_size")
+    side = settings.whole("crop_size", 224, at_most=MAX_IMAGE_SIZE)
+    return side, side
+
+
+def _height_width(settings: Fields, name: str) -> tuple[int, int]:
+    size = settings.section(name)
+    if set(size.values) != {"height", "width"}:
+        raise settings.refuse(name, f"{shown(settings.get(name))} is not understood")
+    height, width = (size.whole(key, 0, at_most=MAX_IMAGE_SIZE) for key in ("height", "width"))
+    return height, width
+
+
+def _channels(
+    settings: Fields, key: str, default: tuple[float, ...], above: float
+) -> tuple[float, ...]:
+    value = settings.get(key, default)
+    values = value if isinstance(value, list | tuple) else (value,) * 3
+    if len(values) != 3:
+        raise settings.refuse(key, f"has {len(values)} channels, not 3")
+    return tuple(settings.check_number(key, item, above, 1e6) for item in values)

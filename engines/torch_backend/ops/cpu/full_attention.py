@@ -1,0 +1,42 @@
+"""Attention of pictures' tokens with the C++ kernel. `mix_values` of models/vision.py is the slow twin.
+
+Shape letters: B pictures, T tokens of a picture, t of them that ask, D head width.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.ops.cpu.library import FullAttentionStruct, Library
+
+_LANES = 8
+
+
+def can_mix(queries: Tensor) -> bool:
+    """Whether the kernel reads such numbers."""
+    return queries.dtype == torch.float32 and queries.shape[-1] % _LANES == 0
+
+
+def mix_by_kernel(library: Library, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of some queries to everything; views as `split_heads` makes them are read where they lie.
+
+    Shapes: (B, heads, t, D), (B, heads, T, D), float32; returns (B, t, heads * D).
+    """
+    assert queries.stride(3) == keys.stride(3) == 1
+    assert keys.stride() == values.stride()
+    num_pictures, num_heads, num_queries, head_dim = queries.shape
+    out = torch.empty(num_pictures, num_queries, num_heads * head_dim)
+    step = FullAttentionStruct(
+        num_pictures,
+        num_heads,
+        head_dim,
+        torch.get_num_threads(),
+        num_queries,
+        keys.shape[2],
+        *queries.stride()[:3],
+        *keys.stride()[:3],
+        *(tensor.data_ptr() for tensor in (queries, keys, values, out)),
+    )
+    library.full_attention(ctypes.byref(step))
+    return out

@@ -1,0 +1,147 @@
+"""From the logits of a step to its next tokens.
+
+Used by the runner. The token of a row is a pure function of its logits, its request's sampling parameters and
+earlier tokens, its seed and its output position: whoever shares the step changes nothing.
+
+Order: logit bias, repetition penalty, frequency and presence penalty; then what `drawing` does. Log probabilities are those of the model's own distribution,
+before any of this, as OpenAI reports them.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.base import SequenceFailure
+from engines.core.runner import TokenChoice
+from engines.core.sequence import Sequence
+from engines.torch_backend.sampling.choose import DrawParams, draw, is_limited
+from shared.protocol import SamplingParams
+
+#: OpenAI's value for what can hardly come; stands for minus infinity too, which no JSON can tell
+LEAST_LOGPROB = -9999.0
+NOT_FINITE = "The model's scores for the next token are not finite numbers."
+
+
+def sample(
+    logits: Tensor, sequences: list[Sequence], positions: list[int] | None = None
+) -> list[TokenChoice]:
+    """The next token of each row. Shapes: logits (B, V). Raises: SequenceFailure for logits that are no numbers.
+
+    `positions` are those of the tokens in their outputs, where these are not known up to there.
+    """
+    if positions is None:
+        positions = [sequence.num_output_tokens for sequence in sequences]
+    logits = logits.float()
+    scores = _adjust(logits, sequences)
+    best, token_ids = scores.max(dim=-1)
+    _check_finite(best, sequences)
+    drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        params = [sequences[row].sampling for row in drawn]
+        token_ids[rows] = _draw(scores[rows], params, [positions[row] for row in drawn])
+    choices = [TokenChoice(token_id) for token_id in token_ids.tolist()]
+    _add_logprobs(choices, logits, sequences)
+    return choices
+
+
+def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
+    """A row whose best score is no finite number cannot be drawn from; it is that request's failure."""
+    for is_finite, sequence in zip(best.isfinite().tolist(), sequences, strict=True):
+        if not is_finite:
+            raise SequenceFailure(sequence.request_id, NOT_FINITE)
+
+
+def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Scores with bias and penalties; the very logits where no request has any. Shapes: (B, V), kept."""
+    scores = logits
+    biased = [row for row, sequence in enumerate(sequences) if sequence.sampling.logit_bias]
+    if biased:
+        scores = _add_bias(scores.clone(), sequences, biased)
+    penalised = [row for row, sequence in enumerate(sequences) if has_penalty(sequence.sampling)]
+    if penalised:
+        scores = _penalise(scores.clone(), sequences, penalised)
+    return scores
+
+
+def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+    places = [(row, token_id) for row in rows for token_id in sequences[row].sampling.logit_bias]
+    bias = [value for row in rows for value in sequences[row].sampling.logit_bias.values()]
+    row_index, token_index = torch.tensor(places, device=scores.device).unbind(1)
+    scores[row_index, token_index] += torch.tensor(bias, device=scores.device)
+    return scores
+
+
+def needs_host(sampling: SamplingParams) -> bool:
+    """Whether scores go through the host: for what depends on earlier tokens, or tells of probabilities."""
+    return has_penalty(sampling) or bool(sampling.logit_bias) or sampling.num_logprobs is not None
+
+
+def has_penalty(sampling: SamplingParams) -> bool:
+    """Whether earlier tokens change the scores."""
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+    )
+
+
+def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+    """Lower the scores of tokens that were there before.
+
+    Repetition (Keskar et al. 2019) looks at prompt and output; frequency and presence at the output alone.
+    """
+    parts = [_penalties(sequences[row]) for row in rows]
+    token_ids, factors, amounts = (
+        torch.from_numpy(np.concatenate(column)).to(scores.device)
+        for column in zip(*parts, strict=True)
+    )
+    row_ids = np.repeat(rows, [len(part[0]) for part in parts])
+    row_ids = torch.from_numpy(row_ids).to(scores.device)
+    old = scores[row_ids, token_ids]
+    scores[row_ids, token_ids] = torch.where(old < 0, old * factors, old / factors) - amounts
+    return scores
+
+
+def _penalties(sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Distinct tokens of a sequence, what to divide their scores by, and what to take from them."""
+    sampling = sequence.sampling
+    token_ids, places = np.unique(np.asarray(sequence.token_ids), return_inverse=True)
+    counts = np.bincount(places[sequence.num_prompt_tokens :], minlength=len(token_ids))
+    amounts = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    factors = np.full(len(token_ids), sampling.repetition_penalty)
+    return token_ids, factors.astype(np.float32), amounts.astype(np.float32)
+
+
+def _draw(scores: Tensor, params: list[SamplingParams], positions: list[int]) -> Tensor:
+    """A random token per row. Shapes: (B, V); returns (B,)."""
+    how = DrawParams.create(params, positions, scores.shape[1], scores.device)
+    return draw(scores, how, limited=any(map(is_limited, params)))
+
+
+def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Sequence]) -> None:
+    """Fill in log probabilities where they were asked for."""
+    asked = {
+        row: sequence.sampling.num_logprobs
+        for row, sequence in enumerate(sequences)
+        if sequence.sampling.num_logprobs is not None
+    }
+    if not asked:
+        return
+    rows = torch.tensor(list(asked), device=logits.device)
+    logprobs = logits[rows].log_softmax(-1)
+    chosen = torch.tensor([choices[row].token_id for row in asked], device=logits.device)
+    chosen_values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).clamp_(min=LEAST_LOGPROB)
+    top = logprobs.topk(min(max(asked.values()), logits.shape[1]), dim=-1)
+    top_values = top.values.clamp_(min=LEAST_LOGPROB)
+    for (row, count), value, ids, values in zip(
+        asked.items(),
+        chosen_values.tolist(),
+        top.indices.tolist(),
+        top_values.tolist(),
+        strict=True,
+    ):
+        choices[row].logprob = value
+        choices[row].top_logprobs = tuple(zip(ids[:count], values[:count], strict=True))

@@ -1,0 +1,1 @@
+"""The APIs: a file or a folder each."""

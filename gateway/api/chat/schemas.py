@@ -1,0 +1,259 @@
+"""The OpenAI wire as structs: what a chat request may hold and what an answer looks like.
+
+Strict: an unknown field is an error. Limits are named in `shared.settings.limits`: those that the contract fixes are part of
+the types here, those that an operator may change are checked by `gateway.api.chat.translate`. It must not know the queue
+or HTTP.
+
+Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from gateway.api.chat.message_schemas import (
+    ChatMessageParam,
+    Ignored,
+    IgnoredImageFields,
+    IgnoredMessageFields,
+    IgnoredPartFields,
+    Neutral,
+    RequestStruct,
+)
+from shared.settings.limits import (
+    MAX_METADATA_ENTRIES,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_MODEL_CHARS,
+    MAX_USER_CHARS,
+)
+
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
+MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
+MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
+
+
+class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
+    """Options of a stream that change nothing."""
+
+    include_obfuscation: bool = False
+
+
+class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
+    """What a stream holds besides the answer."""
+
+    include_usage: bool = False
+
+
+class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
+    """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
+
+    metadata: (
+        Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
+    ) = None
+    store: Ignored = UNSET
+    parallel_tool_calls: Ignored = UNSET
+    safety_identifier: Ignored = UNSET
+    prompt_cache_key: Ignored = UNSET
+    prompt_cache_options: Ignored = UNSET
+    prompt_cache_retention: Ignored = UNSET
+    verbosity: Ignored = UNSET
+
+
+class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
+    """Fields of the contract that would change the answer: accepted only where they ask for nothing."""
+
+    audio: Neutral = UNSET
+    best_of: Neutral = UNSET
+    function_call: Neutral = UNSET
+    functions: Neutral = UNSET
+    modalities: Neutral = UNSET
+    moderation: Neutral = UNSET
+    prediction: Neutral = UNSET
+    reasoning_effort: Neutral = UNSET
+    response_format: Neutral = UNSET
+    tool_choice: Neutral = UNSET
+    tools: Neutral = UNSET
+    web_search_options: Neutral = UNSET
+
+
+#: Fields that change nothing. The README's list is tested against this one.
+IGNORED_FIELDS = (
+    *IgnoredFields.__struct_fields__,
+    *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
+    *(f"messages[].{name}" for name in IgnoredMessageFields.__struct_fields__),
+    *(f"messages[].content[].{name}" for name in IgnoredPartFields.__struct_fields__),
+    *(f"messages[].content[].image_url.{name}" for name in IgnoredImageFields.__struct_fields__),
+)
+
+#: What each field that is not supported may hold, as it then asks for nothing, as JSON; null always.
+NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
+    **{name: () for name in NeutralFields.__struct_fields__ if name not in IGNORED_FIELDS},
+    "best_of": (b"1",),
+    "function_call": (b'"none"',),
+    "functions": (b"[]",),
+    "modalities": (b'["text"]',),
+    "reasoning_effort": (b'"none"',),
+    "response_format": (b'{"type":"text"}',),
+    "tool_choice": (b'"none"',),
+    "tools": (b"[]",),
+}
+
+
+class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    logit_bias: dict[str, Bias] | None = (
+        None  #: by token id; as numbers, keys could be made to collide
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: ServiceTier | None = None  #: `flex` is batch work; the others are interactive
+    user: UserName | None = None  #: the log holds a short hash of it
+    timings: bool | None = None  #: ours: the answer ends with its stage timings
+    ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Of which kinds the prompt's tokens are; cached ones are of any kind."""
+
+    cached_tokens: int
+    image_tokens: int
+    text_tokens: int
+
+
+class CompletionUsage(msgspec.Struct):
+    """Token counts as OpenAI names them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that could have stood there."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatLogprob(msgspec.Struct):
+    """The chosen token and its best rivals."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    """One entry per token of the content."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    """The whole answer of one choice."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct):
+    """One of the `n` answers."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: CompletionUsage
+    system_fingerprint: str
+    service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class ChoiceDelta(msgspec.Struct):
+    """What a chunk adds to a choice; the first names the role, the last is empty."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChoiceDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    """A piece of a streamed answer. `usage` is on the wire only if the client asked for it."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    service_tier: str | UnsetType = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class ModelObject(msgspec.Struct):
+    """A model in `/v1/models`, with what a client may want to know of it besides OpenAI's four fields."""
+
+    id: str
+    created: int
+    max_model_len: int
+    supports_images: bool
+    num_workers: int  #: that take requests now; without any, requests wait in the queue
+    object: str = "model"
+    owned_by: str = "vlm-fleet"
+
+
+class ModelList(msgspec.Struct):
+    """The answer of `GET /v1/models`."""
+
+    data: list[ModelObject]
+    object: str = "list"
+
+
+encode = msgspec.json.Encoder().encode

@@ -1,0 +1,245 @@
+"""From the OpenAI request to the fleet's own, as pure functions: no clock, no network, no pictures' bytes.
+
+Every quantity that a client controls is held against `LimitSettings` here, and every parameter becomes an exact
+`SamplingParams` value or an error that names it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from gateway.api.chat.message_schemas import (
+    ChatMessageParam,
+    ContentPart,
+    ImageContent,
+    InputImageContent,
+    asks_for_something,
+)
+from gateway.api.chat.schemas import NEUTRAL_VALUES, ChatCompletionRequest
+from gateway.http.body import unsupported
+from gateway.http.errors import InvalidRequest
+from gateway.images.loader import ImageSource
+from shared.protocol import (
+    ChatMessage,
+    GenerateRequest,
+    ImagePart,
+    ModelCard,
+    Priority,
+    SamplingParams,
+    TextPart,
+)
+from shared.settings.limits import LimitSettings
+
+#: For clients that cannot say `service_tier`; it goes before.
+PRIORITY_HEADER = b"x-vlm-priority"
+
+_GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
+_LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
+_EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
+_MAX_TOKEN_ID_DIGITS = 10
+_SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages as the worker wants them, and the pictures in the order of their indexes."""
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    sources: list[ImageSource] = field(default_factory=list)
+    num_chars: int = 0
+
+
+def check_supported(request: ChatCompletionRequest) -> None:
+    """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
+    for name, neutral in NEUTRAL_VALUES.items():
+        if asks_for_something(getattr(request, name), neutral):
+            raise unsupported(name)
+
+
+def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
+    """The conversation, with pictures told apart from text. Raises: InvalidRequest."""
+    if len(messages) > limits.max_messages:
+        raise _invalid("messages", f"at most {limits.max_messages} messages")
+    conversation = Conversation()
+    for index, message in enumerate(messages):
+        _add_message(conversation, message, f"messages.[{index}]", limits)
+        if conversation.num_chars > limits.max_text_chars:
+            raise InvalidRequest(
+                f"The texts are too long: at most {limits.max_text_chars} characters.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+    if messages[-1].role == "assistant":
+        raise _invalid(f"messages.[{len(messages) - 1}].role", "the last turn must be the user's")
+    return conversation
+
+
+def _add_message(
+    conversation: Conversation, message: ChatMessageParam, param: str, limits: LimitSettings
+) -> None:
+    for name in ("audio", "function_call", "tool_calls"):
+        if asks_for_something(getattr(message, name), _EMPTY):
+            raise unsupported(f"{param}.{name}")
+    role = "system" if message.role == "developer" else message.role
+    if isinstance(message.content, str):
+        conversation.num_chars += len(message.content)
+        parts: tuple[TextPart | ImagePart, ...] = (TextPart(message.content),)
+    else:
+        parts = tuple(
+            _add_part(conversation, part, role, f"{param}.content.[{index}]", limits)
+            for index, part in enumerate(message.content)
+        )
+    conversation.messages.append(ChatMessage(role, parts))
+
+
+def _add_part(
+    conversation: Conversation, part: ContentPart, role: str, param: str, limits: LimitSettings
+) -> TextPart | ImagePart:
+    if not isinstance(part, ImageContent | InputImageContent):
+        conversation.num_chars += len(part.text)
+        return TextPart(part.text)
+    param += ".image_url"
+    if role != "user":
+        raise _invalid(param, "pictures belong into the user's messages")
+    if len(conversation.sources) >= limits.max_images:
+        raise _invalid(param, f"at most {limits.max_images} images", code="too_many_images")
+    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+    conversation.sources.append(ImageSource(url, param))
+    return ImagePart(len(conversation.sources) - 1)
+
+
+def translate_sampling(
+    request: ChatCompletionRequest, limits: LimitSettings, seed: int
+) -> SamplingParams:
+    """How to draw tokens. `seed` is used where the client gave none. Raises: InvalidRequest."""
+    temperature = 1.0 if request.temperature is None else request.temperature
+    top_p = 1.0 if request.top_p is None else request.top_p
+    return SamplingParams(
+        max_tokens=_max_tokens(request, limits),
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_p=max(top_p, _LEAST_TOP_P),
+        top_k=max(request.top_k or 0, 0),
+        min_p=request.min_p or 0.0,
+        seed=(seed if request.seed is None else request.seed) & _SEED_MASK,
+        stop=_stop(request, limits),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=_logit_bias(request, limits),
+        num_logprobs=_num_logprobs(request, limits),
+        ignore_eos=bool(request.ignore_eos),
+    )
+
+
+def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
+    """What was asked for; the engine cuts it to what the context holds beside the prompt."""
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise _invalid("max_tokens", "it differs from max_completion_tokens")
+    value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    if value is not None and value > limits.max_output_tokens:
+        raise _invalid(name, f"at most {limits.max_output_tokens}")
+    return value
+
+
+def _stop(request: ChatCompletionRequest, limits: LimitSettings) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if len(stop) > limits.max_stop_strings:
+        raise _invalid("stop", f"at most {limits.max_stop_strings} strings")
+    if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
+        raise _invalid("stop", f"strings of 1 to {limits.max_stop_chars} characters")
+    return stop
+
+
+def _logit_bias(request: ChatCompletionRequest, limits: LimitSettings) -> dict[int, float]:
+    bias = request.logit_bias or {}
+    if len(bias) > limits.max_logit_bias:
+        raise _invalid("logit_bias", f"at most {limits.max_logit_bias} entries")
+    if not all(map(_is_token_id, bias)):
+        raise _invalid("logit_bias", "its keys are token ids, as decimal digits")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    return len(key) <= _MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdigit()
+
+
+def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise _invalid("top_logprobs", "it needs logprobs to be true")
+        return None
+    if (request.top_logprobs or 0) > limits.max_top_logprobs:
+        raise _invalid("top_logprobs", f"at most {limits.max_top_logprobs}")
+    return request.top_logprobs or 0
+
+
+def find_priority(request: ChatCompletionRequest, headers: Mapping[bytes, bytes]) -> Priority:
+    """What the header says, else the service tier. Raises: InvalidRequest."""
+    name = headers.get(PRIORITY_HEADER)
+    if name is None:
+        return Priority.BATCH if request.service_tier == "flex" else Priority.INTERACTIVE
+    for priority in Priority:
+        if name == priority.value.encode():
+            return priority
+    raise _invalid(PRIORITY_HEADER.decode(), "interactive or batch")
+
+
+def find_service_tier(request: ChatCompletionRequest, priority: Priority) -> str | UnsetType:
+    """The tier that a request is served as, if it named one."""
+    if request.service_tier is None:
+        return UNSET
+    return "flex" if priority is Priority.BATCH else "default"
+
+
+def num_choices(request: ChatCompletionRequest, limits: LimitSettings) -> int:
+    """How many answers to make. Raises: InvalidRequest."""
+    count = request.n or 1
+    if count > limits.max_choices:
+        raise _invalid("n", f"at most {limits.max_choices}")
+    return count
+
+
+def check_stream_options(request: ChatCompletionRequest) -> None:
+    """Refuse options of a stream that is not asked for. Raises: InvalidRequest."""
+    if request.stream_options is not None and not request.stream:
+        raise _invalid("stream_options", "it needs stream to be true")
+
+
+def check_model(conversation: Conversation, sampling: SamplingParams, card: ModelCard) -> None:
+    """Refuse what this model cannot do. Raises: InvalidRequest."""
+    if conversation.sources and not card.supports_images:
+        param = conversation.sources[0].param
+        raise _invalid(param, "this model takes no images", code="unsupported_image")
+    if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
+        raise _invalid("logit_bias", f"token ids are below {card.vocab_size}")
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """An independent seed for each choice; the first keeps the request's own."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _SEED_MASK
+
+
+def split_choices(request: GenerateRequest, count: int) -> list[GenerateRequest]:
+    """One request per choice, `{id}-{k}`, that differ in their seeds and share all else."""
+    seed, request_id = request.sampling.seed, request.request_id
+    return [
+        replace(
+            request,
+            request_id=f"{request_id}-{choice}",
+            sampling=replace(request.sampling, seed=choice_seed(seed, choice)),
+        )
+        for choice in range(count)
+    ]
+
+
+def _invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
+    return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)

@@ -1,0 +1,55 @@
+"""Health, readiness and metrics. Probes feed no metric and never reveal more than a word of why."""
+
+from contextlib import suppress
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from gateway.calls.models import ModelDirectory
+from gateway.http.admission import Admission
+from gateway.http.deferred import Afterwards
+from shared.queue.submit import QueueUnavailable, RequestQueue
+from shared.telemetry.metrics import GatewayMetrics
+
+
+def create_probes(
+    admission: Admission,
+    models: ModelDirectory,
+    queue: RequestQueue,
+    metrics: GatewayMetrics,
+    afterwards: Afterwards,
+) -> APIRouter:
+    """The routes that operators' machines call."""
+    router = APIRouter(tags=["operation"])
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Whether this process is alive; asks nobody else."""
+        return {"status": "ok"}
+
+    @router.get("/readyz", responses={503: {"description": "Not ready"}})
+    async def readyz() -> JSONResponse:
+        """Whether requests sent now will be answered."""
+        if admission.is_draining:
+            reason = "draining"
+        elif not models.is_fresh:
+            reason = "no redis"
+        elif models.num_live_workers == 0:
+            reason = "no worker"
+        else:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": reason}, status_code=503)
+
+    @router.get("/metrics", response_class=Response)
+    async def show_metrics() -> Response:
+        """Prometheus text; needs a key where keys are set."""
+        afterwards.run()  # what is answered is counted
+        metrics.set_open_requests(admission.num_open)
+        with suppress(QueueUnavailable):
+            for name in models.cards:
+                metrics.set_queue_age(name, await queue.age_s(name))
+                metrics.set_queue_depth(name, await queue.depth(name), await queue.backlog(name))
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,314 @@
+"""Between open client requests and the fleet: enqueues, hears this gateway's mailbox, and hands events out.
+
+One reader task serves all requests of the process, so ten thousand open streams are one Redis connection. Deadlines are
+kept by a task that waits for nobody; requests of which nothing was heard for long are looked up by another, and a third
+sends cancellations, a bounded number at a time.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from itertools import islice
+
+from gateway.calls.open_call import Generation
+from shared.protocol import ErrorCode, GenerateEvent, GenerateRequest
+from shared.queue.mailbox import Mailbox
+from shared.queue.submit import (
+    Bounds,
+    DuplicateRequest,
+    QueueRefused,
+    QueueUnavailable,
+    RequestQueue,
+)
+from shared.telemetry.metrics import GatewayMetrics
+
+_DEADLINE_PAUSE_S = 0.1
+_LOOK_PAUSE_S = 0.25
+_RESTART_PAUSE_S = 0.5
+_DEADLINE_GRACE_S = 0.5  #: the fleet ends a request at its deadline; we do if it did not
+_STOP_WITHIN_S = 2.0
+MAX_LOOKS = 128  #: requests that are looked up in one write
+MAX_CANCELS = 256  #: choices that are cancelled by one call
+_LATE_MESSAGE = "The request took too long."
+_LOST_MESSAGE = "The request was lost by the servers that worked on it."
+_CANCELLED_MESSAGE = "The request was cancelled."
+
+logger = logging.getLogger(__name__)
+
+Route = tuple[Generation, int]  #: where the events of one request go: to this choice
+
+
+class Dispatcher:
+    """Turns requests into `Generation`s and events into their deliveries."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        mailbox: Mailbox,
+        metrics: GatewayMetrics,
+        *,
+        silence_timeout_s: float,
+    ) -> None:
+        self.queue = queue
+        self.mailbox = mailbox
+        self.metrics = metrics
+        self.silence_timeout_s = silence_timeout_s
+        self._routes: dict[str, list[Route]] = {}  # more than one where a request is followed
+        self._cancels: dict[str, dict[str, float]] = {}  # by model: ids, and until when it matters
+        self._has_cancels = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to read the mailbox and to watch the clock."""
+        for loop in (
+            self._read_mailbox,
+            self._keep_deadlines,
+            self._look_after,
+            self._keep_cancelling,
+        ):
+            self._spawn(self._supervise(loop))
+
+    async def stop(self) -> None:
+        """Cancel what is open and end all tasks."""
+        for generation in {generation for generation, _ in self._all_routes()}:
+            generation.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_STOP_WITHIN_S):
+                await self._send_cancels()
+        except TimeoutError:
+            num_left = sum(len(ids) for ids in self._cancels.values())
+            logger.warning("cannot reach Redis to cancel %d requests", num_left)
+
+    @property
+    def num_open(self) -> int:
+        """Choices that somebody here waits for."""
+        return len(self._routes)
+
+    def _all_routes(self) -> Iterator[Route]:
+        return (route for routes in list(self._routes.values()) for route in list(routes))
+
+    async def submit(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds
+    ) -> Generation:
+        """Queue the choices of one request, each of which may come to so many tokens.
+
+        Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
+        """
+        for request in requests:
+            if any(not other.is_follower for other, _ in self._routes.get(request.request_id, ())):
+                raise DuplicateRequest(f"request {request.request_id} is open")
+        generation = Generation(
+            requests[0].model,
+            [request.request_id for request in requests],
+            time.monotonic() + timeout_s,
+            self._forget,
+        )
+        generation.is_detached = requests[0].is_detached
+        self._add(generation)
+        try:
+            await self.queue.enqueue(
+                requests, timeout_s=timeout_s, num_tokens=num_tokens, bounds=bounds
+            )
+        except QueueRefused:
+            generation.settle()
+            generation.close()
+            raise
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    async def follow(
+        self, model: str, request_id: str, *, timeout_s: float, begins_within_s: float
+    ) -> Generation:
+        """The events of a detached request from its first, whoever queued it; closing this cancels nothing.
+
+        `timeout_s`: the longest that it may take, where Redis knows no shorter deadline. `begins_within_s`: how long
+        Redis need not know it. Raises: RedisError, QueueUnavailable.
+        """
+        await self.mailbox.open([model])
+        now = time.monotonic()
+        generation = Generation(model, [request_id], now + timeout_s, self._forget)
+        generation.is_detached = generation.is_follower = True
+        generation.begins_by = now + begins_within_s
+        generation.choices[0].has_gap = True
+        self._add(generation)
+        try:
+            await self._look_up([(generation, 0)])
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def fail_all(self, message: str) -> None:
+        """End everything that is open with an error."""
+        for generation, choice in self._all_routes():
+            generation.fail(choice, ErrorCode.CANCELLED, message)
+
+    def on_gap(self, model: str) -> None:
+        """Some of a model's events may be missing: the logs of its open requests are read again."""
+        for generation, choice in self._all_routes():
+            if generation.model == model:
+                generation.choices[choice].has_gap = True
+
+    def _add(self, generation: Generation) -> None:
+        for choice, progress in enumerate(generation.choices):
+            self._routes.setdefault(progress.request_id, []).append((generation, choice))
+
+    def _forget(self, generation: Generation) -> None:
+        for choice, progress in enumerate(generation.choices):
+            routes = self._routes[progress.request_id]
+            routes.remove((generation, choice))
+            if not routes:
+                del self._routes[progress.request_id]
+        if not generation.is_detached and (unsettled := generation.unsettled_ids):
+            waiting = self._cancels.setdefault(generation.model, {})
+            waiting.update(dict.fromkeys(unsettled, generation.deadline_at))
+            self._has_cancels.set()
+
+    # Cancelling
+
+    async def _keep_cancelling(self) -> None:
+        while True:
+            await self._has_cancels.wait()
+            self._has_cancels.clear()
+            await self._send_cancels()
+
+    async def _send_cancels(self) -> None:
+        """Cancel all that nobody waits for, one bounded call after another, while it matters."""
+        num_late = 0
+        while self._cancels:
+            model, waiting = next(iter(self._cancels.items()))
+            batch = list(islice(waiting, MAX_CANCELS))
+            try:
+                await self.queue.cancel(model, batch)
+            except QueueUnavailable:
+                now = time.monotonic()
+                late = [request_id for request_id in batch if waiting[request_id] < now]
+                num_late += len(late)
+                batch = late  # their deadlines have ended them
+                await asyncio.sleep(_RESTART_PAUSE_S)
+            for request_id in batch:
+                del waiting[request_id]
+            if not waiting:
+                del self._cancels[model]
+        if num_late:
+            logger.warning("Redis was away until the deadlines of %d cancelled requests", num_late)
+
+    # Events
+
+    async def _supervise(self, run: Callable[[], Awaitable[None]]) -> None:
+        """Run one of our loops for ever: without any, requests would hang or outlive their deadlines."""
+        while True:
+            try:
+                await run()
+            except Exception:
+                logger.critical("%s broke off; starting it again", run.__name__, exc_info=True)
+                for generation, choice in self._all_routes():
+                    generation.choices[choice].has_gap = True
+                self._has_cancels.set()
+            await asyncio.sleep(_RESTART_PAUSE_S)
+
+    async def _read_mailbox(self) -> None:
+        async for events in self.mailbox.events():
+            self._deliver(events)
+
+    def _deliver(self, events: Sequence[GenerateEvent]) -> None:
+        num_dropped = 0
+        for event in events:
+            is_news = False
+            for generation, choice in self._routes.get(event.request_id, ()):
+                is_news |= self._deliver_one(generation, choice, event)
+            num_dropped += not is_news
+        if num_dropped:
+            self.metrics.record_dropped_events(num_dropped)
+
+    def _deliver_one(self, generation: Generation, choice: int, event: GenerateEvent) -> bool:
+        try:
+            return generation.deliver(choice, event)
+        except Exception:
+            logger.exception("cannot deliver an event of request %s", event.request_id)
+            generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+            return False
+
+    # Deadlines
+
+    async def _keep_deadlines(self) -> None:
+        """It must never wait for Redis."""
+        while True:
+            await asyncio.sleep(_DEADLINE_PAUSE_S)
+            self._end_overdue()
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for generation, choice in self._all_routes():
+            if now > generation.deadline_at + _DEADLINE_GRACE_S:
+                generation.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
+
+    # Silence
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_PAUSE_S)
+            try:
+                await self._look_up_silent()
+            except QueueUnavailable:
+                continue  # they are as silent at the next turn
+
+    async def _look_up_silent(self) -> None:
+        now = time.monotonic()
+        silent = (route for route in self._all_routes() if self._is_silent(*route, now))
+        while routes := list(islice(silent, MAX_LOOKS)):
+            await self._look_up(routes)
+
+    def _is_silent(self, generation: Generation, choice: int, now: float) -> bool:
+        progress = generation.choices[choice]
+        if progress.is_finished:
+            return False
+        return progress.has_gap or now - progress.heard_at > self.silence_timeout_s
+
+    async def _look_up(self, routes: Sequence[Route]) -> None:
+        """Read the logs of requests again; end those that nobody works on any more. Raises: QueueUnavailable."""
+        results = await asyncio.gather(
+            *(self._look_up_one(generation, choice) for generation, choice in routes),
+            return_exceptions=True,
+        )
+        unavailable: QueueUnavailable | None = None
+        for (generation, choice), error in zip(routes, results, strict=True):
+            if isinstance(error, QueueUnavailable):
+                unavailable = error
+            elif isinstance(error, Exception):
+                request_id = generation.choices[choice].request_id
+                logger.error("cannot read the log of request %s", request_id, exc_info=error)
+                generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+        if unavailable is not None:
+            raise unavailable
+
+    async def _look_up_one(self, generation: Generation, choice: int) -> None:
+        progress = generation.choices[choice]
+        model, request_id = generation.model, progress.request_id
+        state = await self.queue.listen(model, request_id, self.mailbox.gateway_id)
+        if state is None and time.monotonic() < generation.begins_by:
+            return
+        if state is None or state.attempt > 0:  # else its log is empty
+            generation.replay(choice, await self.queue.events(model, request_id))
+        else:
+            progress.has_gap = False
+        progress.heard_at = time.monotonic()
+        if state is not None and state.state in ("queued", "running"):
+            if generation.is_follower:
+                left_s = max(0.0, state.remaining_s)
+                generation.deadline_at = min(generation.deadline_at, progress.heard_at + left_s)
+        elif state is not None and state.state == "cancelled":
+            generation.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
+        else:
+            generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,125 @@
+"""What a request may come to, what may be open of one model in the whole fleet, and what the refused are told.
+
+Tokens are those that a request may come to: its text at four characters a token, its pictures, and the longest answer
+that it allows. Redis counts, in the call that queues the request, so that any number of gateways admit as much as one;
+of a key's minute an answer takes in the end what it came to (`settlements`).
+A key beyond its own limits gets 429, a fleet beyond its own 503. It must not know HTTP or Redis.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.http.errors import Overloaded
+from shared.protocol import GenerateRequest, ModelCard, Priority, TextPart
+from shared.queue.submit import Bounds, QueueRefused
+from shared.settings.limits import LimitSettings
+
+CHARS_PER_TOKEN = 4
+TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose pictures vary
+#: Of an answer whose length the client leaves open, until it has ended.
+OPEN_ANSWER_TOKENS = 512
+#: Tenants of models that are remembered as refused.
+MAX_REFUSED = 10_000
+
+
+class KeyLimitExceeded(Overloaded):
+    """The key has used what it may; others are served."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, reason: str, what: str, retry_after_s: int) -> None:
+        message = f"Rate limit reached for this key: {what}. Retry later."
+        super().__init__(reason, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+class KeyLimits:
+    """The bounds of each queue. `overloaded` makes the error for a reason that is the fleet's."""
+
+    def __init__(
+        self,
+        limits: LimitSettings,
+        overloaded: Callable[[str], Overloaded],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._overloaded = overloaded
+        self._clock = clock
+        self._refused: dict[tuple[str, str], tuple[str, float]] = {}  # the reason, and until when
+        self._bounds = {priority: to_bounds(limits, priority) for priority in Priority}
+
+    def bounds(self, priority: Priority) -> Bounds:
+        """How much of a queue there may be."""
+        return self._bounds[priority]
+
+    def check(self, model: str, tenant: str) -> None:
+        """Refuse without asking Redis whom it has told to wait for requests, as that minute cannot end earlier.
+
+        Raises: KeyLimitExceeded.
+        """
+        found = self._refused.get((model, tenant))
+        if found is None:
+            return
+        reason, until = found
+        wait_s = until - self._clock()
+        if wait_s > 0:
+            raise self._key_limit_exceeded(reason, wait_s)
+        del self._refused[(model, tenant)]
+
+    def to_error(self, refused: QueueRefused, model: str, tenant: str) -> Overloaded:
+        """What the client is told."""
+        if not refused.reason.startswith("key_"):
+            return self._overloaded(refused.reason)
+        # Tokens may be given back at any moment.
+        if refused.reason == "key_requests" and len(self._refused) < MAX_REFUSED:
+            self._refused[(model, tenant)] = (refused.reason, self._clock() + refused.wait_s)
+        return self._key_limit_exceeded(refused.reason, refused.wait_s)
+
+    def _key_limit_exceeded(self, reason: str, wait_s: float) -> KeyLimitExceeded:
+        limits = self._limits
+        what = {
+            "key_open": f"{limits.max_key_open_requests} open requests",
+            "key_share": "its share of the tokens in use",
+            "key_requests": f"{limits.max_key_requests_per_minute} requests per minute",
+            "key_tokens": f"{limits.max_key_tokens_per_minute} tokens per minute",
+        }[reason]
+        retry_after_s = math.ceil(wait_s) or self._overloaded(reason).retry_after_s or 1
+        return KeyLimitExceeded(reason, what, retry_after_s)
+
+
+def to_bounds(limits: LimitSettings, priority: Priority) -> Bounds:
+    """The bounds of interactive or batch requests; the latter leave half of the tokens to the former."""
+    is_batch = priority is Priority.BATCH
+    return Bounds(
+        max_waiting=limits.max_batch_queue_depth if is_batch else limits.max_queue_depth,
+        max_tokens=limits.max_open_tokens // 2 if is_batch else limits.max_open_tokens,
+        max_tenant_requests=limits.max_key_open_requests,
+        max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
+        max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PossibleTokens:
+    """What a request may come to: at least one token, and no more than its model holds."""
+
+    num_prompt_tokens: int
+    num_answer_tokens: int
+
+    @property
+    def total(self) -> int:
+        """Of prompt and answer."""
+        return self.num_prompt_tokens + self.num_answer_tokens
+
+
+def possible_tokens(request: GenerateRequest, card: ModelCard) -> PossibleTokens:
+    """Prompt and answer, as far as the model holds them."""
+    parts = [part for message in request.messages for part in message.parts]
+    num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    per_image = card.tokens_per_image or TOKENS_PER_IMAGE
+    answer = request.sampling.max_tokens or OPEN_ANSWER_TOKENS
+    num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(request.images)
+    num_prompt = min(num_prompt, card.max_model_len - 1)
+    return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))

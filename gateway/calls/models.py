@@ -1,0 +1,132 @@
+"""Which models the fleet serves, as its workers announce them; refreshed in the background.
+
+A model that was seen within a day stays known while no worker is up: its requests wait in the queue.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import Context
+
+from redis.exceptions import RedisError
+
+from gateway.api.chat.schemas import ModelList, ModelObject
+from gateway.http.errors import NotFound
+from shared.protocol import ModelCard
+from shared.queue.registry import Registry
+
+_REFRESH_PAUSE_S = 1.0
+_STALE_AFTER_S = 5.0
+_MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
+OTHER = "other"  #: stands for models that are not known
+
+logger = logging.getLogger(__name__)
+
+OnModels = Callable[[Iterable[str]], Awaitable[None]]
+
+
+class ModelDirectory:
+    """The model cards of the fleet. `on_models` is called before a new model's requests are accepted."""
+
+    def __init__(self, registry: Registry, on_models: OnModels) -> None:
+        self.registry = registry
+        self.cards: dict[str, ModelCard] = {}
+        self.num_workers: Counter[str] = Counter()  #: that take requests, by model
+        self._on_models = on_models
+        self._refreshed_at = float("-inf")
+        self._lock = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None  #: for names that are not known
+
+    @property
+    def num_live_workers(self) -> int:
+        """Workers that take requests, of all models."""
+        return self.num_workers.total()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether Redis answered lately."""
+        return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
+
+    async def refresh(self) -> None:
+        """Ask the registry. Raises: RedisError, OSError."""
+        async with self._lock:
+            workers = await self.registry.workers()
+            cards = {card.name: card for card in await self.registry.models()}
+            for worker in sorted(workers, key=lambda worker: worker.card.created_at):
+                cards[worker.card.name] = worker.card
+            if new := cards.keys() - self.cards.keys():
+                await self._open(sorted(new))
+            self.cards = cards
+            self.num_workers = Counter(w.card.name for w in workers if w.state == "ready")
+            self._refreshed_at = time.monotonic()
+
+    async def _open(self, names: list[str]) -> None:
+        """Tell of new models; what that starts outlives the request that asked, so it gets none of its context."""
+        loop = asyncio.get_running_loop()
+        await loop.create_task(_call(self._on_models, names), context=Context())
+
+    async def keep_fresh(self) -> None:
+        """Refresh for ever, whatever the registry holds."""
+        while True:
+            try:
+                await self.refresh()
+            except (RedisError, OSError) as error:
+                logger.warning("cannot reach Redis: %s", type(error).__name__)
+            except Exception:
+                logger.exception("cannot refresh the models")
+            await asyncio.sleep(_REFRESH_PAUSE_S)
+
+    async def find(self, name: str) -> ModelCard:
+        """A model's card. Raises: NotFound; RedisError or OSError if there is nobody to ask."""
+        card = self.cards.get(name)
+        if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
+            await self._look_again()  # it may have come this second
+            card = self.cards.get(name)
+        if card is None:
+            raise _not_found()
+        return card
+
+    async def _look_again(self) -> None:
+        """Refresh once for all who ask meanwhile; they share what comes of it. Raises: RedisError, OSError."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self.refresh(), context=Context())
+            self._looking.add_done_callback(self._looked)
+        await asyncio.shield(self._looking)
+
+    def _looked(self, _: asyncio.Task[None]) -> None:
+        self._looking = None
+
+    def label(self, name: str) -> str:
+        """The name of a model that is known, else `other`: labels of metrics must be few."""
+        return name if name in self.cards else OTHER
+
+    def listing(self) -> ModelList:
+        """The answer of `/v1/models`: models that somebody works on first, of these the newest first."""
+        models = [self._to_object(card) for _, card in sorted(self.cards.items())]
+        models.sort(key=lambda model: (model.num_workers == 0, -model.created))
+        return ModelList(models)
+
+    def shown(self, name: str) -> ModelObject:
+        """The answer of `/v1/models/{name}`. Raises: NotFound."""
+        if name not in self.cards:
+            raise _not_found()
+        return self._to_object(self.cards[name])
+
+    def _to_object(self, card: ModelCard) -> ModelObject:
+        return ModelObject(
+            card.name,
+            card.created_at,
+            card.max_model_len,
+            card.supports_images,
+            self.num_workers[card.name],
+        )
+
+
+def _not_found() -> NotFound:
+    return NotFound("The model does not exist.", param="model", code="model_not_found")
+
+
+async def _call(on_models: OnModels, names: list[str]) -> None:
+    await on_models(names)

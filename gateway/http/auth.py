@@ -1,0 +1,123 @@
+"""Who may use the gateway: API keys as bearer tokens, by digest, for every path but the health probes
+and the files of the chat page, which are answered before.
+
+Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the gateway is
+open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key like all the rest:
+Prometheus can send one (`authorization: credentials_file`).
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Sequence
+
+from pydantic import SecretStr
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.context import context_of
+from gateway.http.errors import AuthenticationError, send_error
+from gateway.http.wrong_keys import TooManyWrongKeys, WrongKeys
+from shared.settings.tree import GatewaySettings, SettingsError
+
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
+
+
+class WrongKey(AuthenticationError):
+    """What was sent is no key, or not a known one."""
+
+
+class KeyRing:
+    """The accepted keys, each with the cache salt of the tenant who holds it."""
+
+    def __init__(self, api_keys: Sequence[SecretStr]) -> None:
+        self._salts = {
+            _digest(key.get_secret_value().encode()): _cache_salt(key.get_secret_value().encode())
+            for key in api_keys
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is needed."""
+        return not self._salts
+
+    def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """The cache salt of the caller. Raises: AuthenticationError if no key is sent, WrongKey if no known one."""
+        if self.is_open:
+            return ""
+        values = [value for name, value in headers if name == b"authorization"]
+        if not values:
+            raise AuthenticationError(
+                "You did not provide an API key. Send it as `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+            )
+        salt = self._find(values[0]) if len(values) == 1 else None
+        if salt is None:
+            raise WrongKey("Incorrect API key provided.", code="invalid_api_key")
+        return salt
+
+    def _find(self, authorization: bytes) -> str | None:
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        digest = _digest(key)
+        found = None
+        for known, salt in self._salts.items():
+            # No early exit: the time must not tell which key came close.
+            if hmac.compare_digest(known, digest):
+                found = salt
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _cache_salt(key: bytes) -> str:
+    return hmac.new(key, b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
+
+
+def check_exposure(settings: GatewaySettings) -> None:
+    """Refuse to serve strangers without keys. Raises: SettingsError."""
+    if settings.api_keys or settings.allow_open or is_loopback(settings.host):
+        return
+    raise SettingsError(
+        "gateway.host: this address can be reached from other machines and no API key is set; "
+        "set VLM_GATEWAY__API_KEYS, or VLM_GATEWAY__ALLOW_OPEN=true to serve everyone"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class AuthMiddleware:
+    """Pure ASGI: lets nothing pass without a key, but the probes."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, wrong_keys: WrongKeys) -> None:
+        self.app = app
+        self.keys = keys
+        self.wrong_keys = wrong_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 or 429, or pass the request on with its tenant's cache salt."""
+        if scope["type"] == "lifespan" or scope.get("path") in PUBLIC_PATHS:
+            await self.app(scope, receive, send)
+            return
+        try:
+            context_of(scope).cache_salt = self._authenticate(scope)
+        except (AuthenticationError, TooManyWrongKeys) as error:
+            await send_error(send, error)
+            return
+        await self.app(scope, receive, send)
+
+    def _authenticate(self, scope: Scope) -> str:
+        try:
+            return self.keys.authenticate(scope["headers"])
+        except WrongKey:
+            host, _ = scope.get("client") or ("", 0)
+            self.wrong_keys.count(host)
+            raise

@@ -1,0 +1,175 @@
+"""From the bytes of a request to a checked `ChatCompletionRequest`, or to an error that names the field.
+
+The good path is one bounded read and one strict decode. Where that fails, the slow path finds the place:
+`messages.[0].content.[1].image_url`. It must not know models, pictures or limits of single fields.
+"""
+
+import asyncio
+import re
+
+import msgspec
+from starlette.types import Receive
+
+from gateway.api.chat.schemas import ChatCompletionRequest
+from gateway.http.admission import HeldBody
+from gateway.http.context import RequestContext
+from gateway.http.errors import ApiError, InvalidRequest
+from gateway.http.exchange import ClientGone
+from shared.settings.limits import LimitSettings
+
+
+class _NamesModel(msgspec.Struct):
+    """All that is read of a body that was refused."""
+
+    model: str
+
+
+_decoder = msgspec.json.Decoder(ChatCompletionRequest)
+_name_decoder = msgspec.json.Decoder(_NamesModel)
+
+_AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)
+_ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
+
+#: What to say of a value outside a closed set, by the field's last name.
+_CHOICES = {
+    "role": "Supported roles are system, developer, user and assistant.",
+    "type": "Supported content parts are text and image_url.",
+    "detail": "Supported values are auto, low and high.",
+}
+
+
+async def read_body(
+    receive: Receive,
+    context: RequestContext,
+    held: HeldBody,
+    limits: LimitSettings,
+    *,
+    timeout_s: float,
+) -> bytes:
+    """The request's body. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    _check_headers(context, limits.max_body_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_all(receive, held, limits)
+    except TimeoutError:
+        raise InvalidRequest(
+            f"The body did not arrive within {timeout_s:g} s.", status=408, code="timeout"
+        ) from None
+
+
+async def _read_all(receive: Receive, held: HeldBody, limits: LimitSettings) -> bytes:
+    body = bytearray()
+    num_commas, has_more = 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece: bytes = message.get("body", b"")
+        has_more = message.get("more_body", False)
+        if len(body) + len(piece) > limits.max_body_bytes:
+            raise _too_large(f"{limits.max_body_bytes} bytes")
+        num_commas += piece.count(b",")
+        if num_commas > limits.max_commas:
+            raise _too_large(f"{limits.max_commas} commas, in its texts and between its values")
+        held.add(len(piece))
+        if not body and not has_more:
+            return piece
+        body += piece
+    return bytes(body)
+
+
+def _check_headers(context: RequestContext, max_bytes: int) -> None:
+    headers = context.headers
+    media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
+    if media_type.strip() != b"application/json":
+        raise InvalidRequest(
+            "Send the body with `Content-Type: application/json`.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    if charset and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8"):
+        raise InvalidRequest("Send the body as UTF-8.", status=415, code="unsupported_media_type")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise InvalidRequest(
+            "Send the body without Content-Encoding.", status=415, code="unsupported_media_type"
+        )
+    length = headers.get(b"content-length")
+    if length is None:
+        return
+    if b"transfer-encoding" in headers or not length.isdigit():
+        raise InvalidRequest("The body's length is ambiguous.", code="invalid_http")
+    if int(length[:20]) > max_bytes:
+        raise _too_large(f"{max_bytes} bytes")
+
+
+def _too_large(limit: str) -> ApiError:
+    return InvalidRequest(
+        f"The request body is too large: at most {limit}.",
+        status=413,
+        code="request_too_large",
+    )
+
+
+def decode_request(body: bytes) -> ChatCompletionRequest:
+    """Read the body. Raises: InvalidRequest that names the field."""
+    try:
+        if not body.isascii():
+            body.decode()  # the decoder does not look into the fields that it skips
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _locate(str(error)) from None
+    except RecursionError:
+        raise InvalidRequest(
+            "The body holds too many objects and arrays inside each other: send at most 100 levels.",
+            code="invalid_json",
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequest("The body is not valid JSON in UTF-8.", code="invalid_json") from None
+
+
+def find_model_name(body: bytes) -> str:
+    """The model that a refused body names, whatever else is in it; empty if it is no JSON or names none."""
+    try:
+        return _name_decoder.decode(body).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def _locate(problem: str) -> ApiError:
+    match = _AT.fullmatch(problem)
+    assert match is not None  # every part of the pattern is optional
+    reason = match["reason"]
+    path = (match["path"] or "").partition(_ANY_KEY)[0]
+    path = path.replace("[", ".[") if ".[" not in path else path
+    if unknown := _UNKNOWN.fullmatch(reason):
+        return unsupported(_join(path, unknown["name"]))
+    if missing := _MISSING.fullmatch(reason):
+        param = _join(path, missing["name"])
+        return InvalidRequest(
+            f"Missing required field: {param}.", param=param, code="missing_field"
+        )
+    return InvalidRequest(_explain(reason, path), param=path or None, code="invalid_value")
+
+
+def unsupported(param: str) -> ApiError:
+    """The error for a field that would change the answer, or that nobody knows."""
+    return InvalidRequest(
+        f"Unsupported parameter: {param}.", param=param, code="unsupported_parameter"
+    )
+
+
+def _join(path: str, name: str) -> str:
+    if not _SANE_NAME.fullmatch(name):
+        name = "?"  # a client's own text is not echoed
+    return f"{path}.{name}" if path else name
+
+
+def _explain(reason: str, path: str) -> str:
+    subject = f"Invalid value for {path}" if path else "Invalid body"
+    if reason.startswith("Invalid"):  # msgspec would quote the value
+        hint = _CHOICES.get(path.rpartition(".")[2], "")
+        return f"{subject}. {hint}".rstrip()
+    return f"{subject}: {reason[0].lower()}{reason[1:]}."

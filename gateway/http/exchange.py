@@ -1,0 +1,46 @@
+"""One HTTP exchange seen from an ASGI application: reads that notice the client leaving, and the two parts of an answer.
+
+It must not know what is said, nor how long a client may leave its answer unread: the server hangs up on who does, which
+is seen here as leaving.
+"""
+
+from starlette.types import Receive, Send
+
+from gateway.http.errors import Headers
+
+
+class ClientGone(Exception):
+    """The client left; there is nobody to answer."""
+
+
+class Exchange:
+    """The client's end of one request. What is sent to a client that has left goes nowhere."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self.receive = receive
+        self.status: int | None = None  #: what the client was told, if anything
+        self._send = send
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the status line is out."""
+        return self.status is not None
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole response."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.write(body, is_last=True)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the status line."""
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+        """Send a piece of the body, once the client has read what came before."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+    async def wait_until_gone(self) -> None:
+        """Return when the client has left. To be called once the body was read."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,387 @@
+"""The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
+
+uvicorn's fast parser takes headers and trailers of any size and waits for ever for requests, and for clients to read;
+here all are bounded. At SIGTERM the server first refuses new work while it still answers, so that `/readyz` can say 503 and open
+requests finish.
+
+A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
+request is cancelled. Whoever wants an answer keeps the connection open.
+"""
+
+import asyncio
+import logging
+import resource
+import sys
+import time
+from asyncio import TimerHandle
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import httptools
+import uvicorn
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway.http.errors import InvalidRequest
+from gateway.services import Services
+from shared.settings.tree import Settings
+from shared.telemetry.metrics import GatewayMetrics
+
+_STATUS_LINE = b"HTTP/1.1 "
+_BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
+_LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
+
+RESERVED_FILES = 64  #: file descriptors for what is no client's connection
+_WARN_EVERY_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class FileReserve:
+    """Keeps the last file descriptors from clients: they are for Redis, remote pictures and files."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._last_warned_at = float("-inf")
+
+    def admits(self, transport: asyncio.Transport) -> bool:
+        """Whether this connection leaves enough; one that does not is counted, and now and then logged."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        file = transport.get_extra_info("socket").fileno()  # the lowest that was free
+        if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
+            return True
+        self._metrics.record_rejection("connections")
+        if time.monotonic() - self._last_warned_at > _WARN_EVERY_S:
+            self._last_warned_at = time.monotonic()
+            logger.warning("connections are refused: too few file descriptors (ulimit -n)")
+        return False
+
+
+class NotServed(Exception):
+    """Raised inside the parser, which then answers 400."""
+
+
+class JoinedWrites:
+    """A transport that joins a status line and what follows it to one system call, made at once.
+
+    At once: what the gateway notes of a request after its answer shall not keep the client waiting. Closed, it waits
+    `send_timeout_s` for the client to read what was sent, and then drops it.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, send_timeout_s: float
+    ) -> None:
+        transport.set_write_buffer_limits(0)  # else uvloop keeps small writes to a turn's end
+        self._transport = transport
+        self._loop = loop
+        self._send_timeout_s = send_timeout_s
+        self._head = b""  #: waits for its body, until this loop turn ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send; a status line goes with the write that follows it."""
+        if not self._head and data.startswith(_STATUS_LINE):
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._send(data)
+
+    def _flush(self) -> None:
+        if self._head:
+            self._send(b"")
+
+    def _send(self, data: bytes) -> None:
+        head, self._head = self._head, b""
+        if not self._transport.is_closing():
+            self._transport.write(head + data)
+
+    def close(self) -> None:
+        """Send what is left, then close."""
+        self._flush()
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(self._send_timeout_s, self._transport.abort)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's httptools protocol with limits on headers and trailers, and on the time of headers, bodies and answers.
+
+    Trailers are read past: merged into the headers, as uvicorn does, they would be headers that no proxy has seen.
+    """
+
+    _in_headers = False
+    _in_body = False
+    _problem = ""  #: why the parser stopped, where it was us
+    _num_received = (
+        0  #: bytes of headers that are not yet complete, or of chunks' headers and trailers
+    )
+    _num_trailers = 0
+    _read = b""
+    _without_upgrade = b""  #: the head of a request that asked for another protocol
+    _num_trailer_bytes = 0
+    _has_ended = False  #: whether the latest read held the end of a request
+    _timer: TimerHandle | None = None  #: ends a connection whose request does not come
+    _times_body = False  #: whether that timer is a body's
+    _send_timer: TimerHandle | None = None  #: ends a connection whose client does not read
+
+    def __init__(
+        self, *arguments: Any, settings: Settings, files: FileReserve, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._files = files
+        self._limits = settings.limits
+        self._header_timeout_s = settings.gateway.header_timeout_s
+        self._body_timeout_s = settings.gateway.body_timeout_s + _BODY_GRACE_S
+        self._send_timeout_s = settings.gateway.send_timeout_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give the first request's headers their time, or hang up where file descriptors are short."""
+        if not self._files.admits(transport):
+            transport.abort()
+        joined = JoinedWrites(transport, self.loop, self._send_timeout_s)
+        super().connection_made(joined)  # type: ignore[arg-type]
+        self._set_timer(self._header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks."""
+        self._stop_timer()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads less than it is sent: give it its time, and then hang up, which ends its request."""
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; what is left incomplete is counted and timed."""
+        if self.transport.is_closing():
+            return
+        self._has_ended = False
+        self._num_received += len(data)
+        self._read = data
+        super().data_received(data)
+        self._read = b""
+        if self._has_ended:  # an unknown part of this read belongs to the request before
+            self._num_received = 0
+        if self.transport.is_closing():
+            return
+        if self._num_received > self._limits.max_header_bytes:
+            self._problem = self._too_large("headers" if self._in_headers else "trailers")
+            self.send_400_response(self._problem)
+        elif self._in_headers:
+            if self._timer is None or self._times_body:
+                self._set_timer(self._header_timeout_s)
+        elif not self._in_body:
+            self._stop_timer()
+        elif not self._times_body:
+            self._set_timer(self._body_timeout_s)
+            self._times_body = True
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_headers, self._in_body, self._num_received = True, False, 0
+        self._num_trailers = self._num_trailer_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer. Raises: NotServed."""
+        if self._in_headers:
+            super().on_header(name, value)
+            return
+        self._num_trailers += 1
+        self._num_trailer_bytes += len(name) + len(value)
+        limits = self._limits
+        if (
+            self._num_trailers > limits.max_headers
+            or self._num_trailer_bytes > limits.max_header_bytes
+        ):
+            raise self._not_served(self._too_large("trailers"))
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body; what stands between two of them is bounded."""
+        self._num_received = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request ends; the next may begin in the same read."""
+        if self._without_upgrade:
+            return
+        self._has_ended, self._in_body = True, False
+        super().on_message_complete()
+
+    def on_headers_complete(self) -> None:
+        """The application's time begins. Raises: NotServed."""
+        self._in_headers, self._in_body, self._num_received = False, True, 0
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
+            raise self._not_served(self._too_large("headers"))
+        assert self.parser is not None  # it calls
+        if self._ignore_upgrade():
+            return
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise self._not_served("Speak HTTP/1.1 or HTTP/1.0.")
+        encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if encodings and (
+            version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]
+        ):
+            raise self._not_served("Send no Transfer-Encoding but chunked, in HTTP/1.1.")
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
+
+    def _ignore_upgrade(self) -> bool:
+        """Note how the request reads without its wish for another protocol, where it has one.
+
+        The parser reads no body behind such a wish, but HTTP/1.1 is spoken on as if it were not there (RFC 9110, 7.8).
+        """
+        assert self.parser is not None
+        if not self.parser.should_upgrade():
+            return False
+        if self.parser.get_method() == b"CONNECT":
+            raise self._not_served("This is no proxy.")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(t for t in tokens if t.lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        self._without_upgrade = b"\r\n".join([*lines, b"", b""])
+        return True
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called where the parser stopped at the wish for another protocol: go on without it, and without a warning."""
+        stop = sys.exc_info()[1]
+        assert isinstance(stop, httptools.HttpParserUpgrade)
+        head, self._without_upgrade = self._without_upgrade, b""
+        rest = self._read[stop.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)  # type: ignore[assignment]
+        super().data_received(head + rest)
+
+    def _not_served(self, problem: str) -> NotServed:
+        self._problem = problem
+        return NotServed(problem)
+
+    def _too_large(self, part: str) -> str:
+        limits = self._limits
+        return f"At most {limits.max_headers} {part} of {limits.max_header_bytes} bytes together."
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has begun."""
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()
+            return
+        error = InvalidRequest(self._problem or msg, code="invalid_http")
+        body = error.body()
+        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: %d\r\n" % len(
+            body
+        )
+        fields = b"".join(b"%b: %b\r\n" % field for field in error.headers())
+        self.transport.write(head + fields + b"\r\n" + body)
+        self.transport.close()
+
+    def _set_timer(self, timeout_s: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(timeout_s, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._times_body = False
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+
+def without_chunks(cycle: RequestResponseCycle) -> Send:
+    """The `send` for HTTP/1.0, which knows no chunks: an answer of unknown length ends with its connection."""
+    send_as_told, has_length = cycle.send, False
+
+    async def send(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send_as_told(message)
+
+    return send
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server that finishes open requests before it closes its doors."""
+
+    def __init__(self, config: uvicorn.Config, services: Services, drain_s: float) -> None:
+        super().__init__(config)
+        self.services = services
+        self.drain_s = drain_s
+        self._drain_until = float("inf")
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once it has started."""
+        return self.servers[0].sockets[0].getsockname()[1]
+
+    async def startup(self, sockets=None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        host = self.config.host
+        logger.info(
+            "gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, self.port
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the drain, the second ends it."""
+        if self.services.admission.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.services.admission.is_draining = True
+        self._drain_until = time.monotonic() + self.drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: called ten times a second."""
+        if self.services.admission.is_draining:
+            if self.services.admission.num_open == 0:
+                self.should_exit = True
+            elif time.monotonic() > self._drain_until:
+                self.services.dispatcher.fail_all("The server is shutting down.")
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def create_server(services: Services, app: object) -> DrainingServer:
+    """The server of one gateway process."""
+    settings = services.settings.gateway
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        host=settings.host,
+        port=settings.port,
+        http=partial(
+            BoundedHttpProtocol, settings=services.settings, files=FileReserve(services.metrics)
+        ),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_LAST_WORDS_S,  # type: ignore[arg-type]
+    )
+    return DrainingServer(config, services, settings.drain_s)

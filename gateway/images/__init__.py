@@ -1,0 +1,1 @@
+"""Images on their way in: inline or fetched, checked by their headers."""

@@ -1,0 +1,301 @@
+"""Fetch an image from an http(s) URL without becoming a way into the operator's network.
+
+Off until the operator names hosts, or `any-public`. A URL is split once. Its name is resolved once, every address it
+has must be global, and the connection goes to one of them, while URL, Host, TLS name and the pool's key stay those of
+the host: a second resolution cannot point elsewhere, and a kept connection serves the host it was verified for.
+Redirects are followed by hand, a few, each through all checks. No proxies or .netrc from the environment, no content
+encodings. Bytes, time, and the fetches at once of a host, of an address and in all are bounded, and so are the name
+lookups. Every failure reads the same, so that the answer does not tell which ports are open.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+import httpcore
+
+from gateway.images.header import ImageRefused
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_MAX_URL_CHARS = 2048
+_MAX_CONCURRENT = 32  #: fetches at a time in this process
+_MAX_PER_HOST = 8  #: of these
+_MAX_PER_ADDRESS = 16  #: of these; hosts of a content network share addresses
+_MAX_REDIRECTS = 3
+_MAX_LOOKUPS = 32  #: at a time in this process, those included that nobody waits for any more
+_MAX_LOOKUPS_PER_DOMAIN = 4  #: of these; a dead name server answers for all names of its domain
+_LOOKUP_TIMEOUT_S = 3.0
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+ANY_PUBLIC = "any-public"  #: stands for every host with global addresses only
+_PORTS = {"http": 80, "https": 443}
+_FORBIDDEN = frozenset('\\"<>^`{}|')
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
+_V4_COMPATIBLE = ipaddress.ip_network("::/96")
+#: Global by number, but a cloud's own services, metadata among them, to the machines inside it.
+_CLOUD_SERVICES = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "192.0.0.0/24",  # Oracle Cloud; Python 3.11 calls parts of it global
+        "168.63.129.16/32",  # Azure
+        "161.26.0.0/16",  # IBM Cloud
+        "166.8.0.0/14",  # IBM Cloud
+        "192.80.8.124/32",  # Equinix Metal
+    )
+)
+_FAILURES = (
+    TimeoutError,
+    OSError,
+    ValueError,
+    KeyError,
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+)
+
+
+class ImageFetcher:
+    """Fetches images by URL from `hosts`, within limits. Units: bytes, seconds.
+
+    `hosts` are names, which stand for ports 80 and 443, and `name:port`, and `any-public`. `lookup` resolves a name
+    as `socket.getaddrinfo` does, in a thread. `network` makes the connections to addresses.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: Collection[str],
+        max_bytes: int,
+        timeout_s: float,
+        lookup: Callable[..., list[Any]] = socket.getaddrinfo,
+        network: httpcore.AsyncNetworkBackend | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self.hosts = frozenset(hosts)
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._num_by_host: Counter[str] = Counter()
+        self._num_by_address: Counter[str] = Counter()
+        self._resolver = _Resolver(lookup)
+        anyio = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
+        self._network = _PinnedNetwork(network or anyio)
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=ssl_context,
+            max_connections=_MAX_CONCURRENT,
+            max_keepalive_connections=_MAX_PER_HOST,
+            keepalive_expiry=5.0,
+            network_backend=self._network,
+        )
+
+    async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+        """The bytes behind a URL. `reserve` is told of bytes before they are kept.
+
+        Raises: ImageRefused, always with the same words; whatever `reserve` raises.
+        """
+        with suppress(*_FAILURES):
+            async with asyncio.timeout(self.timeout_s):
+                return await self._follow(parse_url(url), reserve)
+        raise ImageRefused("The image could not be fetched from its URL.", code="invalid_image_url")
+
+    async def _follow(self, url: SplitResult, reserve: Callable[[int], None]) -> bytes:
+        for _ in range(1 + _MAX_REDIRECTS):
+            answer = await self._fetch(url, reserve)
+            if isinstance(answer, bytes):
+                return answer
+            target = parse_url(urljoin(url.geturl(), answer))
+            if url.scheme == "https" != target.scheme:
+                raise ValueError("a redirect gives up encryption")
+            url = target
+        raise ValueError("too many redirects")
+
+    async def _fetch(self, url: SplitResult, reserve: Callable[[int], None]) -> bytes | str:
+        """The image, or where else it is said to be."""
+        host, port = (url.hostname or "").rstrip("."), url.port or _PORTS[url.scheme]
+        self._check_host(host, port)
+        with _share(self._num_by_host, host, _MAX_PER_HOST):
+            address = await self._resolver.resolve(host, port)
+            with _share(self._num_by_address, _network_of(address), _MAX_PER_ADDRESS):
+                async with self._slots:
+                    with self._network.pinned(host, address):
+                        return await self._get(url, host, port, reserve)
+
+    def _check_host(self, host: str, port: int) -> None:
+        if f"{host}:{port}" in self.hosts:
+            return
+        if port not in _PORTS.values() or not self.hosts & {host, ANY_PUBLIC}:
+            raise ValueError("not an allowed host and port")
+
+    async def _get(
+        self, url: SplitResult, host: str, port: int, reserve: Callable[[int], None]
+    ) -> bytes | str:
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        headers = [("Host", url.netloc), ("Accept", "image/*"), ("Accept-Encoding", "identity")]
+        where = httpcore.URL(scheme=url.scheme, host=host, port=port, target=target)
+        async with self._pool.stream("GET", where, headers=headers) as response:
+            answered = {name.lower(): value for name, value in response.headers}
+            if response.status in _REDIRECTS:
+                return answered[b"location"].decode("ascii")
+            if response.status != 200 or b"content-encoding" in answered:
+                raise ValueError("not a plain answer")
+            body = bytearray()
+            async for piece in response.aiter_stream():
+                if len(body) + len(piece) > self.max_bytes:
+                    raise ValueError("too many bytes")
+                reserve(len(piece))
+                body += piece
+            return bytes(body)
+
+    async def close(self) -> None:
+        """Close the connections; a lookup that hangs is left to itself."""
+        await self._pool.aclose()
+        self._resolver.close()
+
+
+@contextmanager
+def _share(counts: Counter[str], key: str, most: int) -> Iterator[None]:
+    """One of `most` of a key. Raises: ValueError where all are taken."""
+    if counts[key] >= most:
+        raise ValueError("too many at a time")
+    counts[key] += 1
+    try:
+        yield
+    finally:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]
+
+
+class _Resolver:
+    """Name lookups in threads of their own: those of the event loop's executor are not cancelled by a timeout.
+
+    A lookup that nobody waits for any more still holds its thread, so it is still counted.
+    """
+
+    def __init__(self, lookup: Callable[..., list[Any]]) -> None:
+        self._lookup = lookup
+        self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, thread_name_prefix="lookup")
+        self._num = 0
+        self._num_by_domain: Counter[str] = Counter()
+
+    async def resolve(self, host: str, port: int) -> Address:
+        """The address to connect to.
+
+        Raises: ValueError unless all addresses of the name are global; OSError, TimeoutError.
+        """
+        domain = ".".join(host.rsplit(".", 2)[-2:])
+        if self._num >= _MAX_LOOKUPS or self._num_by_domain[domain] >= _MAX_LOOKUPS_PER_DOMAIN:
+            raise ValueError("too many lookups at a time")
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._threads, self._look_up, host, port)
+        self._num += 1
+        self._num_by_domain[domain] += 1
+        running.add_done_callback(lambda future: self._ended(domain, future))
+        async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+            answers = await asyncio.shield(running)
+        addresses = [ipaddress.ip_address(answer[4][0]) for answer in answers]
+        if not addresses or not all(is_public(address) for address in addresses):
+            raise ValueError("not a public address")
+        return addresses[0]
+
+    def _look_up(self, host: str, port: int) -> list[Any]:
+        return self._lookup(host, port, type=socket.SOCK_STREAM)
+
+    def _ended(self, domain: str, future: "asyncio.Future[list[Any]]") -> None:
+        if not future.cancelled():
+            future.exception()  # nobody may be left to hear of it; asyncio would complain
+        self._num -= 1
+        self._num_by_domain[domain] -= 1
+        if not self._num_by_domain[domain]:
+            del self._num_by_domain[domain]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _PinnedNetwork(httpcore.AsyncNetworkBackend):
+    """Connects to the addresses that hosts were resolved to, and to nothing else."""
+
+    def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:
+        self._inner = inner
+        self._pinned: dict[str, list[Address]] = {}
+
+    @contextmanager
+    def pinned(self, host: str, address: Address) -> Iterator[None]:
+        """Connections to `host` go to `address`, which was checked, or to another that was at the same time."""
+        addresses = self._pinned.setdefault(host, [])
+        addresses.append(address)
+        try:
+            yield
+        finally:
+            addresses.remove(address)
+            if not addresses:
+                del self._pinned[host]
+
+    async def connect_tcp(
+        self, host: str, port: int, *args: Any, **options: Any
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to the host's address. Raises: KeyError for a host that was not resolved."""
+        return await self._inner.connect_tcp(str(self._pinned[host][-1]), port, *args, **options)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait, between tries."""
+        await self._inner.sleep(seconds)
+
+
+def parse_url(url: str) -> SplitResult:
+    """Split a URL once. Raises: ValueError for anything that two parsers could read differently."""
+    if len(url) > _MAX_URL_CHARS or not url.isascii() or not url.isprintable():
+        raise ValueError("not a plain URL")
+    if " " in url or _FORBIDDEN.intersection(url):
+        raise ValueError("not a plain URL")
+    parts = urlsplit(url)
+    if parts.scheme not in _PORTS or "@" in parts.netloc or not parts.hostname:
+        raise ValueError("not a plain http(s) URL")
+    if "%" in parts.netloc or parts.port == 0:
+        raise ValueError("not a plain host")
+    return parts
+
+
+def _network_of(address: Address) -> str:
+    """What one machine's owner has for certain: an IPv4 address, or an IPv6 network of 64 bits."""
+    bits = 64 if address.version == 6 else 32
+    return str(
+        ipaddress.ip_network((int(address) >> 64 << 64 if bits == 64 else int(address), bits))
+    )
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address, and any IPv4 address hidden in it, is a global unicast one, and no cloud's own."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None or address.is_site_local or address in _NAT64_LOCAL:
+            return False
+        hidden = embedded_ipv4(address)
+        if hidden is not None:
+            return is_public(hidden)
+    elif any(address in network for network in _CLOUD_SERVICES):
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def embedded_ipv4(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that an IPv6 one leads to: mapped, compatible, 6to4, Teredo, NAT64, ISATAP."""
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if address.teredo is not None:
+        return address.teredo[1]
+    is_isatap = int(address) >> 32 & 0xFDFFFFFF == 0x00005EFE
+    if address in _V4_COMPATIBLE or address in _NAT64 or is_isatap:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return None

@@ -1,0 +1,155 @@
+"""A picture's format and size from its first bytes, without decoding it: PNG, JPEG and WebP.
+
+Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
+decoder has the last word on the rest. Formats are told by content, never by the client's media type.
+
+Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2.
+"""
+
+import re
+from dataclasses import dataclass
+from struct import error as StructError
+from struct import unpack_from
+
+from shared.settings.limits import LimitSettings
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_MAX_PNG_CHUNKS = 10_000
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
+_JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
+_JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker and some fill bytes
+_JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # data have 0 behind each 255
+_MAX_JPEG_SEGMENTS = 4096
+_MAX_JPEG_SCANS = 100  #: encoders write about ten
+_JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
+
+
+class ImageRefused(Exception):
+    """The picture is of no use; the message is fit for the client's eyes."""
+
+    def __init__(self, message: str, code: str = "invalid_image") -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What a file says of itself."""
+
+    media_type: str
+    width: int
+    height: int
+
+
+def read_header(data: bytes) -> ImageHeader:
+    """Tell format and size. Raises: ImageRefused for other formats and for broken headers."""
+    try:
+        if data.startswith(_PNG_SIGNATURE):
+            return _read_png(data)
+        if data.startswith(b"\xff\xd8\xff"):
+            return _read_jpeg(data)
+        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            return _read_webp(data)
+    except (IndexError, ValueError, StructError):
+        raise ImageRefused("The image cannot be decoded.") from None
+    raise ImageRefused("Unsupported image: send PNG, JPEG or WebP.", code="unsupported_image")
+
+
+def check_header(header: ImageHeader, limits: LimitSettings) -> None:
+    """Hold the size against the limits. Raises: ImageRefused."""
+    short, long = sorted((header.width, header.height))
+    if short < 1:
+        raise ImageRefused("The image has no pixels.")
+    if long > limits.max_image_side or header.width * header.height > limits.max_image_pixels:
+        raise ImageRefused(
+            f"The image is too large: at most {limits.max_image_pixels} pixels and "
+            f"{limits.max_image_side} on a side.",
+            code="image_too_large",
+        )
+    if long > short * limits.max_image_aspect:
+        raise ImageRefused(
+            f"The image is too narrow: its sides may differ by {limits.max_image_aspect:g} times."
+        )
+
+
+def _read_png(data: bytes) -> ImageHeader:
+    if data[12:16] != b"IHDR" or len(data) < 33:
+        raise ValueError
+    position = 33
+    for _ in range(_MAX_PNG_CHUNKS - 1):
+        name = data[position + 4 : position + 8]
+        if name in (b"IEND", b""):
+            width, height = unpack_from(">II", data, 16)
+            return ImageHeader("image/png", width, height)
+        if name == b"IHDR":  # decoders believe the last, we would believe the first
+            raise ImageRefused("The image has two headers.")
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+    raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
+
+
+def _read_jpeg(data: bytes) -> ImageHeader:
+    """All segments up to the first scan are walked, as decoders believe the last frame header among them."""
+    frame: ImageHeader | None = None
+    position = 2
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        match = _JPEG_MARKER.match(data, position)
+        if match is None:
+            raise ValueError
+        position = match.end()
+        marker = data[position - 1]
+        if marker in _JPEG_BARE:
+            continue
+        if marker == _JPEG_SCAN and frame is not None:
+            _check_scans(data, position)
+            return frame
+        length = data[position] << 8 | data[position + 1]
+        if length < 2 or marker in (_JPEG_END, _JPEG_SCAN):
+            raise ValueError
+        if marker in _JPEG_FRAMES:
+            if frame is not None:
+                raise ImageRefused("The image has two headers.")
+            if length < 8:
+                raise ValueError
+            height, width = unpack_from(">HH", data, position + 3)
+            frame = ImageHeader("image/jpeg", width, height)
+        position += length
+    raise ValueError
+
+
+def _check_scans(data: bytes, position: int) -> None:
+    """Count the scans of a JPEG from its first one on, as each costs a decoder time. Raises: ImageRefused.
+
+    What follows the end of the image is not looked at: cameras put films there.
+    """
+    num_scans = 1
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        position += int.from_bytes(data[position : position + 2], "big")
+        match = _JPEG_MARKER_IN_SCAN.search(data, position)
+        if match is None or data[match.end() - 1] == _JPEG_END:
+            return  # where the end is missing, the decoder decides
+        position = match.end()
+        num_scans += data[position - 1] == _JPEG_SCAN
+        if num_scans > _MAX_JPEG_SCANS:
+            raise ImageRefused(
+                f"The JPEG has more than {_MAX_JPEG_SCANS} scans; save it with fewer."
+            )
+    raise ValueError
+
+
+def _read_webp(data: bytes) -> ImageHeader:
+    if len(data) < 30:
+        raise ValueError
+    kind = data[12:16]
+    if kind == b"VP8X":
+        width = int.from_bytes(data[24:27], "little") + 1
+        height = int.from_bytes(data[27:30], "little") + 1
+    elif kind == b"VP8L" and data[20] == 0x2F:
+        bits = int.from_bytes(data[21:25], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
+        width = int.from_bytes(data[26:28], "little") & 0x3FFF
+        height = int.from_bytes(data[28:30], "little") & 0x3FFF
+    else:
+        raise ValueError
+    return ImageHeader("image/webp", width, height)

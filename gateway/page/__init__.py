@@ -1,0 +1,94 @@
+"""The chat page: a handful of fixed files, read once, that a browser gets without a key.
+
+They hold nothing secret; the page asks its user for the key and sends it with each call of the API. Its policy lets it
+run its own scripts alone and talk to this gateway alone, so that no text of a model or of a client becomes code.
+
+Source: Content Security Policy Level 3; Trusted Types; RFC 9110, sections 8.8.3 and 13.1.2.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.context import context_of
+
+FOLDER = Path(__file__).parent
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_TYPES = {
+    ".html": b"text/html; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+    ".png": b"image/png",
+}
+_SECURITY = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file as it goes out. Its tag changes with its bytes, so browsers ask again and rarely load again."""
+
+    body: bytes
+    content_type: bytes
+    tag: bytes
+
+    def matches(self, if_none_match: bytes) -> bool:
+        """Whether the browser has these very bytes."""
+        known = {tag.strip().removeprefix(b"W/") for tag in if_none_match.split(b",")}
+        return self.tag in known or b"*" in known
+
+    async def answer(self, send: Send, if_none_match: bytes) -> None:
+        """Send it, or 304. The server leaves the body out where only the head was asked for."""
+        headers = [(b"etag", self.tag), (b"cache-control", b"no-cache"), *_SECURITY]
+        body = b""
+        status = 304
+        if not self.matches(if_none_match):
+            status, body = 200, self.body
+            headers.append((b"content-type", self.content_type))
+            headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
+    """Every file of the page by its path: `/` is `index.html`, the others lie under `/page/`."""
+    files = {
+        f"/page/{path.relative_to(folder).as_posix()}": _read(path)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in _TYPES
+    }
+    return {"/": files.pop("/page/index.html"), **files}
+
+
+def _read(path: Path) -> PageFile:
+    body = path.read_bytes()
+    tag = b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode()
+    return PageFile(body, _TYPES[path.suffix], tag)
+
+
+class PageMiddleware:
+    """Pure ASGI, outside of the keys: answers for the page's files, passes everything else on."""
+
+    def __init__(self, app: ASGIApp, files: dict[str, PageFile]) -> None:
+        self.app = app
+        self.files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file of this path, if it is one and is asked for."""
+        file = self.files.get(scope["path"]) if scope["type"] == "http" else None
+        if file is None or scope["method"] not in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+        else:
+            await file.answer(send, context_of(scope).headers.get(b"if-none-match", b""))

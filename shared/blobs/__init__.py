@@ -1,0 +1,1 @@
+"""Bytes by their SHA-256, beside the queue."""

@@ -1,0 +1,1 @@
+"""The queue in Redis: submit, claim, publish, listen."""

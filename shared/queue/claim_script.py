@@ -1,0 +1,107 @@
+"""How a worker calls the claim script, and what it answers, as a claim. It must not know who sends the calls."""
+
+import logging
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+
+from shared.protocol import (
+    Delta,
+    ErrorCode,
+    Failed,
+    GenerateRequest,
+    SamplingParams,
+    decode_events,
+    decode_request,
+)
+from shared.queue.keys import GROUP, RedisKeys
+from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim, Publication
+from shared.queue.scripts import CLAIM
+from shared.redis.link import Command, Part
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = {
+    b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
+    b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that tried the request ended early"),
+    b"kills_workers": (
+        ErrorCode.REQUEST_KILLS_WORKERS,
+        "every worker that ran the request by itself ended early",
+    ),
+    b"unreadable": (ErrorCode.INVALID_REQUEST, "the worker cannot read the request"),
+}
+
+
+#: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
+LOSSES_PER_ATTEMPT = 4
+
+
+class ClaimCalls:
+    """Keys and arguments of one worker's calls for one model."""
+
+    def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
+        self._keys = keys
+        self._model = model
+        self._worker_id = worker_id
+        self._max_attempts = max_attempts
+        self._read_nonce = token_hex(8)  # a request comes by a read once, so one is enough
+
+    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], list[Part]]:
+        """Claim the request of an entry."""
+        keys = [
+            self._keys.queue(self._model),
+            self._keys.request(self._model, request_id),
+            self._keys.log(self._model, request_id),
+        ]
+        return keys, [*self._arguments(entry_id, token_hex(8)), self._read_nonce]
+
+    def of_read(self, last_id: bytes, count: int) -> Command:
+        """Claim up to `count` requests that the read before this command brings; `last_id` came before.
+
+        Answered by triples of entry, request id and reply, or by an error if Redis has forgotten the script.
+        """
+        beginnings = (self._keys.requests(self._model), self._keys.log(self._model, ""))
+        arguments = self._arguments(last_id, self._read_nonce)
+        queue = self._keys.queue(self._model)
+        return ("EVALSHA", CLAIM.sha, 1, queue, *arguments, count, *beginnings)
+
+    def _arguments(self, entry_id: bytes, nonce: str) -> list[Part]:
+        max_losses = LOSSES_PER_ATTEMPT * self._max_attempts
+        bounds = (self._max_attempts, max_losses, CLEARED_AFTER_TOKENS)
+        return [entry_id, GROUP, self._worker_id, nonce, *bounds]
+
+
+def read_claim(
+    reply: list[Any], *, entry_id: bytes, request_id: str, model: str, max_attempts: int
+) -> tuple[bytes, Claim]:
+    """The verdict and the claim of a reply. Verdicts: ok, expired, kills_workers, exhausted or unreadable."""
+    verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
+    try:
+        request = decode_request(payload)
+        events = decode_events(b"[" + b",".join(log) + b"]")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        logger.error("cannot read request %s: %s", request_id, error)
+        request = GenerateRequest(request_id, reply_to.decode(), model, (), SamplingParams())
+        events, verdict = (), b"unreadable"
+    claim = Claim(
+        request=request,
+        entry_id=entry_id,
+        attempt=attempt,
+        failures=failures,
+        is_last_chance=failures > 0 and failures == max_attempts - 1,
+        output_token_ids=tuple(
+            token for event in events if isinstance(event, Delta) for token in event.token_ids
+        ),
+        waited_s=waited_ms / 1000,
+        remaining_s=remaining_ms / 1000,
+    )
+    return verdict, claim
+
+
+def giving_up(claim: Claim, verdict: bytes) -> Publication:
+    """The end of a request that cannot run any more."""
+    code, message = _FAILURES[verdict]
+    failed = Failed(claim.request.request_id, claim.attempt, code, message)
+    reason = "" if verdict == b"expired" else verdict.decode()
+    return Publication(claim, 1, len(claim.output_token_ids), (failed,), reason)

@@ -1,0 +1,273 @@
+"""The worker's end of the queue: claim requests, keep their leases, publish their events, give them back.
+
+A claim is one attempt at a request. Its number fences all earlier attempts: what they still send is refused.
+It must not know engines; it sees requests and events.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.queue.claim_script import ClaimCalls, giving_up, read_claim
+from shared.queue.entries import Entry, QueueEntries
+from shared.queue.keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
+from shared.queue.publication import Claim, Publication
+from shared.queue.publish import Publisher, refusals
+from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW
+from shared.redis.client import retry_idempotent
+from shared.redis.link import RedisLink, RedisSender
+
+Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
+NO_REPLIES: Replies = MappingProxyType({})
+
+logger = logging.getLogger(__name__)
+
+#: Entries of our own that are idle so long and unknown here: the reply that named them was lost.
+GHOST_AFTER_S = 3.0
+
+
+class RequestClaims:
+    """One worker's share of one model's queue."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        blocking_redis: Redis,
+        *,
+        keys_prefix: str,
+        model: str,
+        worker_id: str,
+        lease_s: float,
+        max_attempts: int,
+        ghost_after_s: float = GHOST_AFTER_S,
+    ) -> None:
+        self._keys = RedisKeys(keys_prefix)
+        self._sender = RedisSender(redis)
+        self._reader = RedisLink(blocking_redis)
+        self.entries = QueueEntries(self._sender, self._reader, self._keys, model, worker_id)
+        self._model = model
+        self._queue = self._keys.queue(model)
+        self._worker_id = worker_id
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+        self._calls = ClaimCalls(self._keys, model, worker_id, max_attempts)
+        self._last_read_id = b"0"
+        self._ghost_after_s = ghost_after_s
+        self.publisher = Publisher(self._sender, self._keys, model, worker_id)
+        self._held: set[bytes] = set()  # entries that this worker knows to be its own
+        self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
+
+    @property
+    def num_fenced(self) -> int:
+        """Publications refused because another worker owns the request."""
+        return self.publisher.num_fenced
+
+    # Claiming
+
+    async def read(self, count: int, block_s: float) -> list[Claim]:
+        """Claim up to `count` waiting requests; wait for the first. Raises: RedisError."""
+        claim = self._calls.of_read(self._last_read_id, count)
+        entries, answers = await self.entries.wait(count, block_s, claim)
+        if entries:
+            self._last_read_id = entries[-1][0]
+        if not isinstance(answers, list):  # each call of its own teaches Redis the script
+            return await self._claim_entries(entries, "new", count)
+        # There may be answers without entries: the reply of an earlier read was lost.
+        claimed = [(entry_id, [b"id", request_id]) for entry_id, request_id, _ in answers]
+        replies = {entry_id: reply for entry_id, _, reply in answers}
+        others = [entry for entry in entries if entry[0] not in replies]
+        return await self._claim_entries([*claimed, *others], "new", count, replies)
+
+    async def take(self, count: int) -> list[Claim]:
+        """Claim up to `count` requests, batch ones where nobody else waits; does not wait. Raises: RedisError."""
+        return await self._claim_entries(await self.entries.take(count), "new", count)
+
+    async def reclaim(self, count: int) -> list[Claim]:
+        """Claim up to `count` requests whose lease has run out. Raises: RedisError."""
+        idle = await self.entries.idle(count, self._lease_s, self._held)
+        if not idle:
+            return []
+        entries = await self.entries.seize(idle, self._lease_s)
+        for entry_id, _ in entries:
+            self._held.discard(entry_id)  # it was ours, then another's who lost it too
+        return await self._claim_entries(entries, "reclaimed", count)
+
+    async def reconcile(self) -> list[Claim]:
+        """Claim what Redis counts as ours but whose naming never reached us. Raises: RedisError."""
+        entries: list[Entry] = []
+        for entry_id in await self.entries.unknown(self._ghost_after_s, self._held):
+            found = await self.entries.find(entry_id)
+            if found is None:
+                await self.entries.remove([entry_id])
+            else:
+                entries.append(found)
+        return await self._claim_entries(entries, "reconciled", 0)
+
+    async def _claim_entries(
+        self, entries: Sequence[Entry], kind: str, free: int, replies: Replies = NO_REPLIES
+    ) -> list[Claim]:
+        named: list[tuple[bytes, str]] = []
+        nudges: list[bytes] = []  # which have done their work, and what nobody knows
+        is_released = False
+        for entry_id, fields in entries:
+            if fields[0] != b"id":
+                nudges.append(entry_id)
+                is_released |= self._heed(fields[0])
+            elif entry_id not in self._held:
+                named.append((entry_id, _request_id(fields)))
+        live = await self._claim_all(named, replies)
+        self.num_claims[kind] += len(live)
+        if nudges:
+            try:
+                await self.entries.remove(nudges)
+                if is_released and len(live) < free:
+                    live += await self.reclaim(free - len(live))
+            except RedisError as error:  # what is claimed already must not get lost
+                logger.warning("could not look at released requests: %s", error)
+        return live
+
+    def _heed(self, kind: bytes) -> bool:
+        """Take note of what a nudge says. Returns whether requests were released."""
+        if kind == b"batch":
+            self.entries.num_batch_left = max(1, self.entries.num_batch_left)
+        elif kind != b"nudge":
+            logger.error("removing an entry of unknown kind from the queue: %r", kind[:64])
+        return kind == b"nudge"
+
+    async def _claim_all(self, named: Sequence[tuple[bytes, str]], replies: Replies) -> list[Claim]:
+        if len(named) == 1:  # `gather` would cost two turns of the loop
+            claims = [await self._claim(*named[0], replies)]
+        else:
+            claims = await asyncio.gather(*(self._claim(*entry, replies) for entry in named))
+        return [claim for claim in claims if claim is not None]
+
+    async def _claim(self, entry_id: bytes, request_id: str, replies: Replies) -> Claim | None:
+        self._held.add(entry_id)
+        try:
+            reply = replies.get(entry_id) or await self._call(entry_id, request_id)
+            if reply[0] != b"stray":
+                verdict, claim = read_claim(
+                    reply, entry_id=entry_id, request_id=request_id,
+                    model=self._model, max_attempts=self._max_attempts,
+                )  # fmt: skip
+                if verdict == b"ok":
+                    return claim
+                await retry_idempotent(lambda: self.publish([giving_up(claim, verdict)]))
+        except RedisError as error:
+            logger.warning("could not claim %s: %s", request_id, error)
+        self._held.discard(entry_id)
+        return None
+
+    async def _call(self, entry_id: bytes, request_id: str) -> list[Any]:
+        keys, arguments = self._calls.of_one(entry_id, request_id)
+        return await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
+
+    async def begin(self, claim: Claim) -> bool:
+        """Say that a suspect starts to run. Returns whether it is still ours. Raises: RedisError.
+
+        Until then a worker's death is not blamed on it: it may wait long for its turn to run alone.
+        """
+        request = self._keys.request(self._model, claim.request.request_id)
+        keys, arguments = (request,), (claim.attempt,)
+        return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
+
+    async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
+        """Send events; see `Publisher.publish`. Requests that end or are refused are no longer held."""
+        refused = await self.publisher.publish(publications)
+        for publication in publications:
+            claim = publication.claim
+            if publication.terminal is not None or claim.request.request_id in refused:
+                self._held.discard(claim.entry_id)
+        return refused
+
+    # Leases
+
+    async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
+        """Keep the leases. Returns the requests that are no longer ours, and why. Raises: RedisError."""
+        claims = list(claims)
+        keys = [self._queue]
+        arguments: list[str | bytes | int] = [GROUP, self._worker_id, to_ms(QUEUE_TTL_S)]
+        for claim in claims:
+            keys.append(self._keys.request(self._model, claim.request.request_id))
+            arguments += (claim.attempt, claim.entry_id)
+        refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
+        self._held.difference_update(c.entry_id for c in claims if c.request.request_id in refused)
+        return refused
+
+    async def cancel(self, claims: Sequence[Claim]) -> None:
+        """End requests that nobody waits for any more. Raises: RedisError."""
+        keys = [self._queue, self._keys.backlog(self._model)]
+        keys += (self._keys.places(self._model), self._keys.held(self._model))
+        for claim in claims:
+            request_id = claim.request.request_id
+            keys.append(self._keys.request(self._model, request_id))
+            keys.append(self._keys.log(self._model, request_id))
+            self._held.discard(claim.entry_id)
+        await self._sender.run(CANCEL, keys, (GROUP, to_ms(AFTER_END_S)))
+
+    async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
+        """Give requests back for others to take at once; returns how many. Raises: RedisError.
+
+        `blame`: the attempt counts as a failure of the request, as if the worker had died of it.
+        """
+        claims = list(claims)
+        keys = [self._queue]
+        arguments: list[str | bytes | int] = [GROUP, RELEASED, int(blame)]
+        for claim in claims:
+            keys.append(self._keys.request(self._model, claim.request.request_id))
+            arguments += (claim.attempt, claim.entry_id)
+        if not claims:
+            return 0
+        return await retry_idempotent(lambda: self._sender.run(RELEASE, keys, arguments))
+
+    async def give_back_strays(self, in_flight: Iterable[Claim]) -> None:
+        """Give back what Redis counts as ours beyond `in_flight`; call it when nobody claims any more.
+
+        Whoever interrupts `read`, `reclaim` or `reconcile` does not know how far they came. Commands of one
+        worker are executed in their order, so that Redis knows by now. Raises: RedisError.
+        """
+        self._held.intersection_update([claim.entry_id for claim in in_flight])
+        for entry_id in await self.entries.unknown(0.0, self._held):
+            entry = await self.entries.find(entry_id)
+            if entry is not None and entry[1][0] == b"id":
+                await self._give_back(entry_id, _request_id(entry[1]))
+            else:
+                await self.entries.remove([entry_id])
+
+    async def _give_back(self, entry_id: bytes, request_id: str) -> None:
+        """Without blame, unless its attempt is another worker's, whose lease had run out."""
+        request = self._keys.request(self._model, request_id)
+        fields = await self._sender.execute("HMGET", request, "state", "attempt", "worker")
+        state, attempt, worker = fields
+        is_running = state == b"running"
+        blame = int(is_running and worker != self._worker_id.encode())
+        item = (attempt if is_running else "", entry_id)
+        await self._sender.run(RELEASE, (self._queue, request), (GROUP, RELEASED, blame, *item))
+
+    async def create_group(self) -> None:
+        """Make the queue, unless it exists. Raises: RedisError."""
+        await self.entries.create_group()
+
+    async def reap(self, leaving: str = "") -> None:
+        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
+        await self.entries.reap(leaving)
+
+    async def leave(self) -> None:
+        """Give back what is still ours, and forget this consumer. Raises: RedisError."""
+        await self.give_back_strays(())
+        await self.reap(self._worker_id)
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._reader.close()
+        await self._sender.close()
+
+
+def _request_id(fields: Sequence[bytes]) -> str:
+    return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray

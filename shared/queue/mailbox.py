@@ -1,0 +1,153 @@
+"""A gateway's mailbox: one stream per model into which workers post events, one reader for all of them.
+
+It must not know what an event means. Whatever could make events disappear - a trimmed stream, a mailbox
+that Redis lost, an entry that cannot be read - is told to the caller, who then looks at the requests' own logs.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.protocol import GenerateEvent, decode_events
+from shared.queue.keys import MAILBOX_TTL_S, RedisKeys, to_ms
+from shared.redis.client import BLOCK_S
+from shared.redis.link import RedisLink, RedisSender
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES_PER_READ = 512
+LONGEST_PAUSE_S = 1.0
+
+
+def _ignore(model: str) -> None:
+    """For callers that do not care about gaps."""
+
+
+class Mailbox:
+    """The mailboxes of one gateway. `on_gap(model)` is called when events of a model may be missing."""
+
+    def __init__(
+        self,
+        redis_blocking: Redis,
+        prefix: str,
+        gateway_id: str,
+        on_gap: Callable[[str], None] = _ignore,
+        renew_every_s: float = MAILBOX_TTL_S / 6,
+    ) -> None:
+        self._keys = RedisKeys(prefix)
+        self.gateway_id = gateway_id
+        self._on_gap = on_gap
+        self._renew_every_s = renew_every_s
+        self._reader = RedisLink(redis_blocking)
+        self._sender = RedisSender(redis_blocking)
+        self._last_ids: dict[str, bytes] = {}  # by key: the last entry that was read
+        self._models: dict[str, str] = {}  # by key
+        self._opened = asyncio.Event()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def open(self, models: Iterable[str]) -> None:
+        """Create the mailboxes of these models, unless they are open. Raises: RedisError."""
+        for model in models:
+            key = self._keys.mailbox(model, self.gateway_id)
+            if key in self._last_ids:
+                continue
+            last_id = await self._create(key)
+            if key not in self._last_ids:
+                self._last_ids[key] = last_id
+                self._models[key] = model
+                self._reader.close()  # it reads again, from this mailbox too
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew_mailboxes(), name="renew mailboxes")
+        self._opened.set()
+
+    async def _create(self, key: str) -> bytes:
+        """Post an entry without events, so that the stream exists. Returns its id."""
+        entry_id = await self._sender.execute("XADD", key, "*", "opened", "1")
+        await self._sender.execute("PEXPIRE", key, to_ms(MAILBOX_TTL_S))
+        return entry_id
+
+    async def events(self) -> AsyncIterator[tuple[GenerateEvent, ...]]:
+        """Yield what workers post, entry by entry, for ever; goes on where it was after an outage."""
+        pause_s = 0.0
+        while True:
+            await self._opened.wait()
+            keys = list(self._last_ids)
+            try:
+                await self._reader.connect()
+                keys = list(self._last_ids)  # with those that were opened meanwhile
+                reply = await self._read(keys)
+                pause_s = 0.0
+            except RedisError as error:
+                if list(self._last_ids) == keys:  # else: interrupted by `open`
+                    logger.warning("cannot read the mailbox: %s", error)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or 0.05)
+                continue
+            for key, entries in reply or ():
+                for entry_id, fields in entries:
+                    self._last_ids[key.decode()] = entry_id
+                    if fields[0] == b"events" and (events := self._decode(key, fields[1])):
+                        yield events
+            await asyncio.sleep(0)  # who waited for these answers before the next read is sent
+
+    def _decode(self, key: bytes, data: bytes) -> tuple[GenerateEvent, ...]:
+        """The events of an entry; one that cannot be read is a gap in all requests of its model."""
+        try:
+            return decode_events(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.error("cannot read an entry of the mailbox: %s", error)
+            self._report_gap(key.decode())
+            return ()
+
+    async def _read(self, keys: list[str]) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
+        ids = [self._last_ids[key] for key in keys]
+        command = ("XREAD", "COUNT", MAX_ENTRIES_PER_READ, "BLOCK", to_ms(BLOCK_S), "STREAMS")
+        reply = await self._reader.execute(*command, *keys, *ids)
+        for key, entries in reply or ():
+            # Streams are trimmed from their oldest end. As long as the entry read last is still there,
+            # none after it is gone; only a reader that is far behind has to look.
+            if len(entries) == MAX_ENTRIES_PER_READ:
+                name = key.decode()
+                last_id = self._last_ids[name]
+                if not await self._reader.execute("XRANGE", name, last_id, last_id):
+                    self._report_gap(name)
+        return reply
+
+    def _report_gap(self, key: str) -> None:
+        model = self._models[key]
+        logger.warning("events of model %s may be missing", model)
+        self._on_gap(model)
+
+    async def _renew_mailboxes(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            for key in list(self._last_ids):
+                try:
+                    await self._renew(key)
+                except RedisError as error:
+                    logger.warning("cannot renew the mailbox: %s", error)
+
+    async def _renew(self, key: str) -> None:
+        """Keep the stream alive, drop what was read; make it anew if Redis lost it."""
+        if await self._sender.execute("PEXPIRE", key, to_ms(MAILBOX_TTL_S)):
+            await self._sender.execute("XTRIM", key, "MINID", "~", self._last_ids[key])
+            return
+        self._last_ids[key] = await self._create(key)
+        self._reader.close()
+        self._report_gap(key)
+
+    async def close(self) -> None:
+        """Stop renewing, remove the mailboxes, hang up."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+        if self._last_ids:
+            with suppress(RedisError):
+                await self._sender.execute("DEL", *self._last_ids)
+        await self._sender.close()
+        self._reader.close()

@@ -1,0 +1,107 @@
+"""Who serves which model: workers announce themselves, gateways look.
+
+Records expire by themselves. A model stays known for a day after its last worker, so that a fleet whose
+workers are all restarting keeps queueing. It must not know how a worker works.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.protocol import ModelCard, Report, decode_card, encode
+from shared.queue.keys import MODEL_TTL_S, RedisKeys, to_ms
+from shared.redis.client import retry_idempotent
+from shared.redis.link import RedisSender
+
+logger = logging.getLogger(__name__)
+
+Member = TypeVar("Member")
+
+
+class WorkerRecord(Report, frozen=True, omit_defaults=True):
+    """What a worker says of itself with every heartbeat."""
+
+    worker_id: str
+    card: ModelCard
+    engine: str
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 1
+    num_steps: int = 0
+    state: Literal["ready", "draining"] = "ready"
+
+
+_record_decoder = msgspec.json.Decoder(WorkerRecord)
+
+
+class Registry:
+    """The workers and models under one key prefix. All calls raise RedisError."""
+
+    def __init__(self, redis: Redis, prefix: str) -> None:
+        self._keys = RedisKeys(prefix)
+        self._sender = RedisSender(redis)
+        self._unreadable: set[str] = set()  # keys whose values were found so, and told
+
+    async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Say that a worker is there, for `ttl_s` from now."""
+        keys, execute, name = self._keys, self._sender.execute, record.card.name
+        await asyncio.gather(
+            execute("SET", keys.worker(record.worker_id), encode(record), "PX", to_ms(ttl_s)),
+            execute("SADD", keys.workers, record.worker_id),
+            execute("SET", keys.model(name), encode(record.card), "PX", to_ms(MODEL_TTL_S)),
+            execute("SADD", keys.models, name),
+            execute("PEXPIRE", keys.workers, to_ms(MODEL_TTL_S)),
+            execute("PEXPIRE", keys.models, to_ms(MODEL_TTL_S)),
+        )
+
+    async def withdraw(self, worker_id: str) -> None:
+        """Say that a worker is gone."""
+        await self._sender.execute("DEL", self._keys.worker(worker_id))
+        await self._sender.execute("SREM", self._keys.workers, worker_id)
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The workers that are there now."""
+        return await self._members(self._keys.workers, self._keys.worker, _record_decoder.decode)
+
+    async def models(self) -> list[ModelCard]:
+        """The models that were served within the last day, by name."""
+        found = await self._members(self._keys.models, self._keys.model, decode_card)
+        return sorted(found, key=lambda card: card.name)
+
+    async def _members(
+        self, index: str, key_of: Callable[[str], str], decode: Callable[[bytes], Member]
+    ) -> list[Member]:
+        """The values of a set's members; members whose value has expired leave the set."""
+        names = await retry_idempotent(lambda: self._sender.execute("SMEMBERS", index))
+        if not names:
+            return []
+        keys = [key_of(name.decode(errors="replace")) for name in names]
+        values = await retry_idempotent(lambda: self._sender.execute("MGET", *keys))
+        gone = [name for name, value in zip(names, values, strict=True) if value is None]
+        if gone:
+            await self._sender.execute("SREM", index, *gone)
+        return [
+            member
+            for key, value in zip(keys, values, strict=True)
+            if value is not None and (member := self._decode(key, value, decode)) is not None
+        ]
+
+    def _decode(self, key: str, value: bytes, decode: Callable[[bytes], Member]) -> Member | None:
+        """The value, or None if it cannot be read: one odd worker must not hide the others."""
+        try:
+            member = decode(value)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if key not in self._unreadable:
+                logger.error("cannot read %s, leaving it out: %s", key, error)
+                self._unreadable.add(key)
+            return None
+        self._unreadable.discard(key)
+        return member
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._sender.close()

@@ -1,0 +1,272 @@
+"""The gateway's end of the queue: put requests in, take them back, ask how they stand.
+
+Calls of one loop turn travel in one write. It must not know HTTP or what becomes of the events.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from shared.protocol import GenerateEvent, GenerateRequest, Priority, decode_events, encode
+from shared.queue.keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
+from shared.queue.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE
+from shared.redis.client import retry_idempotent
+from shared.redis.link import Part, RedisSender
+
+_MAX_FORGOTTEN = 100  #: at once
+#: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
+_LOGPROBS_PER_TOKEN = 5
+
+
+class QueueError(Exception):
+    """Base of the reasons for which a request is not in the queue."""
+
+
+class QueueRefused(QueueError):
+    """The fleet has no place for it. `reason` is one of `REASONS`; `wait_s` is 0 where nobody knows."""
+
+    def __init__(self, reason: str, wait_s: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.wait_s = wait_s
+
+
+#: Why a request may be refused: the fleet is full, or one tenant has what it may have.
+REASONS = ("queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens")
+
+
+class DuplicateRequest(QueueError):
+    """A request with this id is known already."""
+
+
+class QueueUnavailable(QueueError):
+    """Redis cannot be reached or takes no more data; nothing is known to be queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much of one model's queue there may be for all gateways together; of a tenant 0 means any."""
+
+    max_waiting: int  #: requests of the same priority that nobody works on yet
+    max_tokens: int  #: that all open requests may come to; tenants share them
+    max_tenant_requests: int = 0
+    max_tenant_requests_per_minute: int = 0
+    max_tenant_tokens_per_minute: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """How a request stands. `state`: queued, running, finished, failed or cancelled."""
+
+    state: str
+    attempt: int
+    num_output_tokens: int  #: accepted so far
+    remaining_s: float  #: until the deadline; after the end: until it is forgotten
+
+
+class RequestQueue:
+    """All models' queues under one key prefix."""
+
+    def __init__(self, redis: Redis, keys_prefix: str) -> None:
+        self._keys = RedisKeys(keys_prefix)
+        self._sender = RedisSender(redis)
+
+    async def enqueue(
+        self,
+        choices: Sequence[GenerateRequest],
+        *,
+        timeout_s: float,
+        num_tokens: int,
+        bounds: Bounds,
+    ) -> None:
+        """Queue the choices of one request, all or none; their deadline is `timeout_s` from now by Redis's clock.
+
+        `num_tokens`: what each may come to. Its logprobs count as more of them towards `max_tokens`, by what they
+        take of Redis's memory. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
+        """
+        keys, arguments = self._to_call(choices, timeout_s, num_tokens, bounds)
+        try:
+            verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
+            if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
+                verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+        if verdict[0] == b"duplicate":
+            raise DuplicateRequest(f"request {choices[0].request_id} exists already")
+        if verdict[0] != b"ok":
+            raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
+
+    async def _forget_lost(self, refused: GenerateRequest) -> bool:
+        """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
+        if refused.priority is not Priority.BATCH:
+            return False
+        keys = (self._keys.backlog(refused.model), self._keys.requests(refused.model))
+        return await self._sender.run(FORGET_LOST, keys, (_MAX_FORGOTTEN,)) > 0
+
+    def _to_call(
+        self, choices: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds
+    ) -> tuple[list[str], list[Part]]:
+        first = choices[0]
+        keys = self._shared_keys(first.model)
+        keys.append(self._keys.rates(first.model, first.cache_salt))
+        arguments: list[Part] = [
+            *(token_hex(8), GROUP, to_ms(timeout_s), to_ms(AFTER_DEADLINE_S), to_ms(QUEUE_TTL_S)),
+            *(first.reply_to, first.priority.value, first.cache_salt, _held(first, num_tokens)),
+            *(bounds.max_waiting, bounds.max_tokens, bounds.max_tenant_requests),
+            *(bounds.max_tenant_requests_per_minute, bounds.max_tenant_tokens_per_minute),
+            num_tokens,
+        ]
+        for choice in choices:
+            keys.append(self._keys.request(choice.model, choice.request_id))
+            arguments += (choice.request_id, encode(choice))
+        return keys, arguments
+
+    def _shared_keys(self, model: str) -> list[str]:
+        keys = self._keys
+        return [keys.queue(model), keys.backlog(model), keys.places(model), keys.held(model)]
+
+    async def cancel(self, model: str, request_ids: list[str]) -> None:
+        """Cancel requests, whatever their state; unknown and ended ones are ignored.
+
+        Raises: QueueUnavailable.
+        """
+        keys = self._shared_keys(model)
+        for request_id in request_ids:
+            keys += (self._keys.request(model, request_id), self._keys.log(model, request_id))
+        arguments = (GROUP, to_ms(AFTER_END_S))
+        try:
+            await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+
+    async def settle(
+        self,
+        model: str,
+        tenant: str,
+        request_ids: Sequence[str],
+        *,
+        num_taken: int,
+        tokens_per_minute: int,
+    ) -> bool:
+        """Let a tenant's minute know what answers came to, for each of which `num_taken` tokens were taken.
+
+        False if one of them has not ended, and this is to be called again. Raises: QueueUnavailable.
+        """
+        keys = [self._keys.rates(model, tenant)]
+        keys += [self._keys.request(model, request_id) for request_id in request_ids]
+        arguments = (tokens_per_minute, num_taken)
+        try:
+            return await retry_idempotent(lambda: self._sender.run(SETTLE, keys, arguments)) == 1
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+
+    async def state(self, model: str, request_id: str) -> RequestState | None:
+        """How a request stands; None if Redis knows nothing of it. Raises: QueueUnavailable."""
+        key = self._keys.request(model, request_id)
+        fields = await self._ask("HMGET", key, "state", "attempt", "tokens")
+        ttl_ms = await self._ask("PTTL", key)
+        if fields[0] is None or ttl_ms < 0:
+            return None
+        return _to_state(fields[0], int(fields[1]), int(fields[2]), ttl_ms)
+
+    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
+        """How a request stands, as `state`; while it is open, its events go to this gateway's mailbox too.
+
+        Raises: QueueUnavailable.
+        """
+        keys = (self._keys.request(model, request_id),)
+        try:
+            found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, (gateway_id,)))
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+        return _to_state(*found) if found else None
+
+    async def events(self, model: str, request_id: str) -> tuple[GenerateEvent, ...]:
+        """Every event of a request that was accepted so far, in order: repairs a gap in the mailbox.
+
+        Raises: QueueUnavailable.
+        """
+        log = await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
+        return decode_events(b"[" + b",".join(log) + b"]")
+
+    async def age_s(self, model: str) -> float:
+        """How long the oldest request waits that no worker has read; 0 without one. Raises: QueueUnavailable.
+
+        Batch work in the backlog is not in the queue yet.
+        """
+        queue = self._keys.queue(model)
+        try:
+            pending = await retry_idempotent(lambda: self._sender.execute("XPENDING", queue, GROUP))
+            begin = b"(" + pending[2] if pending[2] else "-"  # what was read and ended is deleted
+        except ResponseError:  # no worker has ever read
+            begin = "-"
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+        entries = await self._ask("XRANGE", queue, begin, "+", "COUNT", 10)
+        oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]  # no nudge
+        if not oldest:
+            return 0.0
+        seconds, microseconds = await self._ask("TIME")
+        added_at = int(oldest[0].partition(b"-")[0]) / 1000
+        return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
+
+    async def remember(self, request_id: str, note: bytes, ttl_s: float) -> bool:
+        """Keep a gateway's note on a request; False if there is one already. Raises: QueueUnavailable.
+
+        Sent once: if only the reply is lost, the request counts as sent before, and is followed.
+        """
+        command = ("SET", self._keys.stream(request_id), note, "NX", "PX", to_ms(ttl_s))
+        try:
+            return await self._sender.execute(*command) is not None
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+
+    async def recall(self, request_id: str) -> bytes | None:
+        """The note on a request, if there is one. Raises: QueueUnavailable."""
+        return await self._ask("GET", self._keys.stream(request_id))
+
+    async def forget(self, request_id: str) -> None:
+        """Drop the note on a request. Raises: QueueUnavailable."""
+        await self._ask("DEL", self._keys.stream(request_id))
+
+    async def depth(self, model: str) -> int:
+        """Requests in a model's queue, waiting and running. Raises: QueueUnavailable."""
+        num_given = await self._ask("XLEN", self._keys.queue(model))
+        return num_given + await self.backlog(model)
+
+    async def backlog(self, model: str) -> int:
+        """Batch requests that no worker has been given. Raises: QueueUnavailable."""
+        return await self._ask("XLEN", self._keys.backlog(model))
+
+    async def open(self) -> None:
+        """Connect now rather than at the first request. Raises: RedisError."""
+        await self._sender.execute("TIME")
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._sender.close()
+
+    async def _ask(self, *command: str | bytes | int):
+        try:
+            return await retry_idempotent(lambda: self._sender.execute(*command))
+        except RedisError as error:
+            raise QueueUnavailable(str(error)) from error
+
+
+def _held(choice: GenerateRequest, num_tokens: int) -> int:
+    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
+    sampling = choice.sampling
+    if sampling.num_logprobs is None:
+        return num_tokens
+    num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)
+    num_logprobs = num_answer_tokens * (1 + sampling.num_logprobs)
+    return num_tokens + -(-num_logprobs // _LOGPROBS_PER_TOKEN)
+
+
+def _to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> RequestState:
+    name = state.decode()
+    after_s = AFTER_DEADLINE_S if name in ("queued", "running") else 0.0
+    return RequestState(name, attempt, num_tokens, ttl_ms / 1000 - after_s)

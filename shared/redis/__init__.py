@@ -1,0 +1,1 @@
+"""How Redis is reached, and the server that comes along."""

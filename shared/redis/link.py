@@ -1,0 +1,385 @@
+"""One connection to Redis on which many commands travel at once, and the gathering of them.
+
+redis-py spends more on a command than Redis does. Here the commands of a loop turn are one write, up to a size, and
+hiredis packs and parses. A connection is given up when nothing has moved on it for the time of a command, however
+much there is to send or to read. Addresses and credentials come from redis-py's client; nothing here knows keys or
+what scripts mean.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import hiredis
+from redis.asyncio import Redis, SSLConnection
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ResponseError,
+    TimeoutError,
+)
+
+from shared.queue.scripts import Script
+
+Part = str | bytes | int
+Command = Sequence[Part]
+#: Hears replies in their order as they come, or once why no more do.
+Hear = Callable[[Sequence[Any], Exception | None], None]
+
+#: Commands share a write up to so many bytes: more would wait for each other, and fail together.
+MAX_WRITE_BYTES = 256 * 1024
+#: What the kernel may hold of a write. Nobody sees it move, so it has to pass within the time of a command.
+MAX_UNSEEN_BYTES = 512 * 1024
+
+_ERRORS: dict[str, type[Exception]] = {
+    "NOSCRIPT": NoScriptError,
+    "OOM": OutOfMemoryError,
+    "LOADING": BusyLoadingError,  # a ConnectionError: it goes away by itself
+    "READONLY": ConnectionError,  # this server is a replica now; connecting again finds the primary
+}
+
+
+#: hiredis declares a tuple of one part; any number is right.
+_pack: Callable[[tuple[Part, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
+
+
+def _pack_all(commands: Sequence[Command]) -> list[bytes]:
+    return [_pack(tuple(command)) for command in commands]
+
+
+def _to_error(message: str) -> Exception:
+    kind, _, rest = message.partition(" ")
+    if kind in _ERRORS:
+        return _ERRORS[kind](message)
+    return ResponseError(rest if kind == "ERR" else message)
+
+
+class _Wire(asyncio.Protocol):
+    """Replies in the order of the commands; one exchange at a time."""
+
+    def __init__(self) -> None:
+        self._parser = hiredis.Reader(replyError=_to_error)
+        self._num_wanted = 0
+        self._hear: Hear | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout_s = 0.0
+        self._moved_at = 0.0  #: by the loop's clock: bytes were taken or came
+        self._unwritten = memoryview(b"")
+        self._is_paused = False
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether commands can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The loop has a connection for us."""
+        self._transport = cast(asyncio.Transport, transport)
+        # Next to nothing is buffered, else uvloop keeps writes to a turn's end; with 0, TLS would pause for nothing.
+        self._transport.set_write_buffer_limits(high=1, low=0)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSEEN_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass replies on; the last one that is wanted ends the exchange."""
+        self._moved_at = self._loop.time()
+        self._parser.feed(data)
+        replies: list[Any] = []
+        try:
+            while (reply := self._parser.gets()) is not False:
+                replies.append(reply)
+        except hiredis.ProtocolError as error:
+            self.fail(ConnectionError(f"not the protocol of Redis: {error}"))
+            return
+        if len(replies) > self._num_wanted:
+            self.fail(ConnectionError("Redis answers what nobody asked"))
+        elif replies:
+            if any(isinstance(reply, ConnectionError) for reply in replies):
+                self._hang_up()
+            self._num_wanted -= len(replies)
+            self._tell(replies)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits learns that no reply comes."""
+        self.fail(ConnectionError("Redis closed the connection"))
+
+    def fail(self, error: Exception) -> None:
+        """Close, and let whoever waits know why."""
+        self._hang_up()
+        self._num_wanted = 0
+        self._tell((), error)
+
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _tell(self, replies: Sequence[Any], failure: Exception | None = None) -> None:
+        hear = self._hear
+        if self._num_wanted == 0:
+            self._hear = None
+            self._unwritten = memoryview(b"")
+            if self._timer is not None:
+                self._timer.cancel()
+        if hear is not None:
+            hear(replies, failure)
+
+    def start(self, packed: Sequence[bytes], timeout_s: float, hear: Hear) -> None:
+        """Send commands; `hear` gets their replies, or what went wrong."""
+        self._hear = hear
+        self._num_wanted = len(packed)
+        self._timeout_s = timeout_s
+        self._moved_at = self._loop.time()
+        self._timer = self._loop.call_later(timeout_s, self._look)
+        self._unwritten = memoryview(b"".join(packed) if len(packed) > 1 else packed[0])
+        self._write()
+
+    def _write(self) -> None:
+        """As much as the kernel takes, by pieces: each that it has taken is a sign of life."""
+        assert self._transport is not None
+        while self._unwritten and not self._is_paused:
+            piece, self._unwritten = (
+                self._unwritten[:MAX_WRITE_BYTES],
+                self._unwritten[MAX_WRITE_BYTES:],
+            )
+            self._transport.write(piece)
+
+    def pause_writing(self) -> None:
+        """The kernel has enough for now."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """The kernel has taken what it was given."""
+        self._is_paused = False
+        self._moved_at = self._loop.time()
+        self._write()
+
+    def _look(self) -> None:
+        """Give up if nothing has moved; else look again when it could have stood still long enough."""
+        left_s = self._moved_at + self._timeout_s - self._loop.time()
+        if left_s > 1e-3:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self.fail(TimeoutError("Redis did not answer in time"))
+
+    async def exchange(self, packed: Sequence[bytes], timeout_s: float) -> list[Any]:
+        """`start`, awaited. Raises: ConnectionError, TimeoutError (of redis)."""
+        answer: asyncio.Future[list[Any]] = self._loop.create_future()
+        gathered: list[Any] = []
+
+        def hear(replies: Sequence[Any], failure: Exception | None) -> None:
+            gathered.extend(replies)
+            if failure is not None or len(gathered) == len(packed):
+                _set(answer, failure or gathered)
+
+        self.start(packed, timeout_s, hear)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.fail(ConnectionError("interrupted"))  # replies under way belong to nobody
+            raise
+
+
+def _set(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+class RedisLink:
+    """One connection of its own, opened when needed. One exchange at a time."""
+
+    def __init__(self, redis: Redis) -> None:
+        pool = redis.connection_pool
+        self._options: Mapping[str, Any] = pool.connection_kwargs
+        self._is_tls = issubclass(pool.connection_class, SSLConnection)
+        self.timeout_s: float = self._options["socket_timeout"]  #: how long nothing may move
+        self._wire: _Wire | None = None
+
+    async def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """Send all in one write and gather the replies; an error reply stands in its place.
+
+        Raises: ConnectionError, TimeoutError (of redis); the connection is closed then.
+        """
+        wire = await self.connect()
+        return await wire.exchange(_pack_all(commands), self.timeout_s)
+
+    def start(self, packed: Sequence[bytes], hear: Hear) -> bool:
+        """Send packed commands without a task: `hear` gets what comes. False if not connected."""
+        wire = self._wire
+        if wire is None or not wire.is_open:
+            return False
+        wire.start(packed, self.timeout_s, hear)
+        return True
+
+    async def execute(self, *command: Part) -> Any:
+        """One command. Raises: RedisError."""
+        [reply] = await self.exchange([command])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        """Hang up: an exchange under way fails, the next one connects again."""
+        if self._wire is not None:
+            self._wire.fail(ConnectionError("closed"))
+
+    async def connect(self) -> _Wire:
+        """The open connection, or a new one. Raises: ConnectionError, TimeoutError (of redis)."""
+        if self._wire is None or not self._wire.is_open:
+            self._wire = await self._connect()
+        return self._wire
+
+    async def _connect(self) -> _Wire:
+        timeout_s = self._options["socket_connect_timeout"]
+        try:
+            async with asyncio.timeout(timeout_s):
+                wire = await self._open()
+        except OSError as error:  # TimeoutError is one too
+            raise ConnectionError(f"cannot connect to Redis: {error or 'timeout'}") from error
+        greeting = self._greeting()
+        if greeting:
+            for reply in await wire.exchange(_pack_all(greeting), timeout_s):
+                if isinstance(reply, Exception):
+                    wire.fail(reply)
+                    raise ConnectionError(f"Redis refuses the connection: {reply}")
+        return wire
+
+    async def _open(self) -> _Wire:
+        loop, options = asyncio.get_running_loop(), self._options
+        if "path" in options:
+            _, wire = await loop.create_unix_connection(_Wire, options["path"])
+        else:
+            host, port = options.get("host", "localhost"), options.get("port", 6379)
+            tls = self._tls_context() if self._is_tls else None
+            _, wire = await loop.create_connection(_Wire, host, port, ssl=tls)
+        return wire
+
+    def _tls_context(self) -> ssl.SSLContext:
+        options = self._options
+        context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
+        if options.get("ssl_certfile"):
+            context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
+        if options.get("ssl_cert_reqs") == "none":
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def _greeting(self) -> list[Command]:
+        options = self._options
+        greeting: list[Command] = []
+        if options.get("password"):
+            user = (options["username"],) if options.get("username") else ()
+            greeting.append(("AUTH", *user, options["password"]))
+        if options.get("db"):
+            greeting.append(("SELECT", options["db"]))
+        return greeting
+
+
+class _Call(NamedTuple):
+    """A command, who waits for its reply, and since when (by the loop's clock)."""
+
+    command: Command
+    future: asyncio.Future[Any]
+    since: float
+
+
+class RedisSender:
+    """Gathers the commands of many callers: those of one loop turn, or of one round trip, share a write.
+
+    A command that is still to be sent when its caller leaves is not sent.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        self._link = RedisLink(redis)
+        self._waiting: deque[_Call] = deque()
+        self._sent: deque[_Call] = deque()
+        self._is_sending = False
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def execute(self, *command: Part) -> Any:
+        """One command. Raises: RedisError."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append(_Call(command, future, loop.time()))
+        if not self._is_sending:
+            self._is_sending = True
+            loop.call_soon(self._send)
+        return await future
+
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
+        """Run a script by its digest, or by its text where the server does not know it. Raises: RedisError."""
+        try:
+            return await self.execute("EVALSHA", script.sha, len(keys), *keys, *arguments)
+        except NoScriptError:
+            return await self.execute("EVAL", script.source, len(keys), *keys, *arguments)
+
+    def _send(self) -> None:
+        """Send of what waits as much as shares a write. What comes meanwhile goes with a later one."""
+        packed = self._pack_next()
+        if not packed:
+            self._is_sending = False
+        elif not self._link.start(packed, self._hear):
+            self._connecting = asyncio.create_task(self._connect_and_send(packed))
+
+    def _pack_next(self) -> list[bytes]:
+        packed: list[bytes] = []
+        num_bytes = 0
+        while self._waiting and num_bytes < MAX_WRITE_BYTES:
+            call = self._waiting.popleft()
+            if not call.future.done():
+                packed.append(_pack(tuple(call.command)))
+                num_bytes += len(packed[-1])
+                self._sent.append(call)
+        return packed
+
+    async def _connect_and_send(self, packed: Sequence[bytes]) -> None:
+        try:
+            await self._link.connect()
+        except Exception as error:  # all who wait would fare the same
+            self._fail([*self._sent, *self._waiting], error)
+            self._waiting.clear()
+            self._sent.clear()
+            self._send()
+            return
+        if not self._link.start(packed, self._hear):
+            self._hear((), ConnectionError("Redis closed the connection"))
+
+    def _hear(self, replies: Sequence[Any], failure: Exception | None) -> None:
+        for reply in replies:
+            _set(self._sent.popleft().future, reply)
+        if failure is not None:
+            self._fail(self._sent, failure)
+            self._sent.clear()
+            if isinstance(
+                failure, TimeoutError
+            ):  # those behind have waited for a sign of life as long
+                before = asyncio.get_running_loop().time() - self._link.timeout_s
+                while self._waiting and self._waiting[0].since <= before:
+                    _set(self._waiting.popleft().future, failure)
+        if not self._sent:
+            self._send()
+
+    def _fail(self, calls: Iterable[_Call], error: Exception) -> None:
+        for call in calls:
+            _set(call.future, error)
+
+    async def close(self) -> None:
+        """Hang up. Commands under way fail as cancelled."""
+        for call in (*self._sent, *self._waiting):
+            call.future.cancel()
+        self._waiting.clear()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        self._link.close()

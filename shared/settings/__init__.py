@@ -1,0 +1,1 @@
+"""The tree of settings and where their values come from."""

@@ -1,0 +1,92 @@
+"""The one table of limits: every quantity that a client controls.
+
+`LimitSettings` are an operator's to change; the gateway enforces them, the worker looks again. The constants are
+OpenAI's contract and part of the request's types. Both are rendered into the OpenAPI document.
+"""
+
+from pydantic import Field
+
+from shared.settings.group import MIB, Group
+
+MAX_MODEL_CHARS = 256  #: `model`
+MAX_USER_CHARS = 512  #: `user`
+MAX_NAME_CHARS = 64  #: `messages[].name`
+MAX_METADATA_ENTRIES = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+
+_COMMAS_BESIDE_TEXTS = 20_000
+
+
+class LimitSettings(Group):
+    """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
+
+    max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
+    max_open_body_bytes: int = Field(
+        default=512 * MIB,
+        ge=1024,
+        description="Bytes of all bodies that one gateway reads at once; more are sent away.",
+    )
+    max_header_bytes: int = Field(
+        default=32 * 1024, ge=1024, description="Bytes of the request line and all headers."
+    )
+    max_headers: int = Field(default=100, ge=16, description="Headers of a request.")
+    max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
+    max_text_chars: int = Field(
+        default=200_000, ge=1, description="Characters of all texts of a request."
+    )
+    max_images: int = Field(default=8, ge=0, description="Pictures of a request.")
+    max_image_bytes: int = Field(
+        default=16 * MIB, ge=1, description="Bytes of one encoded picture."
+    )
+    max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one picture.")
+    max_image_side: int = Field(
+        default=16_384, ge=1, description="Longer side of a picture, in pixels."
+    )
+    max_image_aspect: float = Field(
+        default=200.0, ge=1, description="Longer side over shorter side."
+    )
+    max_choices: int = Field(
+        default=16, ge=1, le=128, description="`n`, the answers of one request."
+    )
+    max_output_tokens: int = Field(default=32_768, ge=1, description="`max_tokens` of one answer.")
+    max_stop_strings: int = Field(default=4, ge=0, description="Stop strings of a request.")
+    max_stop_chars: int = Field(default=64, ge=1, description="Characters of one stop string.")
+    max_logit_bias: int = Field(default=300, ge=0, description="Entries of `logit_bias`.")
+    max_top_logprobs: int = Field(default=20, ge=0, description="`top_logprobs`.")
+    max_queue_depth: int = Field(
+        default=1024, ge=1, description="Requests that wait in a model's queue."
+    )
+    max_batch_queue_depth: int = Field(
+        default=1024, ge=1, description="Batch requests that wait besides."
+    )
+    max_open_requests: int = Field(
+        default=4096, ge=1, description="Requests that one gateway keeps open."
+    )
+    max_open_tokens: int = Field(
+        default=16_000_000,
+        ge=1,
+        description="Tokens that a model's open requests may come to, batch ones to half; shared by the keys.",
+    )
+    max_wrong_keys_per_minute: int = Field(
+        default=60,
+        ge=0,
+        description="Wrong API keys of one client address a minute, at each gateway; 0: any.",
+    )
+    max_key_open_requests: int = Field(
+        default=0, ge=0, description="Answers of a model that one API key keeps open; 0: any."
+    )
+    max_key_requests_per_minute: int = Field(
+        default=0, ge=0, description="Requests of one API key to a model a minute; 0: any."
+    )
+    max_key_tokens_per_minute: int = Field(
+        default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
+    )
+
+    @property
+    def max_commas(self) -> int:
+        """Commas of a request body: those of its texts, and those between its values.
+
+        They bound what decoding a body builds, however large it is, and are counted as fast as it comes in.
+        """
+        return self.max_text_chars + _COMMAS_BESIDE_TEXTS

@@ -1,0 +1,118 @@
+"""Spans of a request that is over, made from the durations that its stages were measured by anyway.
+
+The only module that knows OpenTelemetry; `shared.telemetry.tracing` loads it where traces are asked for. Nothing is opened while
+a request runs but the one span whose name travels with it. Units: instants are epoch nanoseconds, durations seconds.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+from opentelemetry.trace import (
+    Tracer as OtelTracer,
+)
+
+from shared.telemetry.tracing import NS, Attributes, Stage
+
+#: A collector that does not answer holds up the end of a process no longer than that.
+CLOSE_WITHIN_S = 3.0
+
+Kind = Literal["server", "consumer"]
+_KINDS = {"server": SpanKind.SERVER, "consumer": SpanKind.CONSUMER}
+
+
+class Tracer:
+    """Makes the spans of one process and sends them off, in batches, from a thread of its own."""
+
+    def __init__(self, process: str, instance: str, version: str) -> None:
+        """Where spans go and which are kept is said by OpenTelemetry's own variables (`OTEL_...`)."""
+        own = {
+            "service.namespace": "vlm-fleet",
+            "service.name": f"vlm-{process}",
+            "service.instance.id": instance,
+            "service.version": version,
+        }
+        configured = OTELResourceDetector().detect().attributes
+        resource = Resource.create({**own, **configured})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("vlm-fleet", version)
+
+    def begin(
+        self, name: str, kind: Kind, trace_parent: str | None, begin_ns: int
+    ) -> "RequestSpan":
+        """A span of a request, under the caller's if it named one."""
+        context = Context() if trace_parent is None else _remote_context(trace_parent)
+        span = self._tracer.start_span(name, context, _KINDS[kind], start_time=begin_ns)
+        return RequestSpan(self._tracer, span, begin_ns)
+
+    def close(self) -> None:
+        """Send what is left, but do not wait long for it."""
+        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread.start()
+        thread.join(CLOSE_WITHIN_S)
+
+
+class RequestSpan:
+    """The open span of a request in one process."""
+
+    def __init__(self, tracer: OtelTracer, span: Span, begin_ns: int) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._begin_ns = begin_ns
+
+    @property
+    def trace_parent(self) -> str:
+        """The parent of spans below this one: a `traceparent` header."""
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether anybody will see it: by the caller's flag, or a sampler of ours."""
+        return self._span.is_recording()
+
+    def rename(self, name: str) -> None:
+        """Call it by what is known only now."""
+        self._span.update_name(name)
+
+    def add(self, attributes: Attributes) -> None:
+        """Say more about the request."""
+        self._span.set_attributes(attributes)
+
+    def end(self, duration_s: float, stages: Sequence[Stage], error: str | None = None) -> None:
+        """Close it, with a span for each of its stages. `error`: why it failed, as a code."""
+        context = set_span_in_context(self._span, Context())
+        for stage in stages:
+            begin_ns = self._begin_ns + round(stage.begin_s * NS)
+            span = self._tracer.start_span(
+                stage.name, context, attributes=stage.attributes, start_time=begin_ns
+            )
+            span.end(begin_ns + round(stage.duration_s * NS))
+        if error is not None:
+            self._span.set_attribute("error.type", error)
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(self._begin_ns + round(duration_s * NS))
+
+
+def _remote_context(trace_parent: str) -> Context:
+    _, trace_id, span_id, flags = trace_parent.split("-")
+    remote = SpanContext(
+        int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16))
+    )
+    return set_span_in_context(NonRecordingSpan(remote), Context())

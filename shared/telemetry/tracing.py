@@ -1,0 +1,67 @@
+"""What a trace is made of, without OpenTelemetry: an optional extra, of which nothing is imported unless asked for.
+
+Each process calls `create_tracer` once, and then has a `Tracer` or None. Units: instants are epoch nanoseconds,
+durations seconds.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from shared.settings.tree import SettingsError, TraceSettings
+from shared.version import package_version
+
+if TYPE_CHECKING:
+    from shared.telemetry.spans import Tracer
+
+NS = 1_000_000_000
+
+#: Outcomes of a request with which nothing is wrong.
+NOT_FAILURES = ("ok", "followed", "cancelled")
+
+Value = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a request. `begin_s` counts from the start of the span that it belongs to."""
+
+    name: str
+    begin_s: float
+    duration_s: float
+    attributes: Attributes = field(default_factory=dict)
+
+
+def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Tracer | None":
+    """What makes the spans of this process; None without traces. Raises: SettingsError."""
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if settings.export == "none" or is_disabled:
+        return None
+    try:
+        spans = import_module("shared.telemetry.spans")
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"VLM_TRACES__EXPORT: {error.name} is missing; pip install '.[traces]'"
+        ) from None
+    return spans.Tracer(process, instance, package_version())
+
+
+def epoch_ns(elapsed_s: float) -> int:
+    """The instant that lies so long back."""
+    return time.time_ns() - round(elapsed_s * NS)
+
+
+def lay_out(
+    durations: Sequence[tuple[str, float, Attributes]], begin_s: float = 0.0
+) -> list[Stage]:
+    """Stages that follow each other, without those that took no time."""
+    stages: list[Stage] = []
+    for name, duration_s, attributes in durations:
+        if duration_s > 0:
+            stages.append(Stage(name, begin_s, duration_s, attributes))
+        begin_s += duration_s
+    return stages

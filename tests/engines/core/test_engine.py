@@ -1,0 +1,557 @@
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.base import (
+    DeviceOutOfMemory,
+    EngineOutput,
+    EngineRequest,
+    InvalidRequest,
+    PromptTooLong,
+    SequenceFailure,
+)
+from engines.core import step_budget
+from engines.core.engine import BatchingEngine
+from engines.core.runner import RunningStep
+from engines.core.sequence import Batch
+from engines.mock.engine import EOS_ID, MockConfig
+from shared.protocol import FinishReason, Priority
+from tests.factories_engine import (
+    CheckingRunner,
+    Transcript,
+    answer_alone,
+    make_engine,
+    make_image,
+    make_request,
+    run_all,
+)
+
+PROMPT = "the same beginning, "
+
+
+def fail_next_step(engine: BatchingEngine, *failures: Exception) -> None:
+    assert isinstance(engine.runner, CheckingRunner)
+    engine.runner.failures += reversed(failures)
+
+
+def requests_of_all_kinds() -> list[EngineRequest]:
+    """Equal and unequal prefixes, pictures, salts, seeds, lengths and stop strings."""
+    cat, dog = make_image(3, 9, "cat"), make_image(12, 8, "dog")
+    return [
+        make_request("a", PROMPT + "one"),
+        make_request("b", PROMPT + "two", max_tokens=3),
+        make_request("c", PROMPT + "two", images=(cat,)),
+        make_request("d", PROMPT + "two", images=(cat, dog)),
+        make_request("e", PROMPT + "two", images=(cat,), temperature=1.0, seed=5),
+        make_request("f", PROMPT + "one", cache_salt="other"),
+        make_request("g", PROMPT, ignore_eos=True, max_tokens=18),
+        make_request("h", PROMPT + "one", stop=("a", "no such text")),
+    ]
+
+
+def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
+    alone = answer_alone(request)
+    return (answer.token_ids, answer.text, answer.finish_reason) == (
+        alone.token_ids,
+        alone.text,
+        alone.finish_reason,
+    )
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 5}, id="chunked"),
+        pytest.param({"num_kv_blocks": 14}, id="preempted"),
+        pytest.param({"num_kv_blocks": 14, "enable_prefix_cache": False}, id="recomputed"),
+        pytest.param({"max_images_per_step": 1, "max_num_batched_tokens": 7}, id="one picture"),
+        pytest.param({"encoder_cache_bytes": 0}, id="no encoder cache"),
+    ],
+)
+def test_answers_in_company_equal_answers_alone(config: dict[str, object], overlap_steps: bool):
+    engine = make_engine(overlap_steps=overlap_steps, **config)
+    requests = requests_of_all_kinds()
+    answers = run_all(engine, *requests)
+    for request in requests:
+        assert is_same_answer(answers[request.request_id], request)
+    assert (engine.pipeline.num_overlapped > 0) == overlap_steps
+    if "num_kv_blocks" in config:
+        assert engine.stats().num_preemptions > 0
+
+
+def test_the_first_output_tells_the_usage_before_the_prompt_is_computed():
+    engine = make_engine(max_num_batched_tokens=16)
+    engine.add(make_request(prompt="x" * 40, images=(make_image(),)))
+    (first,) = engine.step()
+    assert first.token_ids == ()
+    assert first.usage is not None
+    assert (first.usage.num_prompt_tokens, first.usage.num_image_tokens) == (40, 8)
+    assert engine.step() == []
+    (token,) = engine.step()
+    assert len(token.token_ids) == 1
+    assert token.usage is None
+
+
+def test_cached_prompt_tokens_are_reported():
+    engine = make_engine()
+    run_all(engine, make_request("a", "x" * 20))
+    answer = run_all(engine, make_request("b", "x" * 20))["b"]
+    assert answer.first_usage is not None
+    assert answer.first_usage.num_cached_tokens == 16
+    stats = engine.stats()
+    assert (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens) == (40, 16)
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+def find_timings(answer: Transcript) -> list[float]:
+    assert answer.last is not None
+    timings = answer.last.timings
+    assert timings is not None
+    return [timings.queue_s, timings.vision_s, timings.prefill_s, timings.decode_s]
+
+
+def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
+    mock = MockConfig(vision_s=3, prefill_s_per_token=0.5, decode_s=1, num_output_tokens=3)
+    engine = make_engine(mock=mock, max_num_seqs=1, max_num_batched_tokens=16)
+    cat = make_request("cat", "x" * 20, images=(make_image(8),))
+    answers = run_all(engine, cat, make_request("text", "y" * 2))
+    assert find_timings(answers["cat"]) == [0, 3, 1 + 8 + 1 + 2, 2]
+    assert find_timings(answers["text"]) == [17, 0, 1 + 1, 2]
+    assert clock.now == 1000 + 17 + 4
+
+
+def test_only_who_reads_a_picture_is_charged_for_encoding_it(clock: Clock):
+    engine = make_engine(mock=MockConfig(vision_s=3, decode_s=1, num_output_tokens=3))
+    cat = make_request("cat", "x" * 20, images=(make_image(),))
+    answers = run_all(engine, cat, make_request("text", "y" * 20))
+    assert find_timings(answers["cat"]) == [0, 3, 1, 2]
+    assert find_timings(answers["text"]) == [0, 0, 4, 2]
+
+
+def test_a_continued_request_whose_prompt_is_cached_is_counted_and_timed(clock: Clock):
+    engine = make_engine(mock=MockConfig(decode_s=1, num_output_tokens=8))
+    whole = run_all(engine, make_request("a", "x" * 8))["a"]
+    resumed = make_request("b", "x" * 8, output_token_ids=tuple(whole.token_ids[:6]))
+    answer = run_all(engine, resumed)["b"]
+    assert find_timings(answer) == [0, 0, 1, 1]
+    assert answer.first_usage is not None
+    assert answer.first_usage.num_cached_tokens == 8
+    assert engine.stats().num_prompt_tokens == 16
+
+
+def test_the_last_output_has_the_complete_usage():
+    last = run_all(make_engine(num_output_tokens=3), make_request())["r0"].last
+    assert last is not None
+    assert last.usage is not None
+    assert last.usage.num_output_tokens == 3
+
+
+def test_a_prompt_that_ends_with_an_end_token_is_answered():
+    assert run_all(make_engine(), make_request(prompt=[5, EOS_ID]))["r0"].text
+
+
+def test_stop_strings_end_an_answer_and_are_not_shown():
+    full = answer_alone(make_request()).text
+    word = full.split(" ")[3]
+    answer = answer_alone(make_request(stop=(word[:3],)))
+    assert answer.text == full[: full.index(word[:3])]
+    assert answer.finish_reason is FinishReason.STOP
+    assert len(answer.token_ids) == 4
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_last_token():
+    full = answer_alone(make_request(max_tokens=4))
+    answer = answer_alone(make_request(max_tokens=4, stop=(full.text[-3:] + "?",)))
+    assert answer.text == full.text
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_an_answer_ends_where_the_context_ends():
+    engine = make_engine(max_model_len=16)
+    for max_tokens in (None, 1000):
+        answer = run_all(engine, make_request(prompt="x" * 10, max_tokens=max_tokens))["r0"]
+        assert len(answer.token_ids) == 6
+        assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_an_answer_ends_where_the_kv_cache_ends():
+    answer = run_all(make_engine(num_kv_blocks=4), make_request(prompt="x" * 10))["r0"]
+    assert len(answer.token_ids) == 6
+
+
+def test_logprobs_come_with_text_and_bytes():
+    engine = make_engine()
+    engine.add(make_request(num_logprobs=2))
+    (output,) = engine.step()
+    (logprob,) = output.logprobs
+    assert logprob.chosen == logprob.top[0]
+    assert logprob.chosen.token.strip() == output.text
+    assert bytes(logprob.chosen.token_bytes).decode() == logprob.chosen.token
+    assert len(logprob.top) == 2
+    assert logprob.top[0].logprob > logprob.top[1].logprob
+
+
+def test_an_aborted_request_frees_its_blocks_and_says_nothing_more():
+    engine = make_engine()
+    for name in "ab":
+        engine.add(make_request(name, name * 20))
+    engine.step()
+    engine.abort("a")
+    engine.scheduler.check_integrity()
+    assert {output.request_id for output in engine.step()} == {"b"}
+    engine.abort("b")
+    engine.abort("b")
+    assert engine.stats().kv_usage_ratio == 0
+    assert not engine.has_work()
+
+
+def test_an_aborted_id_may_be_used_again():
+    engine = make_engine()
+    engine.add(make_request())
+    engine.step()
+    engine.abort("r0")
+    assert is_same_answer(run_all(engine, make_request())["r0"], make_request())
+
+
+def continue_after(request: EngineRequest, token_ids: list[int]) -> Transcript:
+    """The second attempt, in another engine, at a request of which these tokens were emitted."""
+    resumed = EngineRequest(
+        request.request_id,
+        request.prompt_token_ids,
+        request.sampling,
+        request.images,
+        tuple(token_ids),
+        request.cache_salt,
+    )
+    return run_all(make_engine(), resumed)[request.request_id]
+
+
+@pytest.mark.parametrize("request_index", range(8))
+def test_another_engine_continues_an_answer_after_any_token(request_index: int):
+    request = requests_of_all_kinds()[request_index]
+    whole = answer_alone(request)
+    pieces: list[EngineOutput] = []
+    engine = make_engine()
+    engine.add(request)
+    while engine.has_work():
+        pieces += engine.step()
+    for count in range(len(whole.token_ids) + 1):
+        rest = continue_after(request, whole.token_ids[:count])
+        assert rest.token_ids == whole.token_ids[count:]
+        assert "".join(p.text for p in pieces[:count]) + rest.text == whole.text
+        assert rest.finish_reason is whole.finish_reason
+        assert rest.last is not None
+        assert rest.last.usage is not None
+        assert rest.last.usage.num_output_tokens == len(whole.token_ids)
+
+
+def test_a_request_that_came_complete_ends_at_once_and_needs_no_step_of_the_runner():
+    engine = make_engine()
+    engine.add(make_request(output_token_ids=(300, EOS_ID)))
+    assert engine.has_work()
+    fail_next_step(engine, RuntimeError("not to be run"))
+    (output,) = engine.step()
+    assert output.finish_reason is FinishReason.STOP
+    assert (output.index, output.token_ids, output.text) == (2, (), "")
+    assert not engine.has_work()
+
+
+def test_a_request_that_came_complete_can_be_aborted():
+    engine = make_engine()
+    engine.add(make_request(output_token_ids=(300, EOS_ID)))
+    engine.abort("r0")
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize("config", [{"max_model_len": 20}, {"num_kv_blocks": 5}])
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(config: dict[str, object]):
+    engine = make_engine(**config)
+    with pytest.raises(PromptTooLong, match=r"20 tokens.*20 tokens"):
+        engine.add(make_request(prompt="x" * 20))
+    assert not engine.has_work()
+    assert len(run_all(engine, make_request(prompt="x" * 19))["r0"].token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(make_request(logit_bias={100_000: 1.0}), id="bias outside the vocabulary"),
+        pytest.param(make_request(logit_bias={-1: 1.0}), id="negative bias"),
+        pytest.param(make_request(output_token_ids=(300, 100_000)), id="another model's output"),
+        pytest.param(make_request(max_tokens=0), id="no tokens asked for"),
+        pytest.param(make_request(prompt=""), id="empty prompt"),
+        pytest.param(
+            EngineRequest("r0", [1] * 8, make_request().sampling, (make_image(4, 8),)),
+            id="picture beyond the prompt",
+        ),
+        pytest.param(
+            make_request(prompt="x" * 30, images=(make_image(0), make_image(4))),
+            id="pictures overlap",
+        ),
+    ],
+)
+def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest):
+    engine = make_engine()
+    with pytest.raises(InvalidRequest):
+        engine.add(request_)
+    assert not engine.has_work()
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on():
+    engine = make_engine()
+    engine.add(make_request())
+    with pytest.raises(InvalidRequest, match="r0"):
+        engine.add(make_request())
+    assert len(engine.step()) == 1
+
+
+def test_a_failure_of_one_sequence_ends_only_that_one():
+    engine = make_engine()
+    fail_next_step(engine, SequenceFailure("b", "no good"))
+    requests = [make_request(name, name * 9) for name in "abc"]
+    answers = run_all(engine, *requests)
+    last = answers["b"].last
+    assert last is not None
+    assert (last.error, last.finish_reason) == ("no good", None)
+    assert is_same_answer(answers["a"], requests[0])
+    assert is_same_answer(answers["c"], requests[2])
+
+
+def test_what_a_failed_request_computed_is_found_by_nobody():
+    """Its first chunk was published before the scores behind the last one turned out to be no numbers."""
+    engine = make_engine(max_num_batched_tokens=16)
+    assert isinstance(engine.runner, CheckingRunner)
+    engine.add(make_request("a", "x" * 40))
+    engine.step()
+    engine.runner.notes = [float("nan")] * len(engine.runner.notes)
+    fail_next_step(engine, SequenceFailure("a", "no numbers"))
+    (failed,) = engine.step()
+    assert failed.error == "no numbers"
+
+    again = make_request("b", "x" * 40)
+    answers = run_all(engine, again)
+
+    assert is_same_answer(answers["b"], again)
+    assert engine.stats().num_prefix_hit_tokens == 0
+
+
+def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
+    engine = make_engine(max_num_batched_tokens=64)
+    fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
+    request = make_request(prompt="x" * 60)
+    assert is_same_answer(run_all(engine, request)["r0"], request)
+    assert engine.scheduler.max_num_batched_tokens == 15  # half of the half of what was tried
+
+
+def test_out_of_memory_for_pictures_makes_steps_with_fewer(monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(max_num_batched_tokens=1024)
+    launch = engine.runner.launch
+
+    def launch_one_picture(batch: Batch) -> RunningStep:
+        if len([image for item in batch.items for image in item.images]) > 1:
+            raise DeviceOutOfMemory
+        return launch(batch)
+
+    monkeypatch.setattr(engine.runner, "launch", launch_one_picture)
+    requests = [
+        make_request(name, name * 60, images=(make_image(image_hash=name),)) for name in "abcd"
+    ]
+    answers = run_all(engine, *requests)
+    for request in requests:
+        assert is_same_answer(answers[request.request_id], request)
+    budget = engine.scheduler
+    assert (budget.max_num_batched_tokens, budget.max_images_per_step) == (60, 1)
+
+
+def test_steps_grow_again_when_memory_lasts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_budget, "RECOVERY_STEPS", 3)
+    engine = make_engine(max_num_batched_tokens=64, max_images_per_step=4)
+    engine.add(make_request(prompt="x" * 40, images=(make_image(),)))
+    fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
+    sizes = []
+    for _ in range(14):
+        engine.step()
+        sizes.append(
+            (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_images_per_step)
+        )
+    smallest = [(20, 1), (10, 1), (10, 1), (10, 1)]
+    assert sizes == [*smallest, *[(20, 2)] * 3, *[(40, 4)] * 3, *[(64, 4)] * 4]
+
+
+def test_out_of_memory_for_a_single_token_is_the_end():
+    engine = make_engine(max_num_batched_tokens=2)
+    engine.add(make_request())
+    fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
+    engine.step()
+    with pytest.raises(DeviceOutOfMemory):
+        engine.step()
+
+
+def test_any_other_failure_is_the_end_of_the_engine():
+    engine = make_engine()
+    engine.add(make_request())
+    fail_next_step(engine, RuntimeError("illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.step()
+
+
+def test_stats_follow_the_work():
+    engine = make_engine(max_num_seqs=1)
+    engine.add(make_request("a", "x" * 20))
+    engine.add(make_request("b", "y" * 20))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_steps) == (1, 1, 1)
+    assert stats.kv_usage_ratio == pytest.approx(5 / 256)
+    assert (stats.num_prompt_tokens, stats.num_output_tokens) == (20, 1)
+
+
+def test_close_forgets_everything_and_may_be_repeated():
+    engine = make_engine()
+    engine.add(make_request())
+    engine.step()
+    engine.close()
+    engine.close()
+    assert not engine.has_work()
+    assert engine.stats().kv_usage_ratio == 0
+
+
+@st.composite
+def tiny_configs(draw: st.DrawFn) -> dict[str, object]:
+    return {
+        "block_size": draw(st.sampled_from([1, 2, 4, 8])),
+        "num_kv_blocks": draw(st.integers(9, 24)),
+        "max_num_seqs": draw(st.integers(1, 4)),
+        "max_num_batched_tokens": draw(st.integers(1, 24)),
+        "max_images_per_step": draw(st.integers(1, 2)),
+        "enable_prefix_cache": draw(st.booleans()),
+        "overlap_steps": draw(st.booleans()),
+    }
+
+
+PICTURES = [(), (make_image(2, 4, "cat"),), (make_image(1, 3, "dog"), make_image(4, 3, "cat"))]
+
+
+@st.composite
+def tiny_requests(draw: st.DrawFn, request_id: str) -> EngineRequest:
+    return make_request(
+        request_id,
+        prompt="xyxyxyxy"[: draw(st.integers(7, 8))] + "abcdefgh"[: draw(st.integers(0, 6))],
+        images=draw(st.sampled_from(PICTURES)),
+        cache_salt=draw(st.sampled_from(["", "", "other"])),
+        priority=draw(st.sampled_from(Priority)),
+        max_tokens=draw(st.none() | st.integers(1, 9)),
+        ignore_eos=draw(st.booleans()),
+        stop=draw(st.sampled_from([(), ("a",), ("u l", "zz")])),
+        seed=draw(st.integers(0, 1)),
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+    )
+
+
+class Life:
+    """An engine with little space under random events, and what came out of it."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        self.engine = make_engine(num_output_tokens=6, **config)
+        assert isinstance(self.engine.runner, CheckingRunner)
+        self.runner = self.engine.runner
+        self.requests: dict[str, EngineRequest] = {}
+        self.answers: dict[str, Transcript] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        try:
+            self.engine.add(request)
+        except PromptTooLong:
+            return
+        self.requests[request.request_id] = request
+        self.answers[request.request_id] = Transcript(len(request.output_token_ids))
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.answers[output.request_id].append(output)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self.requests.pop(request_id, None)
+
+    def lose_and_take_over(self, request_id: str) -> None:
+        """The request starts again elsewhere, in the same engine for want of another."""
+        request, answer = self.requests[request_id], self.answers[request_id]
+        if answer.last is not None:
+            return
+        self.engine.abort(request_id)
+        answer.first_usage = None
+        emitted = tuple(answer.token_ids)
+        self.engine.add(
+            EngineRequest(
+                request_id,
+                request.prompt_token_ids,
+                request.sampling,
+                request.images,
+                emitted,
+                request.cache_salt,
+                request.priority,
+            )
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(data: st.DataObject):
+    config = data.draw(tiny_configs())
+    life = Life(config)
+    events = st.sampled_from(["add", "add", "step", "step", "step", "abort", "take over", "fail"])
+    for number, event in enumerate(data.draw(st.lists(events, max_size=40))):
+        known = sorted(life.requests)
+        if event == "add":
+            life.add(data.draw(tiny_requests(f"r{number}")))
+        elif event == "step":
+            life.step()
+        elif event == "fail" and life.engine.scheduler.running:
+            victim = data.draw(st.sampled_from(sorted(life.engine.scheduler.running)))
+            fail_next_step(life.engine, SequenceFailure(victim, "bad luck"))
+            life.step()
+            life.requests.pop(victim)
+        elif event == "abort" and known:
+            life.abort(data.draw(st.sampled_from(known)))
+        elif event == "take over" and known:
+            life.lose_and_take_over(data.draw(st.sampled_from(known)))
+        life.engine.scheduler.check_integrity()
+    for _ in range(3000):
+        if not life.engine.has_work():
+            break
+        life.step()
+        life.engine.scheduler.check_integrity()
+    assert not life.engine.has_work(), "somebody waits for ever"
+    assert not life.runner.known_requests
+    assert life.engine.stats().kv_usage_ratio == 0
+    roomy = {"num_kv_blocks": 256, "max_model_len": life.engine.max_model_len}
+    for request_id, request in life.requests.items():
+        alone = run_all(make_engine(num_output_tokens=6, **roomy), request)[request_id]
+        answer = life.answers[request_id]
+        assert (answer.token_ids, answer.text) == (alone.token_ids, alone.text)
+        assert answer.finish_reason is alone.finish_reason

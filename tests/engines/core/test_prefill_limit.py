@@ -1,0 +1,226 @@
+"""Prompt tokens beside running streams: as many as keep a step within twice its time."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from engines.core import prefill_limit
+from engines.core.prefill_limit import MAX_SLOWDOWN, PrefillLimit, measure_prefill_limit
+from engines.core.runner import StepResult
+from engines.core.sequence import Batch
+from shared.protocol import Priority
+from tests.factories_engine import (
+    make_engine,
+    make_image,
+    make_request,
+    make_scheduler,
+    make_sequence,
+    run_all,
+    run_step,
+    shares,
+)
+
+
+class TimedRunner:
+    """A runner on a clock of its own: a step costs a base, and something for each stream and prompt token."""
+
+    block_size, num_blocks, max_model_len = 16, 64, 512
+
+    def __init__(self, base_s: float, stream_s: float, token_s: float) -> None:
+        self.now = 0.0
+        self.held: set[str] = set()
+        self._costs = base_s, stream_s, token_s
+
+    def run(self, batch: Batch) -> StepResult:
+        base_s, stream_s, token_s = self._costs
+        for item in batch.items:
+            self.held.add(item.sequence.request_id)
+            blocks = item.sequence.block_ids
+            assert len(blocks) * self.block_size >= item.num_new_tokens
+            assert all(0 <= block < self.num_blocks for block in blocks)
+        streams = sum(item.num_new_tokens == 1 for item in batch.items)
+        self.now += base_s + stream_s * streams + token_s * (batch.num_tokens - streams)
+        return StepResult([None] * len(batch.items))
+
+    def release(self, request_id: str) -> None:
+        self.held.discard(request_id)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, *costs: float) -> PrefillLimit:
+    runner = TimedRunner(*costs)
+    clock = SimpleNamespace(perf_counter=lambda: runner.now)
+    monkeypatch.setattr(prefill_limit, "time", clock)
+    limit = measure_prefill_limit(runner, max_tokens=256)  # type: ignore[arg-type]
+    assert not runner.held
+    return limit
+
+
+def test_the_limit_is_what_fills_the_time_that_a_step_may_take(monkeypatch):
+    limit = measure(monkeypatch, 0.18, 0.02, 0.004)
+    assert limit.num_tokens == pytest.approx((MAX_SLOWDOWN - 1) * 0.2 / 0.004, abs=1)
+    assert limit.growth == pytest.approx(0.02 / 0.2)
+    assert limit.beside(1) == limit.num_tokens
+    assert limit.beside(11) == pytest.approx(2 * limit.num_tokens, abs=1)
+
+
+def test_there_is_always_progress_however_slow_the_machine_was_when_it_was_measured(monkeypatch):
+    limit = measure(monkeypatch, 0.01, 0.0, 1.0)
+    assert limit.beside(1) == 3
+
+
+def test_where_prompts_cost_little_there_is_no_limit(monkeypatch):
+    assert measure(monkeypatch, 1.0, 0.0, 0.001) == PrefillLimit(
+        256, spare_s=pytest.approx(MAX_SLOWDOWN - 1)
+    )
+
+
+def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
+    """By what steps are longer than those without a prompt, which take a second."""
+    slowdowns = []
+    for _ in range(num_steps):
+        limit.note(1, 0, 1.0)
+        num_tokens = limit.beside(1)
+        slowdowns.append(1.0 + token_s * num_tokens)
+        limit.note(1, num_tokens, slowdowns[-1])
+    return slowdowns
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(0.02, 120), (0.01, 120), (0.005, 120)])
+def test_the_limit_follows_what_steps_take(token_s: float, most: int):
+    """Measured was 0.01 s a token, hence 80 of them; later they cost more, the same, or less."""
+    limit = PrefillLimit(80, spare_s=0.3)
+
+    slowdowns = follow(limit, token_s, 300)[100:]
+
+    assert max(slowdowns) <= MAX_SLOWDOWN + token_s + 0.02
+    assert limit.beside(1) == pytest.approx(
+        min((MAX_SLOWDOWN - 1) / token_s, most), rel=0.15, abs=1
+    )
+    assert limit.spare_s == pytest.approx(MAX_SLOWDOWN - 1)
+
+
+def test_the_limit_stays_within_bounds_and_leaves_progress():
+    limit = PrefillLimit(80)
+    follow(limit, 10.0, 100)
+    assert limit.beside(1) == 16
+
+    small = PrefillLimit(6)
+    follow(small, 10.0, 100)
+    assert small.beside(1) == 3
+
+
+def test_a_step_that_was_not_filled_does_not_raise_the_limit():
+    limit = PrefillLimit(80)
+    limit.note(1, 0, 1.0)
+    for _ in range(50):
+        limit.note(1, 3, 1.1)
+    assert limit.beside(1) == 80
+
+
+def test_steps_beside_as_many_streams_are_compared():
+    limit = PrefillLimit(80)
+    limit.note(1, 0, 1.0)
+    for _ in range(10):
+        limit.note(4, 80, 2.5)  # nobody knows yet what four streams alone take
+    assert limit.beside(1) == 80
+    limit.note(4, 0, 2.0)
+    limit.note(4, 80, 2.5)
+    limit.note(1, 80, 2.5)
+    assert limit.beside(1) == 72
+
+
+def test_while_prompts_never_end_a_step_without_shows_what_streams_take():
+    limit = PrefillLimit(40)
+    limit.note(4, 0, 1.0)
+    taken = []
+    for _ in range(130):
+        taken.append(limit.beside(4))
+        limit.note(4, taken[-1], 1.0 + taken[-1] / 100)
+    assert taken.count(0) == 2
+    assert all(taken[:64])
+
+
+def test_a_machine_that_became_slower_is_no_reason_to_starve_prompts():
+    limit = PrefillLimit(40)
+    limit.note(4, 0, 1.0)
+    for _ in range(3000):
+        num_tokens = limit.beside(4)
+        limit.note(4, num_tokens, 2 * (1.0 + num_tokens / 100))
+    assert limit.beside(4) >= 40
+
+
+def test_a_noisy_start_is_forgotten():
+    limit = PrefillLimit(3)
+    for _ in range(3000):
+        limit.note(1, 0, 1.0)
+        limit.note(1, limit.beside(1), 1.0 + limit.beside(1) / 100)
+    assert limit.beside(1) == 12
+
+
+def test_prompts_are_cut_beside_streams_and_not_alone():
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
+    scheduler.add(make_sequence(20, "a"))
+    assert shares(run_step(scheduler)) == {"a": 20}
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="b"))
+    scheduler.add(make_sequence(token_ids=[8] * 20, request_id="c"))
+    assert [shares(run_step(scheduler)) for _ in range(4)] == [
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 6},
+        {"a": 1, "b": 2, "c": 4},
+    ]
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 6}
+
+
+def test_batch_streams_are_not_kept_smooth():
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
+    scheduler.add(make_sequence(4, "batch", priority=Priority.BATCH))
+    run_step(scheduler)
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="interactive"))
+    assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 20}
+
+
+def test_who_waits_for_a_picture_leaves_the_prompt_tokens_to_those_behind():
+    """They are given back one step late, and taken again once the picture is there."""
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
+    scheduler.add(make_sequence(4, "stream"))
+    run_step(scheduler)
+    scheduler.add(make_sequence(10, "picture", images=(make_image(2, 4),)))
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="text"))
+    waits = {"deferred": {"picture"}, "late": {"picture"}}
+    assert shares(run_step(scheduler, **waits)) == {"stream": 1, "picture": 6}
+    both = {"stream": 1, "picture": 6, "text": 6}
+    assert shares(run_step(scheduler, **waits)) == both
+    assert shares(run_step(scheduler, deferred={"picture"})) == both
+    assert shares(run_step(scheduler)) == {"stream": 1, "picture": 6}
+    assert shares(run_step(scheduler)) == {"stream": 1, "picture": 4, "text": 2}
+
+
+def test_more_streams_leave_more_to_prompts():
+    scheduler = make_scheduler(prefill_limit=PrefillLimit(4, growth=0.5))
+    for name in "ab":
+        scheduler.add(make_sequence(4, name))
+    run_step(scheduler)
+    scheduler.add(make_sequence(token_ids=[9] * 20, request_id="c"))
+    assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 6}
+
+
+def test_streams_wait_for_no_prompt_however_many_come():
+    engine = make_engine(num_output_tokens=40, max_mixed_prefill_tokens=3)
+    engine.add(make_request("first", [7] * 4))
+    engine.step()
+    for number in range(3):
+        engine.add(make_request(f"late-{number}", [number] * 50))
+    for _ in range(20):
+        said = {output.request_id: output.token_ids for output in engine.step()}
+        assert len(said["first"]) == 1
+        assert engine.scheduler.running["first"].num_pending_tokens == 1
+
+
+def test_answers_are_the_same_with_and_without_a_limit():
+    requests = [make_request(f"r{number}", [number] * (30 + number)) for number in range(4)]
+    whole = run_all(make_engine(), *requests)
+    cut = run_all(make_engine(max_mixed_prefill_tokens=2), *requests)
+    assert {name: said.token_ids for name, said in cut.items()} == {
+        name: said.token_ids for name, said in whole.items()
+    }

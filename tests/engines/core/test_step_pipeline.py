@@ -1,0 +1,313 @@
+"""Steps that are launched before the tokens of those before them are known."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from engines.base import DeviceOutOfMemory, EngineConfig, EngineRequest, SequenceFailure
+from engines.core.engine import BatchingEngine
+from engines.core.sequence import Batch
+from engines.mock.engine import EOS_ID, MockConfig, MockRunner, MockStep, MockTokenizer
+from shared.protocol import FinishReason
+from tests.factories_engine import (
+    CheckingRunner,
+    CheckingStep,
+    Transcript,
+    answer_alone,
+    make_engine,
+    make_image,
+    make_request,
+    run_all,
+)
+
+HOST_S = 0.25  #: of handling a token
+
+
+class Clock:
+    """Time that passes while somebody sleeps, or says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.pass_time)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowTokenizer(MockTokenizer):
+    """Stands for the host's work: each token takes its time, and is an event."""
+
+    def __init__(self, events: list[str], clock: Clock) -> None:
+        super().__init__()
+        self._events = events
+        self._clock = clock
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self._clock.pass_time(HOST_S)
+        self._events.append("handled")
+        return super().token_bytes(token_id)
+
+
+class Device(MockRunner):
+    """The mock's, whose time passes beside the host's; launches are events."""
+
+    events: list[str]
+    computes_aside = True
+
+    def launch(self, batch: Batch) -> MockStep:
+        self.events.append("launched")
+        return super().launch(batch)
+
+
+def serve_one_on_device(
+    monkeypatch: pytest.MonkeyPatch, decode_s: float, **config: object
+) -> tuple[list[str], float]:
+    """Events of one request of eight tokens, and the time that it took."""
+    events: list[str] = []
+    clock = Clock(monkeypatch)
+    engine_config = EngineConfig(**{"num_kv_blocks": 16, **config})
+    device = Device(engine_config, MockConfig(decode_s=decode_s))
+    device.events = events
+    engine = BatchingEngine(device, SlowTokenizer(events, clock), engine_config)
+    answer = run_all(engine, make_request(max_tokens=8))["r0"]
+    assert len(answer.token_ids) == 8
+    return events, clock.now - 1000
+
+
+@pytest.mark.parametrize("decode_s", [1.0, 0.125])
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_handled(
+    decode_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    events, seconds = serve_one_on_device(monkeypatch, decode_s)
+    assert events == ["launched", *["launched", "handled"] * 7, "handled"]
+    # the first step and the last token have nothing beside them
+    assert seconds == pytest.approx(decode_s + 7 * max(decode_s, HOST_S) + HOST_S, abs=0.1)
+
+
+def test_switched_off_it_is_launched_after(monkeypatch: pytest.MonkeyPatch):
+    events, seconds = serve_one_on_device(monkeypatch, 1.0, overlap_steps=False)
+    assert events == ["launched", "handled"] * 8
+    assert seconds == pytest.approx(8 * (1.0 + HOST_S))
+
+
+def overlapping(**config: object) -> BatchingEngine:
+    return make_engine(overlap_steps=True, **config)
+
+
+def step_until(engine: BatchingEngine, is_enough: Callable[[], bool]) -> list[str]:
+    """Step, and return whose outputs came."""
+    names = []
+    for _ in range(100):
+        if is_enough():
+            return names
+        names += [output.request_id for output in engine.step()]
+    raise AssertionError("it never comes")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int | None]]:
+    """By launch: who is in the step, and whose place in the step before it follows."""
+    seen: list[dict[str, int | None]] = []
+    launch = CheckingRunner.launch
+
+    def note(self: CheckingRunner, batch: Batch) -> CheckingStep:
+        seen.append({item.sequence.request_id: item.follows for item in batch.items})
+        return launch(self, batch)
+
+    monkeypatch.setattr(CheckingRunner, "launch", note)
+    return seen
+
+
+def test_no_step_is_launched_beyond_the_last_token_of_a_known_length(
+    launches: list[dict[str, int | None]],
+):
+    run_all(
+        overlapping(),
+        make_request("a", "x" * 9, max_tokens=2),
+        make_request("b", "y" * 9, max_tokens=4),
+    )
+    assert launches == [{"a": None, "b": None}, {"a": 0, "b": 1}, {"b": 1}, {"b": 0}]
+
+
+@pytest.mark.parametrize("stop", [(), ("a",)])
+def test_what_is_computed_beyond_the_end_is_never_seen_and_its_blocks_are_kept_until_then(
+    stop: tuple[str, ...],
+):
+    engine = overlapping(num_output_tokens=6)
+    request = make_request(stop=stop)
+    engine.add(request)
+    answer = Transcript()
+    while answer.last is None:
+        for output in engine.step():
+            answer.append(output)
+    assert (answer.token_ids, answer.text) == (
+        answer_alone(request, 6).token_ids,
+        answer_alone(request, 6).text,
+    )
+    assert answer.finish_reason is FinishReason.STOP
+    assert engine.has_work()
+    assert engine.stats().kv_usage_ratio > 0
+    engine.scheduler.check_integrity()
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert engine.stats().kv_usage_ratio == 0
+    engine.scheduler.check_integrity()
+
+
+def test_blocks_with_what_was_computed_in_vain_are_not_shared():
+    """The step beyond the end fills the last slot of a block."""
+    engine = overlapping(num_output_tokens=4)
+    first = run_all(engine, make_request("a", prompt="x" * 4))["a"]
+    assert first.token_ids[-1] == EOS_ID
+    again = make_request("b", prompt=[*b"xxxx", *first.token_ids, 7])
+    answer = run_all(engine, again)["b"]
+    assert answer.first_usage is not None
+    assert answer.first_usage.num_cached_tokens == 4
+
+
+def test_an_aborted_request_says_nothing_more_and_its_id_may_be_used_at_once():
+    engine = overlapping()
+    requests = {name: make_request(name, name * 20) for name in "ab"}
+    for request in requests.values():
+        engine.add(request)
+    step_until(engine, lambda: engine.pipeline.has_work)
+    engine.abort("a")
+    engine.scheduler.check_integrity()
+    assert engine.stats().kv_usage_ratio > 6 / 256  # what the step under way writes to
+    engine.add(make_request("a", "other"))
+    assert [output.request_id for output in engine.step()] == ["b"]
+    engine.scheduler.check_integrity()
+    answer = Transcript()
+    while engine.has_work():
+        for output in engine.step():
+            if output.request_id == "a":
+                answer.append(output)
+    assert answer.text == answer_alone(make_request("a", "other")).text
+
+
+def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(
+    launches: list[dict[str, int | None]],
+):
+    engine = overlapping()
+    engine.add(make_request("a", "x" * 9))
+    step_until(engine, lambda: len(launches) == 3)
+    engine.add(make_request("b", "y" * 9, images=(make_image(),)))
+    step_until(engine, lambda: len(launches) == 5)
+    assert launches[2:] == [{"a": 0}, {"a": None, "b": None}, {"a": 0, "b": 1}]
+
+
+def test_who_finds_no_seat_does_not_keep_the_device_waiting(
+    launches: list[dict[str, int | None]],
+):
+    run_all(
+        overlapping(max_num_seqs=1),
+        make_request("a", max_tokens=3),
+        make_request("b", max_tokens=2),
+    )
+    assert launches == [{"a": None}, {"a": 0}, {"a": 0}, {"b": None}, {"b": 0}]
+
+
+def test_nobody_is_preempted_while_a_step_is_under_way(launches: list[dict[str, int | None]]):
+    engine = overlapping(num_kv_blocks=9, num_output_tokens=16)
+    requests = [make_request(name, name * 8) for name in "ab"]
+    answers = run_all(engine, *requests)
+    assert engine.stats().num_preemptions > 0
+    for request in requests:
+        assert answers[request.request_id].text == answer_alone(request, 16).text
+    assert {"a": None} in launches, "the step in which blocks ran out was not scheduled anew"
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, failure: Exception, when: str) -> None:
+    """Let one launch fail, or waiting for it."""
+    launch, compute = CheckingRunner.launch, CheckingStep.compute
+    launched: list[CheckingStep | None] = []
+
+    def fail_launch(self: CheckingRunner, batch: Batch) -> CheckingStep:
+        launched.append(None)
+        if when == "launch" and len(launched) == number:
+            raise failure
+        launched[-1] = launch(self, batch)
+        return launched[-1]
+
+    def fail_compute(self: CheckingStep) -> None:
+        if when == "wait" and len(launched) >= number and launched[number - 1] is self:
+            raise failure
+        compute(self)
+
+    monkeypatch.setattr(CheckingRunner, "launch", fail_launch)
+    monkeypatch.setattr(CheckingStep, "compute", fail_compute)
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_a_step_without_memory_is_tried_again_and_so_is_what_was_launched_behind_it(
+    number: int, when: str, monkeypatch: pytest.MonkeyPatch
+):
+    fail_at(monkeypatch, number, DeviceOutOfMemory(), when)
+    requests = [make_request(name, name * 9) for name in "abc"]
+    answers = run_all(overlapping(), *requests)
+    monkeypatch.undo()
+    for request in requests:
+        assert answers[request.request_id].text == answer_alone(request).text
+
+
+@pytest.mark.parametrize("number", [1, 2, 6])
+def test_a_failure_ends_its_sequence_alone(number: int, monkeypatch: pytest.MonkeyPatch):
+    fail_at(monkeypatch, number, SequenceFailure("b", "no good"), "wait")
+    requests = [make_request(name, name * 9) for name in "abc"]
+    answers = run_all(overlapping(), *requests)
+    monkeypatch.undo()
+    last = answers["b"].last
+    assert last is not None
+    assert last.error == "no good"
+    assert len(answers["b"].token_ids) == number - 1
+    for request in (requests[0], requests[2]):
+        assert answers[request.request_id].text == answer_alone(request).text
+
+
+def test_a_failure_beyond_the_end_of_an_answer_is_nobodys(monkeypatch: pytest.MonkeyPatch):
+    """The sixth token ends one of two, and its share of the seventh step is computed in vain."""
+    sixth = answer_alone(make_request()).text.split()[5]
+    short, long = make_request("a", stop=(sixth,)), make_request("b", "y" * 9)
+    fail_at(monkeypatch, 7, SequenceFailure("a", "no good"), "wait")
+    answers = run_all(overlapping(), short, long)
+    monkeypatch.undo()
+    assert answers["a"].finish_reason is FinishReason.STOP
+    assert answers["b"].text == answer_alone(long).text
+
+
+def test_what_cannot_be_followed_is_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CheckingStep, "can_be_followed", False)
+    engine = overlapping()
+    run_all(engine, make_request())
+    assert engine.pipeline.num_overlapped == 0
+
+
+def test_closing_waits_for_the_step_that_is_under_way(monkeypatch: pytest.MonkeyPatch):
+    waited = []
+    wait = CheckingStep.wait
+    monkeypatch.setattr(CheckingStep, "wait", lambda self: waited.append(self) or wait(self))
+    engine = overlapping()
+    engine.add(make_request())
+    engine.step()
+    assert len(waited) == 1
+    engine.close()
+    engine.close()
+    assert len(waited) == 2
+    assert not engine.has_work()
+    assert engine.stats().kv_usage_ratio == 0
+
+
+def test_a_thousand_tokens_of_many_are_those_of_each_alone():
+    """Ends, newcomers and equal prompts in one engine, all overlapped."""
+    engine = overlapping(max_num_seqs=4, num_output_tokens=40)
+    requests: list[EngineRequest] = [
+        make_request(f"r{i}", "x" * (3 + i % 5), max_tokens=10 + 3 * i, temperature=1.0, seed=i)
+        for i in range(24)
+    ]
+    answers = run_all(engine, *requests)
+    assert engine.pipeline.num_overlapped > engine.stats().num_steps / 2
+    for request in requests:
+        assert answers[request.request_id].token_ids == answer_alone(request, 40).token_ids

@@ -1,0 +1,175 @@
+import io
+import time
+
+import pytest
+from PIL import Image
+
+from engines.base import EngineConfig, InvalidImage
+from engines.mock.engine import (
+    EOS_ID,
+    IMAGE_ID,
+    VOCAB_SIZE,
+    MockConfig,
+    MockProcessor,
+    MockTokenizer,
+    create_mock_engine,
+)
+from shared.protocol import ChatMessage, FinishReason, ImagePart, TextPart
+from tests.factories_engine import answer_alone, make_engine, make_image, make_request, run_all
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (5, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_the_tokenizer_spells_any_text():
+    tokenizer = MockTokenizer()
+    text = "caf\u00e9 </s> <image> \U0001f642\x00"
+    token_ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
+    assert not {EOS_ID, IMAGE_ID} & set(token_ids)
+
+
+def test_every_token_has_bytes_and_only_special_ones_are_empty():
+    tokenizer = MockTokenizer()
+    assert tokenizer.vocab_size == VOCAB_SIZE
+    empty = {i for i in range(VOCAB_SIZE) if not tokenizer.token_bytes(i)}
+    assert empty == {EOS_ID, IMAGE_ID}
+
+
+def test_an_answer_is_words_and_ends_by_itself():
+    answer = answer_alone(make_request(), num_output_tokens=6)
+    assert len(answer.text.split(" ")) == 5
+    assert answer.token_ids[-1] == EOS_ID
+    assert answer.finish_reason is FinishReason.STOP
+
+
+def test_max_tokens_ends_an_answer_earlier():
+    answer = answer_alone(make_request(max_tokens=3))
+    assert len(answer.token_ids) == 3
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_ignoring_the_end_token_goes_on_to_max_tokens():
+    answer = answer_alone(make_request(max_tokens=200, ignore_eos=True), num_output_tokens=4)
+    assert len(answer.token_ids) == 200
+    assert EOS_ID not in answer.token_ids
+    assert len(set(answer.token_ids[100:])) > 50
+
+
+def test_answers_depend_on_prompt_and_picture():
+    prompt = "12345678 what?"
+    texts = {
+        answer_alone(request).text
+        for request in (
+            make_request(prompt=prompt),
+            make_request(prompt=prompt + "!"),
+            make_request(prompt=prompt, images=(make_image(image_hash="cat"),)),
+            make_request(prompt=prompt, images=(make_image(image_hash="dog"),)),
+        )
+    }
+    assert len(texts) == 4
+
+
+def test_the_seed_counts_unless_greedy():
+    assert answer_alone(make_request(seed=1)).text == answer_alone(make_request(seed=2)).text
+    assert (
+        answer_alone(make_request(seed=1, temperature=1.0)).text
+        != answer_alone(make_request(seed=2, temperature=1.0)).text
+    )
+
+
+def test_pictures_are_encoded_once_and_then_found():
+    engine = make_engine(max_num_batched_tokens=8)
+    run_all(engine, make_request("a", "x" * 20, images=(make_image(2, 12, "cat"),)))
+    run_all(engine, make_request("b", "y" * 20, images=(make_image(4, 12, "cat"),)))
+    stats = engine.stats()
+    assert (stats.num_encoder_queries, stats.num_encoder_hits) == (2, 1)
+    assert stats.encoder_cache_bytes == stats.memory_bytes["encoder_cache"] > 0
+
+
+def test_what_is_kept_for_a_request_ends_with_it():
+    engine = make_engine(enable_prefix_cache=False)
+    for prompt in ("x" * 20, "y" * 20):
+        request = make_request(prompt=prompt, images=(make_image(2, 12, "cat"),))
+        assert run_all(engine, request)["r0"].text == answer_alone(request).text
+    assert engine.stats().num_encoder_queries == 2
+
+
+def test_the_encoder_cache_is_bounded():
+    engine = make_engine(encoder_cache_bytes=20_000)
+    for name in "abcdef":
+        run_all(engine, make_request(name, "x" * 20, images=(make_image(2, 12, name),)))
+    assert 0 < engine.stats().encoder_cache_bytes <= 20_000
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Every sleep, on a clock that moves by these alone."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
+    return seconds
+
+
+def simulate(**mock: float) -> None:
+    config = MockConfig(num_output_tokens=3, **mock)
+    images = (make_image(0, 8, "cat"), make_image(8, 8, "dog"))
+    run_all(make_engine(mock=config), make_request(prompt="x" * 20, images=images))
+
+
+def test_a_step_takes_the_time_of_its_parts(sleeps: list[float]):
+    simulate(vision_s=1.0, prefill_s_per_token=0.1, decode_s=0.5)
+    assert sleeps == pytest.approx([2.0 + 2.0 + 0.5, 0.5, 0.5])
+
+
+def test_without_simulated_time_nothing_sleeps(sleeps: list[float]):
+    simulate()
+    assert sleeps == []
+
+
+def test_jitter_is_bounded_and_repeatable(sleeps: list[float]):
+    simulate(decode_s=1.0, jitter_ratio=0.2)
+    simulate(decode_s=1.0, jitter_ratio=0.2)
+    assert sleeps[:3] == pytest.approx(sleeps[3:])
+    assert len(set(sleeps[:3])) == 3
+    assert all(0.8 <= seconds <= 1.2 for seconds in sleeps)
+
+
+def test_a_prompt_has_one_run_of_slots_per_picture_in_its_place():
+    processor = MockProcessor(tokens_per_image=4)
+    parts = (TextPart("<image>"), ImagePart(1), TextPart("or"), ImagePart(0))
+    prompt = processor.build_prompt(
+        [ChatMessage(role="user", parts=parts)], [("cat", (1, 1)), ("dog", (2, 2))]
+    )
+    assert prompt.token_ids.count(IMAGE_ID) == 8
+    assert [image.image_hash for image in prompt.images] == ["dog", "cat"]
+    for image in prompt.images:
+        assert prompt.token_ids[image.offset : image.offset + 4] == [IMAGE_ID] * 4
+
+
+def test_pictures_are_opened():
+    assert MockProcessor(4).process_image(png(), (5, 3)) == (5, 3)
+
+
+def test_a_picture_of_another_size_than_admitted_is_refused():
+    with pytest.raises(InvalidImage, match="another size than its header"):
+        MockProcessor(4).process_image(png(), (3, 5))
+
+
+@pytest.mark.parametrize("data", [b"", b"GIF89a", b"not a picture", png()[:20]])
+def test_what_is_no_picture_is_refused(data: bytes):
+    with pytest.raises(InvalidImage):
+        MockProcessor(4).process_image(data, (5, 3))
+
+
+def test_the_pool_is_as_large_as_configured():
+    def num_blocks(**config: int) -> int:
+        engine, _ = create_mock_engine(EngineConfig(**config), MockConfig())
+        return engine.blocks.num_blocks
+
+    assert num_blocks(num_kv_blocks=7) == 7
+    assert num_blocks(kv_cache_bytes=64 * 1024, block_size=16) == 4
+    assert num_blocks(max_num_seqs=2, max_model_len=40, block_size=16) == 6

@@ -1,0 +1,207 @@
+"""Model names become directories; the hub is a server on this machine that speaks its API."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from engines.packages import resolve as module
+from engines.packages.resolve import ModelUnavailable, default_name, resolve_model
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.models.hf_config import read_config
+from tests.factories_hub import Hub, Repository, serve_hub
+
+REPO = "acme/tiny-llava"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hub") / "tiny"
+    make_checkpoint("tiny", directory)
+    (directory / "README.md").write_text("not needed")
+    (directory / "pytorch_model.bin").write_text("never needed")
+    (directory / "onnx").mkdir()
+    (directory / "onnx" / "model.safetensors").write_text("not needed")
+    return directory
+
+
+@pytest.fixture
+def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve_hub() as server:
+        server.repositories[REPO] = Repository({"main": checkpoint})
+        use_hub(monkeypatch, server.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield server
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """What HF_ENDPOINT does when the library is imported."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+
+
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub: Hub) -> None:
+    directory = resolve_model(REPO)
+
+    assert read_config(directory).text.hidden_size == 64
+    names = {path.name for path in directory.rglob("*")}
+    assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    assert not names & {"README.md", "pytorch_model.bin", "onnx"}
+
+
+def test_progress_is_told_to_the_end(hub: Hub) -> None:
+    shares: list[float] = []
+
+    resolve_model(REPO, shares.append)
+
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_second_start_downloads_nothing(hub: Hub) -> None:
+    first = resolve_model(REPO)
+    hub.downloads.clear()
+
+    assert resolve_model(REPO) == first
+    assert hub.downloads == []
+
+
+def test_the_cache_serves_when_the_hub_is_down(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve_model(REPO)
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+
+    assert resolve_model(REPO) == first
+
+
+def test_a_hub_that_is_down_is_told_when_the_cache_is_empty(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+
+    with pytest.raises(ModelUnavailable, match=r"cannot be reached, and .* no complete copy"):
+        resolve_model(REPO)
+
+
+def test_a_broken_download_is_taken_up_where_it_broke(
+    hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # what is kept of a broken one
+    hub.cut_after = 100_000  # of the weights, the only file of that size
+
+    directory = resolve_model(REPO)
+
+    content = (directory / "model.safetensors").read_bytes()
+    assert content == (checkpoint / "model.safetensors").read_bytes()
+    assert hub.ranges == ["model.safetensors"]
+
+
+def test_a_revision_is_pinned_by_name_and_by_commit(hub: Hub, tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "old", changes={"vision_feature_layer": -1})
+    hub.repositories[REPO].revisions["v1"] = tmp_path / "old"
+    commit = hub.repositories[REPO].commit("v1")
+
+    for revision in ("v1", commit):
+        config = read_config(resolve_model(f"{REPO}@{revision}"))
+        assert config.vision_feature_layers == (-1,)
+    assert read_config(resolve_model(REPO)).vision_feature_layers == (-2,)
+
+
+def test_an_unknown_revision_is_named(hub: Hub) -> None:
+    with pytest.raises(ModelUnavailable, match="no revision 'v9'"):
+        resolve_model(f"{REPO}@v9")
+
+
+def test_an_unknown_repository_is_named(hub: Hub) -> None:
+    with pytest.raises(ModelUnavailable, match=r"acme/nothing is not on .* or is private"):
+        resolve_model("acme/nothing")
+
+
+@pytest.mark.parametrize("token", [None, "of somebody else"])
+def test_a_gated_repository_says_what_to_do(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    hub.repositories[REPO].token = "accepted"
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+
+    with pytest.raises(ModelUnavailable, match=rf"gated: accept .*/{REPO}, then set HF_TOKEN"):
+        resolve_model(REPO)
+
+
+def test_the_token_opens_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repositories[REPO].token = "accepted"
+    monkeypatch.setenv("HF_TOKEN", "accepted")
+
+    assert (resolve_model(REPO) / "model.safetensors").is_file()
+
+
+def test_a_repository_of_pickles_is_refused_before_anything_is_downloaded(
+    hub: Hub, tmp_path: Path
+) -> None:
+    pickles = tmp_path / "pickles"
+    pickles.mkdir()
+    for name in ("pytorch_model.bin", "config.json"):
+        (pickles / name).write_text("{}")
+    hub.repositories["acme/pickles"] = Repository({"main": pickles})
+
+    with pytest.raises(ModelUnavailable, match="no safetensors weights; pickled ones"):
+        resolve_model("acme/pickles")
+    assert hub.downloads == []
+
+
+def test_too_little_disk_is_told_with_the_numbers_before_anything_is_downloaded(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESERVE_BYTES", 10**18)
+
+    with pytest.raises(ModelUnavailable, match=r"needs 0\.0 GB of disk .* GB are free; HF_HOME"):
+        resolve_model(REPO)
+    assert hub.downloads == []
+
+
+def test_the_usual_environment_variables_are_obeyed(hub: Hub, tmp_path: Path) -> None:
+    command = (
+        "import sys; from engines.packages.resolve import resolve_model\n"
+        "print(resolve_model(sys.argv[1]))"
+    )
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        environment.pop(name, None)
+
+    ended = subprocess.run(
+        [sys.executable, "-c", command, REPO],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+    assert Path(ended.stdout.strip()).is_relative_to(tmp_path / "home")
+    assert (Path(ended.stdout.strip()) / "config.json").is_file()
+
+
+def test_a_directory_is_itself(checkpoint: Path) -> None:
+    assert resolve_model(str(checkpoint)) == checkpoint
+    assert default_name(str(checkpoint)) == "tiny"
+
+
+def test_the_built_in_model_is_in_the_package() -> None:
+    assert resolve_model("shapes").parts[-3:] == ("engines", "shapes", "checkpoint")
+    assert default_name("shapes") == "shapes"
+
+
+def test_the_name_of_a_hub_model_leaves_the_revision_out() -> None:
+    assert default_name(f"{REPO}@v1") == REPO
+
+
+@pytest.mark.parametrize("model", ["no such thing", "./missing", "a/b/c", "@v1", ""])
+def test_what_is_no_model_at_all_is_told(model: str) -> None:
+    with pytest.raises(ModelUnavailable, match="built-in name"):
+        resolve_model(model)

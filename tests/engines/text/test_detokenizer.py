@@ -1,0 +1,141 @@
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.text.detokenizer import Detokenizer
+
+
+class TokenTable:
+    """A tokenizer whose token `i` is the i-th of the given byte strings."""
+
+    eos_token_ids = frozenset[int]()
+
+    def __init__(self, tokens: Sequence[bytes], drops_leading_space: bool = False) -> None:
+        self.tokens = tokens
+        self.vocab_size = len(tokens)
+        self.drops_leading_space = drops_leading_space
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokens[token_id]
+
+
+def detokenize(
+    tokens: Sequence[bytes], stop: Sequence[str] = (), drops_leading_space: bool = False
+) -> list[str]:
+    """The pieces of text, one per token until a stop string ends it, and the rest."""
+    detokenizer = Detokenizer(TokenTable(tokens, drops_leading_space), stop)
+    pieces = []
+    for token_id in range(len(tokens)):
+        pieces.append(detokenizer.append(token_id))
+        if detokenizer.is_stopped:
+            break
+    return [*pieces, detokenizer.finish()]
+
+
+def cut_at_first_stop(text: str, stop: Sequence[str]) -> str:
+    """The definition: cut before the stop string that is complete first, of several the longest."""
+    for end in range(1, len(text) + 1):
+        found = [len(s) for s in stop if s and text[:end].endswith(s)]
+        if found:
+            return text[: end - max(found)]
+    return text
+
+
+def split(data: bytes, cuts: Sequence[int]) -> list[bytes]:
+    places = sorted({cut % (len(data) + 1) for cut in cuts})
+    return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
+
+
+def test_text_comes_with_its_tokens():
+    assert detokenize([b"The", b" red", b" ring"]) == ["The", " red", " ring", ""]
+
+
+def test_a_character_waits_for_all_of_its_bytes():
+    assert detokenize([b"a\xe2\x82", b"\xac", b"!"]) == ["a", "\u20ac", "!", ""]
+
+
+def test_an_incomplete_character_becomes_a_replacement_only_at_the_end():
+    assert detokenize([b"a", b"\xe2\x82"]) == ["a", "", "\ufffd"]
+
+
+def test_special_tokens_add_nothing():
+    assert detokenize([b"a", b"", b"b"]) == ["a", "", "b", ""]
+
+
+def test_one_leading_space_is_dropped_where_the_tokenizer_says_so():
+    assert detokenize([b"", b" a", b" b"], drops_leading_space=True) == ["", "a", " b", ""]
+    assert "".join(detokenize([b" ", b" a"], drops_leading_space=True)) == " a"
+    assert "".join(detokenize([b" a"])) == " a"
+
+
+def test_a_stop_string_across_tokens_is_cut_off_and_never_shown():
+    assert detokenize([b"one E", b"N", b"D two"], ["END"]) == ["one ", "", "", ""]
+
+
+def test_text_that_only_began_like_a_stop_string_is_released():
+    assert detokenize([b"one E", b"N", b"ough"], ["END"]) == ["one ", "", "ENough", ""]
+
+
+def test_held_text_comes_at_the_end():
+    assert detokenize([b"one EN"], ["END"]) == ["one ", "EN"]
+
+
+def test_a_stop_string_that_overlaps_itself_is_found():
+    assert "".join(detokenize([b"a", b"a", b"a", b"b"], ["aab"])) == "a"
+
+
+def test_the_stop_string_that_is_complete_first_wins_and_then_the_longest():
+    assert "".join(detokenize([b"xabcd"], ["abcd", "bc"])) == "xa"
+    assert "".join(detokenize([b"xabc"], ["c", "abc"])) == "x"
+    assert "".join(detokenize([b"xabc"], ["abc", "c"])) == "x"
+
+
+def test_nothing_is_said_after_the_stop():
+    detokenizer = Detokenizer(TokenTable([b"a#b", b"c"]), ["#"])
+    assert detokenizer.append(0) == "a"
+    assert detokenizer.is_stopped
+    assert detokenizer.append(1) == ""
+    assert detokenizer.finish() == ""
+
+
+def test_a_stop_string_may_be_completed_by_the_replacement_of_a_broken_character():
+    detokenizer = Detokenizer(TokenTable([b"a", b"\xe2"]), ["\ufffd"])
+    assert detokenizer.append(0) + detokenizer.append(1) == "a"
+    assert detokenizer.finish() == ""
+    assert detokenizer.is_stopped
+
+
+def test_an_empty_stop_string_stops_nothing():
+    assert "".join(detokenize([b"ab"], [""])) == "ab"
+
+
+@given(st.binary(max_size=40) | st.text(max_size=20).map(str.encode), st.lists(st.integers(0, 40)))
+def test_pieces_add_up_to_the_decoding_of_the_whole(data: bytes, cuts: list[int]):
+    assert "".join(detokenize(split(data, cuts))) == data.decode("utf-8", "replace")
+
+
+@given(
+    st.text("ab\u20ac", max_size=30),
+    st.lists(st.integers(0, 90)),
+    st.lists(st.text("ab\u20ac", max_size=5), max_size=3),
+)
+def test_stop_strings_cut_the_same_place_for_any_split(text: str, cuts: list[int], stop: list[str]):
+    pieces = detokenize(split(text.encode(), cuts), stop)
+    assert "".join(pieces) == cut_at_first_stop(text, stop)
+
+
+@given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=6))
+def test_no_more_is_held_back_than_could_become_a_stop_string(text: str, stop: str):
+    detokenizer = Detokenizer(TokenTable([c.encode() for c in text]), [stop])
+    shown = ""
+    for token_id in range(len(text)):
+        shown += detokenizer.append(token_id)
+        if detokenizer.is_stopped:
+            return
+        held = text[len(shown) : token_id + 1]
+        longest = max(k for k in range(len(stop)) if text[: token_id + 1].endswith(stop[:k]))
+        assert len(held) == longest

@@ -1,0 +1,389 @@
+"""Prompts equal those of transformers' processor, and no user can write a control token."""
+
+import engines.torch_backend  # noqa: F401 - makes torchvision importable, which transformers wants
+
+# isort: split
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoProcessor
+
+from engines.base import InvalidRequest
+from engines.core.runner import Prompt
+from engines.text.chat_template import (
+    LLAVA_TEMPLATE,
+    ChatTemplate,
+    UnusableTemplate,
+    read_chat_template,
+)
+from engines.text.prompt import PromptBuilder
+from engines.text.tokenizer import HfTokenizer
+from shared.protocol import ChatMessage, ImagePart, TextPart
+from tests.factories_tokenizers import (
+    change_json,
+    image_token_id,
+    make_byte_level,
+    make_sentencepiece,
+)
+
+TOKENS_PER_IMAGE = 16
+TEMPLATES = {
+    "llava": LLAVA_TEMPLATE,
+    "with bos and eos": (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}\n{% for c in m.content %}"
+        "{% if c.type == 'image' %}<image>{% else %}{{ c.text | trim }}{% endif %}{% endfor %}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    ),
+    "with generation blocks": (
+        "{%- for m in messages -%}[{{ m['role'] }}] {% generation %}{% for c in m['content'] %}"
+        "{{ '<image>\n' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endgeneration %}"
+        "</s> {% endfor %}"
+    ),
+}
+KINDS = {
+    "byte-level": make_byte_level,
+    "first": lambda directory: make_sentencepiece(directory, prepend="first"),
+    "always": lambda directory: make_sentencepiece(directory, prepend="always"),
+    "normalizer": lambda directory: make_sentencepiece(directory, prepend="normalizer"),
+    "normalized controls": lambda directory: make_sentencepiece(
+        directory, prepend="normalizer", normalized=True
+    ),
+}
+CONTROLS = ("<image>", "</s>", "<s>", "<unk>", "<pad>")
+PIECES = [
+    *CONTROLS,
+    "<",
+    "<i",
+    "<im",
+    "mage",
+    "age>",
+    "image>",
+    ">",
+    "</",
+    "/s>",
+    "s>",
+    " ",
+    "\n",
+    "🍎",
+]
+LENIENT = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+ordinary_texts = st.text(max_size=20).filter(lambda text: not any(c in text for c in "<>"))
+hostile_texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=6).map("".join)
+
+
+def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[list[ChatMessage]]:
+    parts = st.lists(texts.map(TextPart) | st.just(ImagePart(0)), max_size=4).map(tuple)
+    message = st.builds(ChatMessage, st.sampled_from(["user", "assistant", "system"]), parts)
+    return st.lists(message, min_size=1, max_size=4).map(number_images)
+
+
+def number_images(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Every picture part shows a picture of its own."""
+    numbers = iter(range(100))
+    return [
+        ChatMessage(
+            message.role,
+            tuple(
+                ImagePart(next(numbers)) if isinstance(p, ImagePart) else p for p in message.parts
+            ),
+        )
+        for message in messages
+    ]
+
+
+def num_images(messages: Sequence[ChatMessage]) -> int:
+    return sum(isinstance(part, ImagePart) for message in messages for part in message.parts)
+
+
+class Pair:
+    """Our prompt builder and transformers' processor over one checkpoint."""
+
+    def __init__(self, directory: Path, template: str) -> None:
+        (directory / "chat_template.jinja").write_text(template)
+        self.image_token_id = image_token_id(directory)
+        self.tokenizer = HfTokenizer(directory, self.image_token_id, template)
+        self.builder = make_builder(self.tokenizer, self.image_token_id, template)
+        self.processor: Any = AutoProcessor.from_pretrained(directory)
+
+    def build(self, messages: Sequence[ChatMessage]) -> Prompt:
+        images = [(f"hash {i}", f"pixels {i}") for i in range(num_images(messages))]
+        return self.builder.build(messages, images)
+
+    def reference(self, messages: Sequence[ChatMessage]) -> list[int]:
+        picture = Image.new("RGB", (28, 28))
+        conversation = [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part.text}
+                    if isinstance(part, TextPart)
+                    else {"type": "image", "image": picture}
+                    for part in message.parts
+                ],
+            }
+            for message in messages
+        ]
+        return self.processor.apply_chat_template(
+            conversation, tokenize=True, add_generation_prompt=True, return_dict=True
+        )["input_ids"][0]
+
+
+def make_builder(
+    tokenizer: HfTokenizer, image_id: int, template: str, tokens_per_image: int = TOKENS_PER_IMAGE
+) -> PromptBuilder:
+    chat_template = ChatTemplate(template, tokenizer.image_token, tokenizer.special_variables)
+    return PromptBuilder(tokenizer, chat_template, image_id, tokens_per_image)
+
+
+# The Rust tokenizers overlook a normalized control token behind a word; slow ones, and we, find it. So these
+# are compared with the template that writes none in the midst of text.
+CASES = [(kind, name) for kind in KINDS for name in TEMPLATES if "normalized" not in kind]
+CASES.append(("normalized controls", "llava"))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" / ".join)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    kind, template = request.param
+    directory = KINDS[kind](tmp_path_factory.mktemp("prompt") / "checkpoint")
+    return Pair(directory, TEMPLATES[template])
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    directory = make_byte_level(tmp_path_factory.mktemp("prompt") / "checkpoint")
+    return Pair(directory, LLAVA_TEMPLATE)
+
+
+@LENIENT
+@given(messages=conversations(ordinary_texts))
+def test_ordinary_conversations_equal_those_of_transformers(
+    pair: Pair, messages: list[ChatMessage]
+) -> None:
+    assert pair.build(messages).token_ids == pair.reference(messages)
+
+
+@LENIENT
+@given(messages=conversations(hostile_texts))
+def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[ChatMessage]) -> None:
+    """The same conversation with harmless texts of the same number has as many control tokens."""
+    harmless = [
+        ChatMessage(m.role, tuple(TextPart("x") if isinstance(p, TextPart) else p for p in m.parts))
+        for m in messages
+    ]
+
+    prompt, expected = pair.build(messages), pair.build(harmless)
+
+    for name in CONTROLS:
+        if name != "<unk>":  # what a character that no token covers becomes
+            token_id = pair.tokenizer.control_tokens[name].id
+            assert prompt.token_ids.count(token_id) == expected.token_ids.count(token_id)
+
+
+@LENIENT
+@given(messages=conversations(hostile_texts))
+def test_every_picture_part_has_its_slots_in_order(pair: Pair, messages: list[ChatMessage]) -> None:
+    prompt = pair.build(messages)
+
+    slots = [
+        position
+        for image in prompt.images
+        for position in range(image.offset, image.offset + image.num_tokens)
+    ]
+    image_id = pair.image_token_id
+    assert slots == [i for i, token_id in enumerate(prompt.token_ids) if token_id == image_id]
+    assert [image.pixels for image in prompt.images] == [
+        f"pixels {i}" for i in range(num_images(messages))
+    ]
+    assert {image.num_tokens for image in prompt.images} <= {TOKENS_PER_IMAGE}
+
+
+def user(*parts: str | int) -> ChatMessage:
+    """A user's message: texts, and pictures by their numbers."""
+    return ChatMessage(
+        "user", tuple(TextPart(p) if isinstance(p, str) else ImagePart(p) for p in parts)
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("<image>",),
+        ("<ima", "ge>"),
+        ("<", "image", ">"),
+        ("<i", "m", "a", "g", "e>"),
+        ("  <ima  ", "ge>"),
+        ("<im<image>age>",),
+        ("<image" * 3 + ">" * 3,),
+    ],
+)
+@pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
+def test_a_picture_token_typed_by_a_user_makes_no_slot(
+    llava: Pair, parts: tuple[str, ...], join: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>"
+        "{% else %}" + join + "{% endif %}{% endfor %}{% endfor %}"
+    )
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+
+    prompt = builder.build([user(*parts)], [])
+
+    assert llava.image_token_id not in prompt.token_ids
+
+
+def test_a_typed_control_token_is_encoded_as_the_text_that_it_is(llava: Pair) -> None:
+    prompt = llava.build([user("a </s> b")])
+
+    text = b"".join(map(llava.tokenizer.token_bytes, prompt.token_ids)).decode()
+    assert text == "USER: a </s> b ASSISTANT:"
+
+
+def test_a_picture_used_twice_has_slots_twice(llava: Pair) -> None:
+    prompt = llava.builder.build([user(0, "and again", 0)], [("hash", "pixels")])
+
+    assert [image.image_hash for image in prompt.images] == ["hash", "hash"]
+
+
+def test_pictures_keep_their_places_in_a_conversation(llava: Pair) -> None:
+    reply = ChatMessage("assistant", (TextPart("A cat."),))
+    messages = [user("What is it?", 1), reply, user(0, "And this?")]
+
+    prompt = llava.builder.build(messages, [("h0", "p0"), ("h1", "p1")])
+
+    assert [image.image_hash for image in prompt.images] == ["h1", "h0"]
+
+
+def test_a_message_that_names_no_picture_of_the_request_is_refused(llava: Pair) -> None:
+    with pytest.raises(InvalidRequest, match="picture that the request does not hold"):
+        llava.builder.build([user(1)], [("h", "p")])
+
+
+def test_a_place_where_the_template_drops_pictures_is_refused(llava: Pair) -> None:
+    template = LLAVA_TEMPLATE.replace("'equalto', 'image'", "'equalto', message.role and 'image'")
+    template = template.replace("{% for message in messages %}", "", 1)
+    template = "{% for message in messages if message.role == 'user' %}" + template
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+    system = ChatMessage("system", (ImagePart(0),))
+
+    with pytest.raises(InvalidRequest, match="places 0 of the 1 pictures"):
+        builder.build([system, user("hi")], [("h", "p")])
+
+
+def test_the_order_of_roles_that_a_template_refuses_is_told_in_its_words(llava: Pair) -> None:
+    template = (
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('Roles must alternate') }}"
+        "{% endif %}" + LLAVA_TEMPLATE
+    )
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+
+    with pytest.raises(InvalidRequest, match=r"refuses this conversation: Roles must alternate"):
+        builder.build([ChatMessage("assistant", ())], [])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+    ],
+)
+def test_a_hostile_template_reaches_nothing(llava: Pair, attack: str) -> None:
+    template = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + attack + "{% endif %}"
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+
+    with pytest.raises(InvalidRequest) as caught:
+        builder.build([user("a"), user("b")], [])
+
+    assert os.getcwd() not in str(caught.value)
+
+
+def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> None:
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template, 1)
+
+    prompt = builder.build([user(0, "Hi"), user("there")], [("h", "p")])
+
+    ids = prompt.token_ids
+    before = b"".join(map(llava.tokenizer.token_bytes, ids[: prompt.images[0].offset]))
+    after = b"".join(map(llava.tokenizer.token_bytes, ids[prompt.images[0].offset + 1 :]))
+    assert (before, after) == (b"user: ", b"\nHi\nuser: there\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{% for %}", "no jinja template"), ("{{ 'hello' }}", "no place for pictures")],
+)
+def test_templates_of_no_use_are_refused_when_they_are_loaded(template: str, reason: str) -> None:
+    with pytest.raises(UnusableTemplate, match=reason):
+        ChatTemplate(template, "<image>")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", "T"),
+        ("chat_template.json", json.dumps({"chat_template": "T"})),
+        ("processor_config.json", json.dumps({"chat_template": "T"})),
+        ("tokenizer_config.json", json.dumps({"chat_template": "T"})),
+        (
+            "tokenizer_config.json",
+            json.dumps(
+                {
+                    "chat_template": [
+                        {"name": "tools", "template": "other"},
+                        {"name": "default", "template": "T"},
+                    ]
+                }
+            ),
+        ),
+    ],
+)
+def test_templates_are_found_where_checkpoints_keep_them(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    (tmp_path / file).write_text(content)
+
+    assert read_chat_template(tmp_path) == "T"
+
+
+def test_a_processor_template_goes_before_the_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "text"}')
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "pictures"}')
+
+    assert read_chat_template(tmp_path) == "pictures"
+
+
+def test_a_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
+    assert read_chat_template(tmp_path) is None
+
+
+def test_long_texts_cost_time_in_proportion(llava: Pair) -> None:
+    text = ("<image></s>" * 4 + " words ") * 4_000  # 200,000 characters
+
+    prompt = llava.build([user(text)])
+
+    assert llava.image_token_id not in prompt.token_ids
+
+
+def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
+    directory = make_byte_level(tmp_path / "checkpoint")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token |= {"lstrip": token["content"] == "<image>", "rstrip": token["content"] == "<image>"}
+    change_json(directory / "tokenizer.json", added_tokens=content["added_tokens"])
+    spaced = Pair(directory, LLAVA_TEMPLATE)
+    messages = number_images([user("a  ", 0, "  b")])
+
+    assert spaced.build(messages).token_ids == spaced.reference(messages)

@@ -1,0 +1,163 @@
+"""Chat templates of strangers: whatever they do, a prompt costs a bounded time, and the next one is answered."""
+
+import contextlib
+import threading
+import time
+import tracemalloc
+
+import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from engines.base import InvalidRequest
+from engines.text import template_rendering
+from engines.text.chat_template import LLAVA_TEMPLATE, ChatTemplate
+from engines.text.template_rendering import CompiledTemplate, UnusableTemplate
+from shared.protocol import ChatMessage, ImagePart, TextPart
+
+#: What a template may try, when a conversation has a second message.
+ATTACKS = {
+    "a long loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a range without end": "{% for i in range(10**12) %}{% endfor %}",
+    "a text multiplied": "{% set x = ('a' * 10**11) | length %}",
+    "a list multiplied": "{% set x = ([0] * 10**11) | length %}",
+    "a power": "{% set n = messages | length + 7 %}{% set x = n ** (n ** n) %}",
+    "a wide format": "{% set x = '%99999999999d' % 1 %}",
+    "a wide column": "{% set x = 'a'.center(99999999999) %}",
+    "a text doubled": (
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    ),
+    "a list of lists": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+        "{% set y = n.x | string %}"
+    ),
+    "replacements": "{% set x = ('a' * 10**6).replace('a', 'a' * 10**6) %}",
+    "filters in filters": "{% set x = range(99999) | map('string') | join('-' * 99999) %}",
+    "macros that call twice": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
+    "macros without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "recursive loops": (
+        "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}"
+    ),
+    "an endless text": "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "a long text": "{{ 'x' * 100000 }}",
+    "a block doubled": (
+        "{% set n = namespace(x='ab') %}"
+        "{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
+    ),
+    "a dictionary doubled": (
+        "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}"
+    ),
+    "tuples as keys": (
+        "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}{% set y = {n.x: 1} %}"
+    ),
+    "namespaces in namespaces": (
+        "{% set n = namespace(x=1) %}{% for i in range(60) %}"
+        "{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}"
+    ),
+    "lists of long texts": (
+        "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['x' * 60000 ~ i] %}{% endfor %}"
+    ),
+    "indented lines": "{% set x = ('\n' * 60000) | indent(60000) %}",
+    "formatted widths": "{% set x = '{:>99999999}'.format(1) %}",
+    "a width from a value": "{% set x = '{:>{}}'.format(1, 10**9) %}",
+    "a wide date": "{{ strftime_now('%9999999999Y') }}",
+    "digits": "{% set x = 1 | round(10**8) %}",
+    "a sum of lists": "{% set x = [[1]] * 60000 %}{% set y = x | sum(start=[]) %}{% set z = y * 60000 %}",
+    "a padded filter": "{% set x = ['a'] | map('center', 10**10) | list %}",
+    "placeholder texts": "{{ lipsum(99999) }}",
+}  # fmt: skip
+#: What a compiler may run into before there is any conversation.
+COMPILER_ATTACKS = {
+    "a constant power": "{{ 9 ** (9 ** 9) }}",
+    "a constant text": "{{ 'a' * 10**11 }}",
+    "nested parentheses": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+}
+
+
+def hello(num_messages: int = 1) -> tuple[list[ChatMessage], list[list[str]]]:
+    messages = [ChatMessage("user", (ImagePart(0), TextPart("Hello")))] * num_messages
+    return messages, [["Hello"]] * num_messages
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
+    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + attack + "{% endif %}"
+    template = ChatTemplate(source, "<image>")
+    expected = template.render(*hello())
+    tracemalloc.start()
+    begun = time.monotonic()
+
+    with pytest.raises(InvalidRequest, match="chat template"):
+        template.render(*hello(2))
+
+    assert time.monotonic() - begun < 5 * template_rendering.MAX_S  # tracing takes its share
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 300 * 1024 * 1024
+    assert template.render(*hello()) == expected == "USER: <image>\nHello ASSISTANT:"
+
+
+@pytest.mark.parametrize("attack", COMPILER_ATTACKS.values(), ids=COMPILER_ATTACKS)
+def test_an_attack_on_the_compiler_is_refused_when_it_is_loaded(attack: str) -> None:
+    with pytest.raises(UnusableTemplate):
+        ChatTemplate(LLAVA_TEMPLATE + attack, "<image>")
+
+
+def test_a_slow_template_does_not_delay_other_conversations() -> None:
+    """They render in other threads while it goes on until its time is over."""
+    attack = ATTACKS["a long loop"]
+    source = LLAVA_TEMPLATE + "{% if messages | length > 1 %}" + attack + "{% endif %}"
+    template = ChatTemplate(source, "<image>")
+    ended: list[str] = []
+
+    def render(name: str, num_messages: int) -> None:
+        with contextlib.suppress(InvalidRequest):
+            template.render(*hello(num_messages))
+        ended.append(name)
+
+    slow = threading.Thread(target=render, args=("slow", 2))
+    slow.start()
+    quick = threading.Thread(target=render, args=("quick", 1))
+    quick.start()
+    quick.join()
+    slow.join()
+    assert ended == ["quick", "slow"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ loop.index ~ m.role ~ '\n' }}{% endfor %}", "1user\n"),
+        ("{% generation %}{{ 'x' }}{% endgeneration %}", "x"),
+        ("{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
+        ("{{ messages[0].content | tojson }}", '[{"type": "image"}, {"type": "text", "text": "é<"}]'),
+        ("{{ {'a': [1, messages | length]} | tojson(indent=2) }}", '{\n  "a": [\n    1,\n    1\n  ]\n}'),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% macro m(a, b=2) %}{{ a + b }}{% endmacro %}{{ m(1) }}{{ m(1, b=3) }}", "34"),
+        ("{% set n = namespace(x='') %}{% for c in 'abc' %}{% set n.x = n.x + c %}{% endfor %}{{ n.x }}", "abc"),
+        ("{% set x %}{{ 'a' }}b{% endset %}{{ x * 3 }}", "ababab"),
+        ("{{ 'a-b'.split('-') | join('+') }}{{ 'x'.replace('x', 'yz') }}", "a+byz"),
+        ("{{ '%s is %03d' % ('a', 7) }}{{ '{} {:>3}'.format('b', 1) }}", "a is 007b   1"),
+        ("{{ [1, 2] + [messages | length] }}{{ (1, 2) }}", "[1, 2, 1](1, 2)"),
+        ("{{ tools is none }}{{ missing is defined }}{{ add_generation_prompt }}", "TrueFalseTrue"),
+        ("{% for a, b in {'k': 1}.items() %}{{ a }}{{ b }}{% endfor %}", "k1"),
+        ("{{ messages | map(attribute='role') | list }}", "['user']"),
+        ("{% filter upper %}abc{% endfilter %}{{ 7 % 4 }}{{ 2 ** 8 }}{{ 'a' | indent(2, true) }}", "ABC3256  a"),
+    ],
+)  # fmt: skip
+def test_templates_mean_what_they_mean_to_transformers(source: str, expected: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "é<"}]}]
+    assert CompiledTemplate(source, {}).render(messages) == expected
+    reference = _compile_jinja_template(source)
+    if "strftime" not in source:
+        assert expected == reference.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True
+        )
+
+
+def test_long_conversations_are_rendered_whole() -> None:
+    template = ChatTemplate(LLAVA_TEMPLATE + " ", "<image>")
+    text = "long " * 40_000
+    messages = [ChatMessage("user", (TextPart(text),))]
+    assert template.render(messages, [[text]]) == f"USER: {text} ASSISTANT: "

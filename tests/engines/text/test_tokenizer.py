@@ -1,0 +1,218 @@
+"""Ids are those of transformers, bytes add up to its decoding, and nobody can type a control token."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from engines.text.detokenizer import Detokenizer
+from engines.text.tokenizer import HfTokenizer
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from tests.factories_tokenizers import (
+    change_json,
+    image_token_id,
+    make_byte_level,
+    make_sentencepiece,
+)
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "byte-level": make_byte_level,
+    "first": lambda directory: make_sentencepiece(directory, prepend="first"),
+    "always": lambda directory: make_sentencepiece(directory, prepend="always"),
+    "normalizer": lambda directory: make_sentencepiece(directory, prepend="normalizer"),
+}
+WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+CONTROLS = ["<image>", "</s>", "<s>", "<unk>", "<pad>"]
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=12),
+        st.sampled_from(
+            [*CONTROLS, " ", "  ", "\n", "▁", "<0x0A>", "🍎", "é", "三", "<", ">", "How many"]
+        ),
+    ),
+    max_size=8,
+).map("".join)
+LENIENT = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Pair:
+    """One tokenizer, loaded by us and by transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ours = HfTokenizer(directory, image_token_id(directory))
+        self.theirs: Any = AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    directory = tmp_path_factory.mktemp("tokenizer") / "checkpoint"
+    return Pair(KINDS[request.param](directory))
+
+
+@pytest.fixture
+def byte_level(tmp_path: Path) -> Path:
+    return make_byte_level(tmp_path / "checkpoint")
+
+
+def load(directory: Path) -> HfTokenizer:
+    return HfTokenizer(directory, image_token_id(directory))
+
+
+def decode(tokenizer: HfTokenizer, ids: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer)
+    return "".join(map(detokenizer.append, ids)) + detokenizer.finish()
+
+
+@LENIENT
+@given(text=TEXTS)
+def test_ids_of_text_equal_those_of_transformers_with_control_tokens_split(
+    pair: Pair, text: str
+) -> None:
+    theirs = pair.theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    assert pair.ours.encode(text) == theirs
+
+
+@LENIENT
+@given(text=TEXTS)
+def test_no_text_becomes_a_control_token(pair: Pair, text: str) -> None:
+    control_ids = {token.id for token in pair.ours.control_tokens.values()}
+    unk = pair.theirs.unk_token_id  # what a character that no token covers becomes
+
+    assert not control_ids & set(pair.ours.encode(text)) - {unk}
+
+
+@LENIENT
+@given(text=TEXTS)
+def test_bytes_of_encoded_text_add_up_to_the_decoding_of_transformers(
+    pair: Pair, text: str
+) -> None:
+    ids = pair.ours.encode(text)
+
+    assert decode(pair.ours, ids) == pair.theirs.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+@LENIENT
+@given(data=st.data())
+def test_bytes_of_any_whole_tokens_add_up_too(pair: Pair, data: st.DataObject) -> None:
+    """Tokens that are whole characters, in any order, as a model may emit them, special ones between."""
+    whole = [
+        index
+        for index in range(pair.ours.vocab_size)
+        if len(token := pair.ours.token_bytes(index)) != 1 or token < b"\x80"
+    ]
+    ids = data.draw(st.lists(st.sampled_from(whole), max_size=20))
+
+    assert decode(pair.ours, ids) == pair.theirs.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def test_byte_tokens_are_bytes_in_both_kinds(pair: Pair) -> None:
+    assert decode(pair.ours, pair.ours.encode("x 🍎 \n é")) == "x 🍎 \n é"
+
+
+def test_special_and_unknown_tokens_add_no_bytes(pair: Pair) -> None:
+    special = pair.ours.control_tokens["</s>"].id
+
+    assert pair.ours.token_bytes(special) == b""
+    assert pair.ours.token_bytes(10**9) == b""
+    assert pair.ours.token_bytes(-1) == b""
+
+
+def test_the_leading_space_goes_in_sentencepiece_alone(pair: Pair) -> None:
+    is_byte_level = "Ġ" in pair.theirs.convert_ids_to_tokens(pair.ours.encode(" "))[0]
+
+    assert pair.ours.drops_leading_space is not is_byte_level
+
+
+def test_generation_config_says_where_generation_ends(byte_level: Path) -> None:
+    change_json(byte_level / "generation_config.json", eos_token_id=[2, 7])
+
+    assert load(byte_level).eos_token_ids == {2, 7}
+
+
+def test_without_it_config_json_says_so_and_then_the_tokenizer(byte_level: Path) -> None:
+    (byte_level / "generation_config.json").unlink()
+    change_json(byte_level / "config.json", text_config={"eos_token_id": 9})
+    assert load(byte_level).eos_token_ids == {9}
+
+    change_json(byte_level / "config.json", text_config={"eos_token_id": None})
+    assert load(byte_level).eos_token_ids == {2}
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", "<s> <s> $A </s>", "$A"])
+def test_the_post_processor_decides_what_stands_around_a_text(
+    byte_level: Path, template: str
+) -> None:
+    backend = Backend.from_file(str(byte_level / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    backend.save(str(byte_level / "tokenizer.json"))
+
+    theirs = AutoTokenizer.from_pretrained(byte_level).encode("many")
+    ours = load(byte_level)
+
+    assert [*ours.prefix_ids, *ours.encode("many"), *ours.suffix_ids] == theirs
+
+
+def test_an_added_token_that_the_template_spells_is_a_control_token(byte_level: Path) -> None:
+    content = json.loads((byte_level / "tokenizer.json").read_text())
+    turn = content["added_tokens"][0] | {"id": 322, "content": "<|turn|>", "special": False}
+    content["added_tokens"].append(turn)
+    (byte_level / "tokenizer.json").write_text(json.dumps(content))
+
+    plain = HfTokenizer(byte_level, 320)
+    strict = HfTokenizer(byte_level, 320, template="{{ '<|turn|>' }}")
+
+    assert plain.encode("a<|turn|>b") == [*plain.encode("a"), 322, *plain.encode("b")]
+    assert 322 not in strict.encode("a<|turn|>b")
+    assert strict.token_bytes(322) == b"<|turn|>"
+
+
+def test_special_tokens_that_only_the_settings_name_are_added(byte_level: Path) -> None:
+    change_json(byte_level / "tokenizer_config.json", additional_special_tokens=["<|end|>"])
+
+    tokenizer = load(byte_level)
+
+    assert tokenizer.token_bytes(tokenizer.control_tokens["<|end|>"].id) == b""
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("tokenizer.json", {"model": {"type": "Unigram"}}, "no byte-pair encoding"),
+        ("tokenizer.json", {"decoder": WORD_PIECE}, "WordPiece"),
+        ("tokenizer.json", {"decoder": None}, "no decoder"),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Nonsense"}}, "cannot be read"),
+    ],
+)
+def test_tokenizers_that_cannot_be_run_are_refused_by_name(
+    byte_level: Path, file: str, change: dict[str, Any], reason: str
+) -> None:
+    change_json(byte_level / file, **change)
+
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(byte_level)
+
+
+def test_a_missing_tokenizer_is_named(byte_level: Path) -> None:
+    (byte_level / "tokenizer.json").unlink()
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"no tokenizer\.json"):
+        load(byte_level)
+
+
+def test_a_picture_token_that_the_tokenizer_lacks_is_refused(byte_level: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="id 380"):
+        HfTokenizer(byte_level, 380)

@@ -1,0 +1,334 @@
+"""How a GPU computes steps, on a CPU: buffers padded to batch sizes, fused layers, joined products; kernels by their twins.
+
+Nothing is captured here, but the function that would be runs over the same buffers. `tests/gpu` has the rest.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache, partial
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from engines.base import EngineRequest, SequenceFailure
+from engines.core.runner import StepResult
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend import runner
+from engines.torch_backend.graphs import cuda_graph, cuda_steps
+from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, Drawing, batch_sizes
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.models.config import VLMConfig
+from engines.torch_backend.ops.decoder_ops import DecoderOps
+from shared.protocol import SamplingParams
+from shared.settings.engine import EngineSettings, GpuKernel
+from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
+from tests.factories_torch import (
+    ModelPair,
+    make_engine,
+    make_model_pair,
+    make_request,
+    make_runner,
+    make_vlm_config,
+    quantize_pair,
+)
+
+PROMPTS: dict[str, list[list[int] | int]] = {
+    "text": [list(range(3, 17))],
+    "one": [[5, 6, 7], 1, [8, 9, 10, 11]],
+    "two": [[5, 6, 7], 1, [8, 9], 2, [12, 13]],
+    "again": [[20, 21], 2, [22], 2, [23, 24, 25]],
+    "neighbours": [3, 1, [30, 31, 32]],
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "limited": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7},
+    "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "seed": 7},
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+MODELS: dict[str, VLMConfig] = {
+    "grouped": make_vlm_config(),
+    "biases": make_vlm_config(
+        text={
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        }
+    ),
+    "int8": make_vlm_config(text=WIDE),
+    "int4": make_vlm_config(text=WIDE),
+    # only some of the widths have groups: some linears stay whole
+    "part": make_vlm_config(text={**WIDE, "intermediate_size": 200}),
+}
+STEPS = {
+    Drawing.BEST: {},
+    Drawing.RANDOM: SAMPLINGS["seeded"],
+    Drawing.LIMITED: SAMPLINGS["limited"],
+}
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Steps as a GPU's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "is_served", lambda device: True)
+        patch.setattr(cuda_steps, "find_varlen", lambda *args: None)
+        yield
+
+
+@cache
+def pair(name: str) -> ModelPair:
+    made = make_model_pair(MODELS[name], std=0.3 if name in ("grouped", "biases") else 0.12)
+    scheme = {"int8": "int8", "int4": "int4", "part": "int4"}.get(name)
+    return made if scheme is None else quantize_pair(made, SCHEMES[scheme])
+
+
+def requests(model: ModelPair, **sampling: Any) -> list[EngineRequest]:
+    return [
+        make_request(model.config, name, parts, max_tokens=16, **sampling)
+        for name, parts in PROMPTS.items()
+    ]
+
+
+@cache
+def expected(name: str, sampling: str, kv_dtype: str) -> Tokens:
+    """The plain path's."""
+    model = pair(name)
+    return run_batched(
+        partial(make_engine, model, kv_dtype=kv_dtype), requests(model, **SAMPLINGS[sampling])
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_by_every_way_it_is_the_plain_path_token_for_token(way: Way, on_cpu: None):
+    wanted = expected_outside("grouped", "greedy")
+    assert way(partial(make_engine, pair("grouped")), requests(pair("grouped"))) == wanted
+
+
+def expected_outside(name: str, sampling: str, kv_dtype: str = "auto") -> Tokens:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "is_served", lambda device: False)
+        return expected(name, sampling, kv_dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling", "kv_dtype"),
+    [
+        *(("grouped", sampling, "auto") for sampling in SAMPLINGS if sampling != "greedy"),
+        *((name, "seeded", "auto") for name in MODELS if name != "grouped"),
+        ("int8", "greedy", "int8"),
+    ],
+)
+def test_every_model_and_sampling_is_the_plain_path(
+    name: str, sampling: str, kv_dtype: str, on_cpu: None
+):
+    wanted = expected_outside(name, sampling, kv_dtype)
+    model = pair(name)
+    start = partial(make_engine, model, kv_dtype=kv_dtype)
+    assert run_batched(start, requests(model, **SAMPLINGS[sampling])) == wanted
+
+
+def test_requests_of_every_kind_share_a_step(on_cpu: None):
+    """Drawn as the most demanding of them needs, each by its own parameters."""
+    model = pair("grouped")
+    wanted = [
+        make_request(model.config, name, PROMPTS["one"], max_tokens=16, **sampling)
+        for name, sampling in SAMPLINGS.items()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "is_served", lambda device: False)
+        plain = run_batched(partial(make_engine, model), wanted)
+    for group in (wanted[:3], wanted):
+        found = run_batched(partial(make_engine, model), group)
+        assert found == {request.request_id: plain[request.request_id] for request in group}
+
+
+def make_item(name: str, first_block: int, num_tokens: int, **sampling: Any) -> ScheduledSequence:
+    sequence = Sequence(
+        name,
+        [(7 * place) % 89 for place in range(num_tokens)],
+        num_tokens,
+        SamplingParams(**{"temperature": 0.0, **sampling}),
+        num_computed_tokens=num_tokens - 1,
+    )
+    sequence.block_ids = list(range(first_block, first_block + -(-num_tokens // 4)))
+    return ScheduledSequence(sequence, 1)
+
+
+def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, Drawing]]:
+    """Sizes of the buffers used, and how their rows were drawn."""
+    seen = []
+    step = DecodeGraphs._step
+
+    def note(self: Any, buffers: Any, drawing: Drawing) -> Any:
+        seen.append((len(buffers.tables), drawing))
+        return step(self, buffers, drawing)
+
+    patch.setattr(cuda_graph.DecodeGraphs, "_step", note)
+    return seen
+
+
+@pytest.mark.parametrize("drawing", Drawing)
+@pytest.mark.parametrize("num_sequences", [1, 3, 5, 11])
+def test_steps_are_padded_to_batch_sizes_and_idle_rows_do_no_harm(
+    num_sequences: int, drawing: Drawing, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+):
+    seen = spy(monkeypatch)
+    made = make_runner(pair("grouped"), max_num_seqs=16)
+    torch.manual_seed(0)
+    made._kv_pool._data.normal_()
+    items = [make_item(f"r{i}", 8 * i, 5 + 2 * i, **STEPS[drawing]) for i in range(num_sequences)]
+    before = made._kv_pool._data.clone()
+    together = made.run(Batch(items))
+    assert seen == [({1: 1, 3: 4, 5: 8, 11: 16}[num_sequences], drawing)]
+    written = (made._kv_pool._data != before).any(-1).any(-1).nonzero()[:, 2:].unique(dim=0)
+    slots = {(i.sequence.block_ids[-1], (i.sequence.num_tokens - 1) % 4) for i in items}
+    spare = {(256, 0)} if num_sequences > 1 else set()
+    assert {tuple(slot) for slot in written.tolist()} == slots | spare
+    alone = [made.run(Batch([item])).choices[0] for item in items]
+    assert together == StepResult(alone)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_overlapped"), [({}, True), ({"overlap_steps": False}, False)]
+)
+def test_it_is_overlapped_unless_it_is_switched_off(
+    config: dict[str, Any], is_overlapped: bool, on_cpu: None
+):
+    model = pair("grouped")
+    engine = make_engine(model, **config)
+    found = run_batched(lambda: engine, requests(model, **SAMPLINGS["seeded"]))
+    assert found == expected_outside("grouped", "seeded")
+    assert (engine.pipeline.num_overlapped > 0) == is_overlapped
+
+
+@pytest.mark.parametrize("drawing", Drawing)
+def test_a_step_reads_on_the_device_what_the_one_before_has_drawn(drawing: Drawing, on_cpu: None):
+    """Of the same size or a smaller one; described while the one before is under way."""
+    for kept in ([0, 1, 2], [2], [0, 2]):
+        made = make_runner(pair("grouped"), max_num_seqs=16)
+        made._kv_pool._data.fill_(0.1)
+        items = [make_item(f"r{i}", 8 * i, 6, **STEPS[drawing]) for i in range(3)]
+        for item in items:
+            item.sequence.block_ids.append(item.sequence.block_ids[-1] + 1)
+        sequences = [items[place].sequence for place in kept]
+        first = made.launch(Batch(items))
+        ahead = [ScheduledSequence(items[place].sequence, 1, follows=place) for place in kept]
+        second = made.launch(Batch(ahead))
+        drawn = first.wait()
+        found = second.wait()
+        for place, item in enumerate(items):
+            choice = drawn.choices[place]
+            assert choice is not None
+            item.sequence.token_ids.append(choice.token_id)
+            item.sequence.num_computed_tokens += 1
+        made._kv_pool._data[:, :, [s.block_ids[-1] for s in sequences]] = 0.1
+        assert found == made.run(Batch([ScheduledSequence(s, 1) for s in sequences]))
+
+
+def test_behind_scores_that_are_no_numbers_any_token_is_decoded(on_cpu: None):
+    """There is none to embed, and a device must not be asked for it."""
+    made = make_runner(pair("grouped"))
+    bad = make_item("bad", 8, 6)
+    made._kv_pool._data.zero_()
+    made._kv_pool._data[:, 1, 8] = torch.nan
+    first = made.launch(Batch([bad]))
+    second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, follows=0)]))
+    for step in (first, second):
+        with pytest.raises(SequenceFailure):
+            step.wait()
+
+
+@pytest.mark.parametrize("sampling", [{"num_logprobs": 1}, SAMPLINGS["penalised"]])
+def test_what_needs_the_host_is_not_followed(sampling: dict[str, Any], on_cpu: None):
+    made = make_runner(pair("grouped"))
+    made._kv_pool._data.fill_(0.1)
+    assert made.launch(Batch([make_item("plain", 0, 6)])).can_be_followed
+    items = [make_item("plain", 0, 6), make_item("needy", 8, 6, **sampling)]
+    assert not made.launch(Batch(items)).can_be_followed
+
+
+def test_a_prompt_or_a_picture_is_not_decoded(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
+    seen = spy(monkeypatch)
+    model = pair("grouped")
+    engine = make_engine(model)
+    engine.add(make_request(model.config, "r", PROMPTS["one"], max_tokens=3))
+    while engine.has_work():
+        engine.step()
+    assert seen == [(1, Drawing.BEST)] * 2
+
+
+def test_scores_that_are_no_numbers_fail_their_request_alone(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+):
+    made = make_runner(pair("grouped"))
+    items = [make_item("good", 0, 6), make_item("bad", 8, 6)]
+    made._kv_pool._data.zero_()
+    made._kv_pool._data[:, 1, 8] = torch.nan
+    with pytest.raises(SequenceFailure) as failure:
+        made.run(Batch(items))
+    assert failure.value.request_id == "bad"
+    assert made.run(Batch(items[:1])).choices[0] is not None
+
+
+def test_what_is_switched_off_is_not_used(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
+    seen = spy(monkeypatch)
+    made = make_runner(pair("grouped"), disabled_gpu_kernels=("cuda_graph",))
+    assert made.run(Batch([make_item("r", 0, 6)])).choices[0] is not None
+    assert not seen
+
+
+def test_warming_up_meets_every_size(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
+    seen = spy(monkeypatch)
+    make_runner(pair("grouped"), max_num_seqs=5).warm_up()
+    assert {size for size, _ in seen} == {1, 2, 4, 5}
+    assert {drawing for _, drawing in seen} == set(Drawing)
+
+
+def test_without_graphs_the_rest_still_serves(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(*args: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    made = make_runner(pair("grouped"))
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeGraphs, "_step", fail)
+        assert made._cuda is not None
+        made._cuda.warm_up()
+    assert "not captured" in caplog.text
+    assert made._cuda.decode([make_item("r", 0, 6)]) is None
+    assert made.run(Batch([make_item("r", 0, 6)])).choices[0] is not None
+
+
+def test_joined_products_hold_nothing_twice(on_cpu: None):
+    for name in ("grouped", "int8", "int4"):
+        model = make_model_pair(MODELS[name], seed=5)
+        if name != "grouped":
+            model = quantize_pair(model, SCHEMES[name])
+        make_runner(model)
+        layer = model.ours.language_model.model.layers[0]
+        for parts in (
+            [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+            [layer.mlp.gate_proj, layer.mlp.up_proj],
+        ):
+            weight = {"grouped": "weight", "int8": "integers", "int4": "pairs"}[name]
+            storages = {getattr(p, weight).untyped_storage().data_ptr() for p in parts}
+            assert len(storages) == 1
+
+
+def test_batch_sizes_leave_few_rows_idle():
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(4) == (1, 2, 4)
+    assert batch_sizes(20) == (1, 2, 4, 8, 16, 20)
+
+
+def test_the_settings_name_what_can_be_switched_off():
+    kernels = [field.name for field in fields(DecoderOps)]
+    assert set(get_args(GpuKernel)) == {*kernels, cuda_steps.GRAPH, cuda_steps.VARLEN}
+    assert EngineSettings.model_validate(
+        {"disabled_gpu_kernels": "gate, varlen"}
+    ).disabled_gpu_kernels == ("gate", "varlen")

@@ -1,0 +1,270 @@
+"""Quantized linears are near the full ones, kernels equal the plain arithmetic, and the rest is untouched."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.torch_backend.layers import quantized_linear as module
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import (
+    Int4Linear,
+    QuantizedLinear,
+    int4_kernel_block,
+    pack_int4,
+    pack_pairs,
+    unpack_int4,
+    unpack_pairs,
+)
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.ops.cpu_level import CpuLevel
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: Torch's kernels are never used, or wherever they are right, even where they are slower.
+PLAIN = CpuLevel("plain")
+KERNELS = CpuLevel("kernels", max_torch_int8_tokens=16, max_torch_int4_tokens=16)
+NAME = "language_model.model.layers.0.mlp.up_proj.weight"
+MAX_ERROR = {"int8": 0.01, "int4": 0.12}  # of the weights' own size, root mean square
+
+
+def make_weight(num_outputs: int, num_inputs: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed))
+
+
+class Decoder(nn.Module):
+    """Named as a model's, with one linear to quantize."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+        layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": linear})})
+        self.language_model = nn.ModuleDict(
+            {"model": nn.ModuleDict({"layers": nn.ModuleList([layer])})}
+        )
+
+    @property
+    def linear(self) -> nn.Module:
+        return self.get_submodule(NAME.removesuffix(".weight"))
+
+
+def quantize(
+    scheme: str,
+    weight: Tensor,
+    dtype: torch.dtype = torch.float32,
+    bias: Tensor | None = None,
+    level: CpuLevel = PLAIN,
+) -> nn.Module:
+    """The linear of one weight, as the loader makes it."""
+    decoder = Decoder(weight, bias)
+    weights = SCHEMES[scheme].quantize_state_dict(dict(decoder.state_dict()), dtype)
+    SCHEMES[scheme].swap_linears(decoder, dtype)
+    decoder.load_state_dict(weights, assign=True)
+    decoder.requires_grad_(False)
+    SCHEMES[scheme].prepare(decoder, level)
+    return decoder.linear
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(96, 128), (64, 96), (33, 64), (128, 256)])
+def test_weights_keep_their_values_within_the_bits(
+    scheme: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = make_weight(*shape)
+
+    linear = quantize(scheme, weight, dtype)
+
+    assert isinstance(linear, QuantizedLinear)
+    assert relative_error(linear.dequantized(), weight) < MAX_ERROR[scheme]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("shape", [(96, 128), (64, 96), (33, 64)])
+def test_kernels_equal_the_plain_arithmetic(
+    scheme: str, dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]
+) -> None:
+    weight = make_weight(*shape)
+    x = make_weight(num_tokens, shape[1], seed=1).to(dtype)
+    bias = make_weight(1, shape[0], seed=2)[0]
+    plain = quantize(scheme, weight, dtype, bias)
+    fast = quantize(scheme, weight, dtype, bias, KERNELS)
+    assert isinstance(plain, QuantizedLinear)
+
+    expected = x.float() @ plain.dequantized().float().t() + bias.to(dtype).float()
+
+    tolerance = 8 * torch.finfo(dtype).eps
+    assert relative_error(plain(x), expected) <= tolerance
+    assert relative_error(fast(x), expected) <= tolerance
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 17, 100])
+@pytest.mark.parametrize("level", [PLAIN, KERNELS], ids=lambda level: level.name)
+@pytest.mark.parametrize("scheme", ["none", *SCHEMES])
+def test_sums_may_pass_what_float16_holds_on_their_way(
+    scheme: str, level: CpuLevel, num_tokens: int
+) -> None:
+    """They are of float32, whoever adds them up."""
+    weight = torch.cat([torch.full((64, 512), 64.0), torch.full((64, 512), -64.0)], dim=1)
+    bias = torch.ones(64)
+    if scheme == "none":
+        linear = Decoder(weight, bias).half().requires_grad_(False).linear
+    else:
+        linear = quantize(scheme, weight, torch.float16, bias, level)
+    x = torch.full((num_tokens, 1024), 64.0, dtype=torch.float16)
+
+    assert torch.allclose(linear(x).float(), torch.ones(num_tokens, 64))
+
+
+@pytest.mark.skipif(
+    int4_kernel_block(torch.float32) is None, reason="torch has no such kernel here"
+)
+def test_the_order_of_the_int4_kernel_is_undone() -> None:
+    block = int4_kernel_block(torch.float32)
+    assert block is not None
+    integers = torch.randint(0, 16, (block * 2, 64), dtype=torch.int32)
+
+    assert torch.equal(unpack_int4(pack_int4(integers), block).to(torch.int32), integers)
+
+
+@pytest.mark.skipif(
+    int4_kernel_block(torch.float32) is None, reason="torch has no such kernel here"
+)
+def test_weights_are_reordered_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make_weight(384, 64)
+    at_once = quantize("int4", weight, level=KERNELS)
+    monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
+
+    in_parts = quantize("int4", weight, level=KERNELS)
+
+    assert isinstance(at_once, Int4Linear)
+    assert isinstance(in_parts, Int4Linear)
+    assert in_parts.max_kernel_tokens == 16
+    assert torch.equal(in_parts.pairs, at_once.pairs)
+
+
+def test_pairs_are_unpacked_as_they_were_packed() -> None:
+    integers = torch.randint(0, 16, (3, 2, 32), dtype=torch.uint8)
+
+    assert torch.equal(unpack_pairs(pack_pairs(integers), 32), integers)
+
+
+def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_WEIGHTS", 64 * 64)
+    linear = quantize("int8", make_weight(200, 64))
+    assert isinstance(linear, QuantizedLinear)
+    x = make_weight(5, 64, seed=1)
+
+    assert relative_error(linear(x), x @ linear.dequantized().t()) < 1e-6
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_a_kernel_the_plain_arithmetic_stays(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_int8_kernel", lambda dtype: False)
+    monkeypatch.setattr(module, "int4_kernel_block", lambda dtype: None)
+    weight = make_weight(64, 64)
+
+    linear = quantize(scheme, weight, level=KERNELS)
+
+    x = make_weight(2, 64, seed=1)
+    assert relative_error(linear(x), x @ weight.t()) < MAX_ERROR[scheme]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
+def test_a_constant_weight_is_kept_exactly(scheme: str, value: float) -> None:
+    """Zero range and zero scale must not divide by zero."""
+    weight = torch.full((32, 64), value)
+
+    linear = quantize(scheme, weight)
+
+    assert isinstance(linear, QuantizedLinear)
+    assert torch.allclose(linear.dequantized(), weight, rtol=1e-6)
+
+
+def test_a_width_that_no_group_divides_keeps_its_precision() -> None:
+    weight = make_weight(32, 40)
+
+    linear = quantize("int4", weight)
+
+    assert isinstance(linear, nn.Linear)
+    assert torch.equal(linear.weight, weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "language_model.lm_head.weight",
+        "language_model.model.embed_tokens.weight",
+        "language_model.model.layers.0.input_layernorm.weight",
+        "multi_modal_projector.linear_1.weight",
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+        "model.vision_tower.encoder.layers.0.mlp.fc1.weight",
+    ],
+)
+def test_head_embeddings_projector_and_tower_are_left_alone(scheme: str, name: str) -> None:
+    weight = make_weight(64, 64)
+
+    quantized = SCHEMES[scheme].quantize_state_dict({name: weight}, torch.float32)
+
+    assert quantized.keys() == {name}
+    assert torch.equal(quantized[name], weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "language_model.model.layers.11.self_attn.o_proj.weight",
+        "model.language_model.layers.0.mlp.down_proj.weight",
+    ],
+)
+def test_the_decoder_is_found_under_every_naming(scheme: str, name: str) -> None:
+    assert SCHEMES[scheme].applies_to(name, (64, 64))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_model_has_fewer_bytes_and_near_logits(
+    tmp_path: Path, scheme: str, dtype: torch.dtype
+) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"attention_bias": True}})
+    config, cpu = read_config(tmp_path / "t"), torch.device("cpu")
+    full = load_model(tmp_path / "t", config, cpu, dtype)
+    quantized = load_model(tmp_path / "t", config, cpu, dtype, SCHEMES[scheme])
+
+    for number, layer in enumerate(full.language_model.model.layers):
+        other = quantized.language_model.model.layers[number]
+        x = make_weight(4, 64).to(dtype)
+        for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+            for name in names:
+                path = f"{block}.{name}_proj"
+                found, expected = other.get_submodule(path)(x), layer.get_submodule(path)(x)
+                assert relative_error(found, expected) < 1.5 * MAX_ERROR[scheme]
+
+    def num_bytes(model: nn.Module) -> int:
+        return sum(value.nbytes for value in model.language_model.state_dict().values())
+
+    assert num_bytes(quantized) < 0.8 * num_bytes(full)
+
+
+def test_odd_shapes_load_with_some_linears_in_full(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"intermediate_size": 100}})
+    config = read_config(tmp_path / "t")
+    model = load_model(tmp_path / "t", config, torch.device("cpu"), torch.float32, SCHEMES["int4"])
+
+    mlp = model.language_model.model.layers[0].mlp
+    assert isinstance(mlp.up_proj, Int4Linear)
+    assert isinstance(mlp.down_proj, nn.Linear)

@@ -1,0 +1,102 @@
+"""Varlen attention is used where torch has it and it is right; it says the same as run by run.
+
+A stand-in computes here what torch's kernel does on a GPU, behind the interfaces of torch 2.11 and of 2.12.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from engines.torch_backend.layers import varlen
+from engines.torch_backend.layers.attention import paged_attention_by_sequence, plan_attention
+from engines.torch_backend.layers.cuda_attention import StepAttention
+from engines.torch_backend.layers.varlen import attend_one_by_one, find_varlen
+from engines.torch_backend.ops.decoder_ops import DecoderOps
+from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_pool, make_spans
+from tests.factories_torch import make_text_config
+
+
+def of_2_11(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    if query.shape[1] != key.shape[1]:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return of_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
+
+
+def of_2_12(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    assert window_size == (-1, 0)
+    new, context = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert (max(new), max(context)) == (max_q, max_k)
+    shares = list(zip(new, context, strict=True))
+    return attend_one_by_one(query, key, value, shares).to(query.dtype)
+
+
+def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
+    """Forgets that a run may go on."""
+    query, key, value, new_ends, *_ = args
+    shares = [(n, n) for n in new_ends.diff().tolist()]
+    return attend_one_by_one(query, key[: len(query)], value[: len(query)], shares)
+
+
+def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) -> Any:
+    module = SimpleNamespace(varlen_attn=function) if function else SimpleNamespace()
+    monkeypatch.setattr(varlen, "import_module", lambda name: module)
+    return find_varlen(make_text_config(num_kv_heads=num_kv_heads), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("function", [of_2_11, of_2_12])
+@torch.inference_mode()
+def test_prompts_and_decodes_of_a_step_agree_with_the_plain_form(
+    function: Any, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+):
+    attend = find(function, monkeypatch, num_kv_heads)
+    assert attend is not None
+    for shares in ([(9, 0), (4, 0)], [(1, 9), (1, 2), (7, 0), (6, 5), (2, 12)], [(1, 3)]):
+        plan = plan_attention(make_spans(shares), BLOCK_SIZE, torch.float32, CPU)
+        num_tokens = sum(num_new for num_new, _ in shares)
+        query, key, value = (torch.randn(num_tokens, n, 8) for n in (4, num_kv_heads, num_kv_heads))
+        pool = make_pool(num_kv_heads=num_kv_heads)
+        expected = paged_attention_by_sequence(pool, plan, 1, query, key, value)
+        for way in (attend, None):
+            found = StepAttention(DecoderOps(), way, pool, plan)(1, query, key, value)
+            assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (aligned_to_the_left, "off by"),
+        (None, "AttributeError"),
+        (lambda query, key, value: query, "TypeError"),
+    ],
+    ids=["wrong", "missing", "another interface"],
+)
+def test_what_is_wrong_or_missing_is_not_used(
+    function: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    assert find(function, monkeypatch) is None
+    assert complaint in caplog.text

@@ -1,0 +1,233 @@
+"""Checkpoints made to break the loader: each is refused in one sentence that names file and field, soon and in little memory."""
+
+import json
+import shutil
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.torch_backend.loading.load import create_processor
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.stored_tensors import list_tensors
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_config
+
+WITHIN_S = 5.0
+MAX_BYTES = 64 * 1024 * 1024
+DEEP = "[" * 100_000 + "]" * 100_000
+DOUBLING = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint("tiny", directory, seed=0)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
+
+
+def change(file: Path, path: str, value: Any) -> None:
+    """Put a value at `a.b.c`; the file itself where the path is empty."""
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    *parents, last = path.split(".")
+    section = content
+    for name in parents:
+        section = section[name]
+    section[last] = value
+    file.write_text(json.dumps(content))
+
+
+def look_at(directory: Path) -> None:
+    """All that the loader does before it reads weights."""
+    create_processor(directory, read_config(directory))
+    list_tensors(directory)
+
+
+def refusal(directory: Path) -> str:
+    """The sentence with which a checkpoint is refused."""
+    tracemalloc.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(UnsupportedCheckpoint) as caught:
+            look_at(directory)
+        assert time.monotonic() - started < WITHIN_S
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
+    finally:
+        tracemalloc.stop()
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert len(sentence) < 500
+    return sentence
+
+
+JSON_FILES = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json",
+    "tokenizer_config.json", "model.safetensors.index.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["[]", "5", DEEP, '{"a": ' + DEEP + "}", "{", "\ufffd"])
+@pytest.mark.parametrize("file", JSON_FILES)
+def test_a_file_that_is_no_object(file: str, content: str, checkpoint: Path) -> None:
+    (checkpoint / file).write_text(content)
+    assert file in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("architectures", 5),
+        ("image_token_index", "x"),
+        ("model_type", ["llava"]),
+        ("multimodal_projector_bias", "yes"),
+        ("projector_hidden_act", {}),
+        ("quantization_config", [1]),
+        ("text_config", []),
+        ("text_config.attention_bias", 3),
+        ("text_config.head_dim", 10**9),
+        ("text_config.hidden_size", 10**30),
+        ("text_config.hidden_size", True),
+        ("text_config.max_position_embeddings", 10**12),
+        ("text_config.model_type", {}),
+        ("text_config.num_hidden_layers", 100_000),
+        ("text_config.num_hidden_layers", 1e308),
+        ("text_config.rms_norm_eps", "small"),
+        ("text_config.rms_norm_eps", float("nan")),
+        ("text_config.rope_scaling", {"type": []}),
+        ("text_config.rope_scaling", {"type": "linear", "factor": "x"}),
+        ("text_config.rope_scaling", {"type": "linear", "factor": 0}),
+        ("text_config.rope_theta", -1),
+        ("text_config.sliding_window", "x"),
+        ("text_config.vocab_size", 10**10),
+        ("vision_config.hidden_size", 0),
+        ("vision_config.image_size", 31_623),
+        ("vision_config.image_size", []),
+        ("vision_config.layer_norm_eps", "x"),
+        ("vision_config.num_hidden_layers", 100_001),
+        ("vision_config.patch_size", 1000),
+        ("vision_feature_layer", [True]),
+        ("vision_feature_layer", "last"),
+        ("vision_feature_select_strategy", 1),
+    ],
+)
+def test_a_field_of_config_json(path: str, value: Any, checkpoint: Path) -> None:
+    change(checkpoint / "config.json", path, value)
+    sentence = refusal(checkpoint)
+    assert "config.json" in sentence
+    assert path.rsplit(".")[-1].removesuffix("_config") in sentence.replace(
+        "rope_type", "rope_scaling"
+    )
+
+
+def test_heads_that_do_not_divide_the_channels(checkpoint: Path) -> None:
+    change(checkpoint / "config.json", "text_config.num_attention_heads", 7)
+    assert "attention heads (7)" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("crop_size", 10**9),
+        ("crop_size", "x"),
+        ("do_resize", "x"),
+        ("image_mean", "a"),
+        ("image_mean", [None] * 3),
+        ("image_std", 0),
+        ("resample", 99),
+        ("rescale_factor", "x"),
+        ("size", {"height": 31_623, "width": 31_623}),
+        ("size", {"shortest_edge": 10**9}),
+        ("size", "x"),
+    ],
+)
+def test_a_field_of_the_image_processor(path: str, value: Any, checkpoint: Path) -> None:
+    change(checkpoint / "preprocessor_config.json", path, value)
+    sentence = refusal(checkpoint)
+    assert "preprocessor_config.json" in sentence
+    assert path in sentence
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["x", [[]], {"a": 1}, 10**12, True, 1.5])
+def test_where_generation_ends(file: str, value: Any, checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").unlink()
+    change(checkpoint / file, "eos_token_id", value)
+    assert f"{file}: eos_token_id" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("added_tokens_decoder", {"5": {"content": 5}}),
+        ("added_tokens_decoder", []),
+        ("bos_token", 7),
+        ("bos_token", {"content": None}),
+        ("extra_special_tokens", "x"),
+        ("additional_special_tokens", [5]),
+    ],
+)
+def test_a_field_of_the_tokenizers_settings(path: str, value: Any, checkpoint: Path) -> None:
+    change(checkpoint / "tokenizer_config.json", path, value)
+    sentence = refusal(checkpoint)
+    assert "tokenizer_config.json" in sentence
+    assert path in sentence
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("normalizer", DOUBLING),
+        ("normalizer", {"type": "Sequence", "normalizers": [DOUBLING] * 2}),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 1000}),
+        ("decoder", {"type": "Sequence", "decoders": DOUBLING["normalizers"]}),
+        ("model", 5),
+        ("model.vocab", {"<image>": 4_000_000_000}),
+        ("model.type", "Unigram"),
+        ("pre_tokenizer", {"type": "Surprise"}),
+        ("added_tokens", [{"content": 5}]),
+    ],
+)
+def test_a_field_of_tokenizer_json(path: str, value: Any, checkpoint: Path) -> None:
+    change(checkpoint / "tokenizer.json", path, value)
+    assert "tokenizer" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("weight_map", [5, {"a": 5}, {"a": "../b"}])
+def test_the_index_of_weights(weight_map: Any, checkpoint: Path) -> None:
+    change(checkpoint / "model.safetensors.index.json", "weight_map", weight_map)
+    assert "model.safetensors.index.json" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E8M0", "C64", "F3"])
+def test_weights_of_a_type_that_is_not_read(kind: str, checkpoint: Path) -> None:
+    sizes = {"C64": 8}
+    header = json.dumps(
+        {"w": {"dtype": kind, "shape": [4], "data_offsets": [0, 4 * sizes.get(kind, 1)]}}
+    ).encode()
+    data = bytes(4 * sizes.get(kind, 1))
+    for file in checkpoint.glob("*.safetensors*"):
+        file.unlink()
+    (checkpoint / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + data
+    )
+    sentence = refusal(checkpoint)
+    assert "model.safetensors" in sentence
+    assert kind in sentence
+
+
+@pytest.mark.parametrize("template", [["x"], [5, {"name": []}]])
+def test_a_chat_template_that_is_none(template: Any, checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").unlink()
+    change(checkpoint / "tokenizer_config.json", "chat_template", template)
+    assert "tokenizer_config.json: chat_template" in refusal(checkpoint)

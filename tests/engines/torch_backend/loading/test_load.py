@@ -1,0 +1,232 @@
+"""A model's name becomes an engine whose answers are those of transformers."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from engines.base import EngineConfig, EngineRequest, EngineStartError
+from engines.packages.resolve import ModelUnavailable
+from engines.registry import EngineSpec, LoadedEngine, create_engine
+from engines.torch_backend.loading import load as module
+from engines.torch_backend.loading.load import choose_device, choose_dtype
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.ops import cpu_level
+from engines.torch_backend.ops.cpu_level import CpuLevel
+from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
+
+CONFIG = EngineConfig(kv_cache_bytes=4 * 1024 * 1024)
+QUESTION = "What color is the star?"
+
+
+def make_spec(model: Path | str, **changes: Any) -> EngineSpec:
+    spec = EngineSpec(model=str(model), device="cpu", dtype="float32", config=CONFIG)
+    return replace(spec, **changes)
+
+
+def make_picture(seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def answer(loaded: LoadedEngine, pictures: list[bytes], num_tokens: int = 12) -> list[int]:
+    """Greedy tokens for the question about the pictures."""
+    processor, engine = loaded.processor, loaded.engine
+    parts = (*(ImagePart(i) for i in range(len(pictures))), TextPart(QUESTION))
+    images = [
+        (f"picture {i}", processor.process_image(data, (28, 28))) for i, data in enumerate(pictures)
+    ]
+    prompt = processor.build_prompt([ChatMessage("user", parts)], images)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    engine.add(EngineRequest("r", prompt.token_ids, sampling, prompt.images))
+    token_ids: list[int] = []
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            token_ids += output.token_ids
+    return token_ids
+
+
+def reference(directory: Path, pictures: list[bytes], num_tokens: int = 12) -> list[int]:
+    model = LlavaForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    processor: Any = AutoProcessor.from_pretrained(directory)
+    content = [{"type": "image", "image": Image.open(io.BytesIO(data))} for data in pictures]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    output = model.generate(
+        **inputs, do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens
+    )
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("load") / "tiny"
+    make_checkpoint("tiny", directory, seed=3)
+    return directory
+
+
+@pytest.mark.parametrize("num_pictures", [0, 1, 2])
+def test_a_checkpoint_answers_as_in_transformers(tiny: Path, num_pictures: int) -> None:
+    pictures = [make_picture(seed) for seed in range(num_pictures)]
+
+    assert answer(create_engine(make_spec(tiny)), pictures) == without_eos(tiny, pictures)
+
+
+def without_eos(directory: Path, pictures: list[bytes]) -> list[int]:
+    """transformers suppresses EOS up to `min_new_tokens`; the tiny model must not have wanted it."""
+    expected = reference(directory, pictures)
+    assert 2 not in expected
+    return expected
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quantized_engine_answers_in_less_memory(
+    tiny: Path, quantization: str, dtype: str
+) -> None:
+    full = create_engine(make_spec(tiny, dtype=dtype))
+    small = create_engine(make_spec(tiny, dtype=dtype, quantization=quantization))
+
+    assert len(answer(small, [make_picture()])) == 12
+    weights = (engine.stats().memory_bytes["weights"] for engine in (small.engine, full.engine))
+    assert next(weights) < next(weights)
+
+
+def test_the_card_says_what_is_served(tiny: Path) -> None:
+    card = create_engine(make_spec(tiny)).card
+
+    assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", 512, 384)
+    assert (card.supports_images, card.tokens_per_image) == (True, 16)
+    assert create_engine(make_spec(tiny, served_name="other")).card.name == "other"
+
+
+def test_a_shorter_context_reaches_card_and_processor(tiny: Path) -> None:
+    config = replace(CONFIG, max_model_len=100)
+
+    loaded = create_engine(make_spec(tiny, config=config))
+
+    assert loaded.card.max_model_len == loaded.processor.max_model_len == 100
+
+
+def test_start_up_is_told_by_phase(tiny: Path) -> None:
+    told: list[tuple[str, float]] = []
+
+    loaded = create_engine(make_spec(tiny, progress=lambda *step: told.append(step)))
+
+    assert list(dict.fromkeys(phase for phase, _ in told)) == [
+        "download",
+        "compile",
+        "load",
+        "warmup",
+    ]
+    assert [share for phase, share in told if phase == "load"][-1] == 1.0
+    startup_s = loaded.engine.stats().startup_s
+    assert startup_s.keys() == {"download", "compile", "load", "warmup"}
+    assert all(seconds > 0 for seconds in startup_s.values())
+
+
+def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
+    startup_s = create_engine(make_spec(tiny, quantization="int8")).engine.stats().startup_s
+
+    assert startup_s.keys() == {"download", "compile", "load", "quantize", "warmup"}
+    assert all(seconds > 0 for seconds in startup_s.values())
+
+
+def test_a_quantized_checkpoint_is_served_like_any_other(tiny: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny, tmp_path / "q", "int8")
+
+    saved = create_engine(make_spec(tmp_path / "q", dtype="bfloat16"))
+    made = create_engine(make_spec(tiny, dtype="bfloat16", quantization="int8"))
+
+    assert answer(saved, [make_picture()]) == answer(made, [make_picture()])
+    assert "quantize" not in saved.engine.stats().startup_s
+
+
+def test_the_warm_up_counts_nowhere(tiny: Path) -> None:
+    stats = create_engine(make_spec(tiny)).engine.stats()
+
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (0, 0, 0)
+    assert stats.encoder_cache_bytes == 0
+
+
+def test_a_checkpoint_without_template_gets_that_of_llava(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t")
+    with_own = create_engine(make_spec(tmp_path / "t")).processor
+    (tmp_path / "t" / "chat_template.jinja").unlink()
+    without = create_engine(make_spec(tmp_path / "t")).processor
+
+    messages = [ChatMessage("user", (ImagePart(0), TextPart(QUESTION)))]
+    images = [("hash", "pixels")]
+    assert without.build_prompt(messages, images) == with_own.build_prompt(messages, images)
+
+
+def test_a_template_without_pictures_is_refused_at_start(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages[0].role }}")
+
+    with pytest.raises(UnsupportedCheckpoint, match="no place for pictures"):
+        create_engine(make_spec(tmp_path / "t"))
+
+
+@pytest.mark.parametrize(
+    "file", ["preprocessor_config.json", "processor_config.json", "tokenizer_config.json"]
+)
+def test_a_settings_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> None:
+    make_checkpoint("tiny", tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").unlink()
+    (tmp_path / "t" / file).write_text("{")
+
+    with pytest.raises(UnsupportedCheckpoint, match=f"{file} is no JSON"):
+        create_engine(make_spec(tmp_path / "t"))
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+
+    with pytest.raises(UnsupportedCheckpoint):
+        create_engine(make_spec(tmp_path))
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ModelUnavailable, match=r"\./nowhere"):
+        create_engine(make_spec("./nowhere"))
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(EngineStartError, match="cuda:99 is not there"):
+        choose_device("cuda:99")
+
+
+@pytest.mark.parametrize(
+    ("bfloat16_flags", "dtype"), [({"fast"}, torch.bfloat16), ({"other"}, torch.float32)]
+)
+def test_auto_takes_bfloat16_where_the_processor_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, bfloat16_flags: set[str], dtype: torch.dtype
+) -> None:
+    level = CpuLevel("some", bfloat16_flags=frozenset(bfloat16_flags))
+    monkeypatch.setattr(cpu_level, "cpu_flags", lambda: frozenset({"fast", "slow"}))
+    monkeypatch.setattr(module, "choose_level", lambda: level)
+
+    assert choose_dtype("auto", torch.device("cpu")) is dtype
+
+
+def test_a_named_dtype_is_taken() -> None:
+    assert choose_dtype("float16", torch.device("cpu")) is torch.float16

@@ -1,0 +1,118 @@
+"""Made-up checkpoints are ones that transformers loads and that have the shape of their name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from engines.torch_backend.loading.make_checkpoint import SHAPES, _parameters, make_checkpoint, run
+from engines.torch_backend.models.hf_config import vlm_config_from_hf
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vision_feature_layer": [-2, -3], "vision_feature_select_strategy": "full"},
+        {"text_config": {"tie_word_embeddings": True, "num_key_value_heads": 4}},
+        {"text_config": {"attention_bias": True, "mlp_bias": True}},
+        {"text_config": {"model_type": "qwen2"}},
+        {"multimodal_projector_bias": False},
+    ],
+)
+def test_transformers_loads_every_tiny_variant_without_a_key_to_spare(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    make_checkpoint("tiny", tmp_path / "tiny", changes=changes)
+
+    _, info = LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "tiny", output_loading_info=True
+    )
+
+    assert not any(info.values())
+
+
+def test_the_same_seed_makes_the_same_weights(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_checkpoint("tiny", tmp_path / name, seed)
+
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_a_large_checkpoint_is_sharded_and_indexed(tmp_path: Path) -> None:
+    shares: list[float] = []
+    make_checkpoint("tiny", tmp_path / "t", max_shard_bytes=100_000, progress=shares.append)
+
+    index = json.loads((tmp_path / "t/model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    for file in files:
+        with safe_open(tmp_path / "t" / file, "pt") as shard:
+            assert set(shard.keys()) == {n for n, f in index["weight_map"].items() if f == file}
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_the_tokenizer_encodes_any_text_and_gives_it_back(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "tiny")
+    tokenizer = AutoProcessor.from_pretrained(tmp_path / "tiny").tokenizer
+    text = "Wie viele Äpfel? 三个 🍎 \n\t<b>"
+
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.convert_tokens_to_ids("<image>") == 320
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("llava-1b", 1.41), ("llava-1.5-7b", 7.06)])
+def test_the_large_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
+    parameters = _parameters(vlm_config_from_hf(SHAPES[shape]))
+
+    count = sum(math.prod(size) for _, size in parameters)
+    assert count / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_a_directory_with_files_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep")
+
+    with pytest.raises(FileExistsError):
+        make_checkpoint("tiny", tmp_path)
+
+
+def test_an_unknown_shape_is_told_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"'huge' is unknown; there are tiny, llava-1b, llava-1\.5"
+    ):
+        make_checkpoint("huge", tmp_path / "t")
+
+
+def test_the_weights_may_be_read_by_whoever_may_read_the_rest(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t")
+
+    modes = {file.stat().st_mode for file in (tmp_path / "t").iterdir()}
+    assert len(modes) == 1
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("tiny", tmp_path / "t", 7)
+
+    assert "tiny, 0.1 million random weights, seed 7" in capsys.readouterr().out
+
+
+def test_the_command_ends_with_the_reason_when_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep")
+
+    with pytest.raises(SystemExit, match=r"make-checkpoint: .* is not empty"):
+        run("tiny", tmp_path, 0)
+
+
+def test_weights_have_the_asked_dtype(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t", dtype=torch.float32)
+
+    with safe_open(tmp_path / "t/model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}  # noqa: SIM118

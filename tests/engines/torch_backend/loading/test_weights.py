@@ -1,0 +1,304 @@
+"""Weights arrive unchanged, in little memory, and a checkpoint that does not fit is refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlavaForConditionalGeneration
+
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading import weights as module
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.weights import ModelTooLarge, load_model
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.ops.cpu.kernels import load_kernels
+
+CPU = torch.device("cpu")
+TIED = {"text_config": {"tie_word_embeddings": True}}
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Llava:
+    return load_model(directory, read_config(directory), CPU, dtype, **options)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    make_checkpoint("tiny", tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def check_same_weights(a: Llava, b: Llava) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def edit(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace weights of a single-file checkpoint; None removes. Dots are written as double underscores."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value
+    save_file(tensors, file)
+
+
+def test_one_file_and_many_shards_hold_the_same_model(tiny: Path, tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "sharded", max_shard_bytes=60_000)
+
+    check_same_weights(load(tiny), load(tmp_path / "sharded"))
+
+
+@pytest.mark.parametrize("changes", [{}, TIED])
+def test_what_transformers_saves_again_is_the_same_model(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """transformers 5 writes other names than the published files have."""
+    make_checkpoint("tiny", tmp_path / "tiny", changes=changes)
+    theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path / "tiny", dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "again")
+
+    check_same_weights(load(tmp_path / "tiny"), load(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_weight_has_the_asked_dtype_and_is_real(tiny: Path, dtype: torch.dtype) -> None:
+    model = load(tiny, dtype)
+
+    assert {value.dtype for value in model.state_dict().values()} == {dtype}
+    assert not any(value.is_meta for value in [*model.parameters(), *model.buffers()])
+    assert not any(value.requires_grad for value in model.parameters())
+    assert not model.training
+
+
+def test_weights_of_the_asked_precision_stay_where_their_file_is_mapped(tiny: Path) -> None:
+    mapped = mapped_ranges(tiny / "model.safetensors")
+    assert not mapped
+
+    model = load(tiny, torch.bfloat16)
+
+    ranges = mapped_ranges(tiny / "model.safetensors")
+    weights = model.language_model.state_dict().values()
+    assert all(any(value.data_ptr() in part for part in ranges) for value in weights)
+
+
+def test_kernels_read_the_matrices_of_the_decoder_where_they_are_mapped(tiny: Path) -> None:
+    """In float32, as every other weight is, they would take twice the memory and say the same."""
+    kernels = load_kernels("fast")
+    if kernels is None:
+        pytest.skip("no C++ compiler")
+
+    model = load(tiny, torch.float32, kernels=kernels)
+
+    ranges = mapped_ranges(tiny / "model.safetensors")
+    weights = model.language_model.state_dict()
+    matrices = [value for value in weights.values() if value.dim() == 2]
+    assert matrices
+    assert all(value.dtype is torch.bfloat16 for value in matrices)
+    assert all(any(value.data_ptr() in part for part in ranges) for value in matrices)
+    others = [value for value in model.state_dict().values() if value.dim() != 2]
+    assert {value.dtype for value in others} == {torch.float32}
+
+
+def test_weights_of_another_precision_let_their_file_go(tiny: Path) -> None:
+    model = load(tiny, torch.float32)
+
+    assert not mapped_ranges(tiny / "model.safetensors")
+    assert model.language_model.model.norm.weight.dtype is torch.float32
+
+
+def mapped_ranges(file: Path) -> list[range]:
+    """Addresses of this process at which a file is mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    parts = [line.split(maxsplit=5) for line in lines if line.endswith(str(file))]
+    return [range(*(int(end, 16) for end in part[0].split("-"))) for part in parts]
+
+
+def test_a_file_replaced_under_a_running_model_changes_nothing(tiny: Path) -> None:
+    """As `save_file` and downloads replace them: another file by the same name."""
+    model = load(tiny, torch.bfloat16)
+    before = model.language_model.model.embed_tokens.weight.clone()
+
+    edit(tiny, language_model__model__embed_tokens__weight=torch.zeros(4, 4))
+
+    assert torch.equal(model.language_model.model.embed_tokens.weight, before)
+
+
+def test_progress_comes_to_one(tiny: Path) -> None:
+    shares: list[float] = []
+
+    load(tiny, progress=shares.append)
+
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_missing_weights_are_named(tiny: Path) -> None:
+    edit(tiny, language_model__model__norm__weight=None)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks weights: language_model\.model\.norm"):
+        load(tiny)
+
+
+def test_unknown_weights_are_named(tiny: Path) -> None:
+    edit(tiny, language_model__model__extra__weight=torch.zeros(2))
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"unknown weights: .*model\.extra\.weight"):
+        load(tiny)
+
+
+def test_weights_of_another_shape_are_named_with_both_shapes(tiny: Path) -> None:
+    edit(tiny, language_model__model__norm__weight=torch.zeros(3))
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"norm\.weight is \(3,\).* \(64,\)"):
+        load(tiny)
+
+
+def test_a_damaged_file_is_named(tiny: Path) -> None:
+    (tiny / "model.safetensors").write_bytes(b"\xff" * 100)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"model\.safetensors is damaged"):
+        load(tiny)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t", max_shard_bytes=200_000)
+    shard = sorted((tmp_path / "t").glob("model-*.safetensors"))[-1]
+    shard.unlink()
+
+    with pytest.raises(UnsupportedCheckpoint, match=f"{shard.name}, which is not there"):
+        load(tmp_path / "t")
+
+
+def test_an_index_that_points_elsewhere_is_refused(tiny: Path) -> None:
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with pytest.raises(UnsupportedCheckpoint, match="outside the checkpoint"):
+        load(tiny)
+
+
+def test_pickled_weights_are_refused_with_the_reason(tiny: Path) -> None:
+    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
+
+    with pytest.raises(UnsupportedCheckpoint, match="unpickling can run any code"):
+        load(tiny)
+
+
+def test_a_checkpoint_without_weights_is_refused(tiny: Path) -> None:
+    (tiny / "model.safetensors").unlink()
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"no model\.safetensors"):
+        load(tiny)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"), [(None, "in float32,"), ("int8", "in float32 and int8,")]
+)
+def test_a_model_too_large_is_refused_with_the_numbers_before_it_is_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None, words: str
+) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(module.StoredTensor, "map", lambda _: pytest.fail("weights were read"))
+
+    with pytest.raises(ModelTooLarge, match=rf"0\.0 GiB {words} but cpu has 0\.0 GiB available"):
+        load(tiny, scheme=SCHEMES[scheme] if scheme else None)
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_the_memory_that_is_asked_for_is_what_the_weights_take(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None
+) -> None:
+    """Up to the layers of the vision tower that are not read."""
+    asked: list[int] = []
+    monkeypatch.setattr(module, "free_bytes", lambda device: asked.append(0) or 0)
+    chosen = SCHEMES[scheme] if scheme else None
+    with pytest.raises(ModelTooLarge):
+        load(tiny, scheme=chosen)
+    monkeypatch.undo()
+
+    stored = module.list_tensors(tiny)
+    needed = sum(module._num_bytes(tensor, torch.float32, chosen) for tensor in stored)
+    taken = sum(value.nbytes for value in load(tiny, scheme=chosen).state_dict().values())
+
+    assert taken <= needed <= 1.2 * taken
+
+
+# Each in a fork of one process that has imported all, as imports take most of the time. Not `ru_maxrss`: a child begins
+# with its parent's.
+MEASURE_PEAKS = """
+import json, os, re, sys
+from pathlib import Path
+import torch
+from engines.torch_backend.ops.cpu_level import LEVELS
+from engines.torch_backend.ops.cpu.kernels import load_kernels
+from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.layers.quantization import SCHEMES
+torch.set_num_threads(1)
+torch.zeros(8, 8) @ torch.zeros(8, 8)
+def num_bytes(field):
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\\s+(\\d+) kB", status)[1]) * 1024
+LARGEST, LEAST = LEVELS[0], LEVELS[-1]
+def load(directory, dtype, scheme, kernels, level):
+    config = read_config(directory)
+    device = torch.device("cpu")
+    how = {"kernels": kernels, "level": level}
+    return load_model(directory, config, device, dtype, scheme, **how).state_dict().values()
+def measure(dtype, scheme, kernels, by):
+    level = LARGEST if by == "torch's kernels" else LEAST
+    how = getattr(torch, dtype), SCHEMES.get(scheme), load_kernels(kernels), level
+    load(Path(sys.argv[1]), *how)  # a fork holds no page of code until it has run
+    before = num_bytes("VmRSS")
+    weights = load(Path(sys.argv[2]), *how)
+    touched = [value.view(torch.uint8).flatten()[::64].sum() for value in weights if value.dim()]
+    return (num_bytes("VmHWM") - before) / sum(value.nbytes for value in weights)
+for case in json.loads(sys.argv[3]):
+    if (child := os.fork()) == 0:
+        print(measure(*case), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+PRECISIONS = [
+    ("float32", "none", "off", ""),
+    ("bfloat16", "none", "off", ""),
+    ("bfloat16", "int4", "off", "dequantizing"),
+    ("bfloat16", "int4", "off", "torch's kernels"),
+    ("float32", "int4", "fast", ""),
+    ("float32", "int8", "fast", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], float]:
+    """Memory at its peak as a share of the model's, of 370 MB of weights, a quarter of them the tower's."""
+    small, large = (tmp_path_factory.mktemp("weights") / name for name in ("small", "large"))
+    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5}
+    changes = {"text_config": text, "vision_config": vision}
+    make_checkpoint("tiny", small)
+    make_checkpoint("tiny", large, changes=changes)
+    command = [sys.executable, "-c", MEASURE_PEAKS, small, large, json.dumps(PRECISIONS)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return dict(zip(PRECISIONS, map(float, done.stdout.split()), strict=True))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids="-".join)
+def test_memory_peaks_little_above_the_model(
+    peaks: dict[tuple[str, ...], float], precision: tuple[str, ...]
+) -> None:
+    """Touched as well as loaded: what is only mapped would weigh nothing."""
+    # About 15 MB go beside whatever the size is, much for few bits of this one. Packing has one matrix at a time twice
+    # and leaves holes: 1.2 to 1.4 in 8 bits, 1.3 to 1.6 in 4; with all of both it is 2.0 to 2.4.
+    most = {("int4", "off"): 1.5, ("int4", "fast"): 1.8, ("int8", "fast"): 1.6}
+    assert peaks[precision] <= most.get(precision[1:3], 1.2)

@@ -1,0 +1,196 @@
+"""Each kernel computes what its twin in torch does: in Triton's interpreter, or on a GPU where there is one.
+
+`tests/gpu/test_kernels.py` has the same on shapes of real models.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.kv_int8 import Int8KVCachePool
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.ops import decoder_ops
+from engines.torch_backend.ops.decoder_ops import DecoderOps
+from tests.factories_torch import make_text_config
+from tests.triton_device import DEVICE, import_kernels
+
+load_ops = import_kernels("load_ops")
+KERNELS, NAMES, Trial = load_ops.KERNELS, load_ops.NAMES, load_ops.Trial
+choose_num_parts = import_kernels("decode_attention").choose_num_parts
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TWINS = DecoderOps()
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
+    torch.float16: {"rtol": 5e-3, "atol": 5e-3},
+}
+
+
+def make_trial(**changes: Any) -> Any:
+    trial = Trial(make_text_config(), 4, "auto", torch.float32, DEVICE)
+    return replace(trial, **changes)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE, dtype)
+
+
+def make_pool(
+    num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, num_blocks: int = 16
+) -> KVCachePool:
+    config = make_text_config(num_kv_heads=num_kv_heads, head_dim=head_dim, num_layers=2)
+    create_pool = Int8KVCachePool if kv_dtype == "int8" else KVCachePool
+    pool = create_pool(config, num_blocks, 8, dtype, DEVICE)
+    slots = torch.arange(num_blocks * 8, device=DEVICE)
+    for layer in range(2):
+        shape = (num_blocks * 8, num_kv_heads, head_dim)
+        pool.write(layer, slots, numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype).flip(0))
+    return pool
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [32, 50])
+def test_the_stream_is_added_to_and_normalised(width: int, dtype: torch.dtype):
+    x, delta = numbers(3, width, dtype=dtype), numbers(3, width, dtype=dtype).flip(0)
+    gain = numbers(width, dtype=dtype)
+    for addend in (None, delta):
+        found = KERNELS.add_norm(x, addend, gain, 1e-5)
+        assert_close(found, TWINS.add_norm(x, addend, gain, 1e-5), **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_half_gates_the_other(dtype: torch.dtype):
+    x = 5 * numbers(3, 2 * 1100, dtype=dtype)
+    assert_close(KERNELS.gate(x), TWINS.gate(x), **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_are_turned_and_kept(dtype: torch.dtype, kv_dtype: str):
+    config = make_text_config(head_dim=24)
+    rotary = RotaryTable(config, 40, dtype, DEVICE)
+    qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
+    positions = torch.tensor([0, 39, 17], device=DEVICE)
+    slots = torch.tensor([9, 0, 127], device=DEVICE)
+    pools = [make_pool(2, 24, dtype, kv_dtype) for _ in range(2)]
+    found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1)
+    expected = TWINS.rotate_keep(qkv, rotary, positions, slots, pools[1], 1)
+    blocks = torch.arange(16, device=DEVICE)
+    tolerance = TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
+    assert_close(found[0], expected[0], **TOLERANCES[dtype])
+    assert_close(found[1:], expected[1:], **tolerance)
+    for layer in range(2):  # the other layer, and all other slots, are as they were
+        assert_close(pools[0].read(layer, blocks), pools[1].read(layer, blocks), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "kv_dtype"),
+    [
+        ((2, 2, 16), torch.float32, "auto"),
+        ((2, 2, 24), torch.bfloat16, "int8"),
+        ((6, 2, 8), torch.float32, "int8"),
+        ((4, 1, 24), torch.float16, "auto"),
+        ((4, 1, 16), torch.bfloat16, "auto"),
+    ],
+    ids=str,
+)
+def test_new_tokens_attend_to_their_pages(
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: str
+):
+    num_heads, num_kv_heads, head_dim = heads
+    pool = make_pool(num_kv_heads, head_dim, dtype, kv_dtype, num_blocks=40)
+    query = numbers(5, num_heads, head_dim, dtype=dtype)
+    # one tile, several, a whole one, none; the last blocks are named twice, as shared prefixes are
+    lengths = torch.tensor([3, 150, 64, 0, 9], device=DEVICE)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    tables = torch.stack([order.roll(7 * row)[:20] for row in range(5)]).to(DEVICE, torch.int32)
+    found = KERNELS.attend_decodes(pool, 1, query, tables, lengths)
+    expected = TWINS.attend_decodes(pool, 1, query, tables, lengths)
+    assert_close(found, expected, **TOLERANCES[dtype])
+    assert not found[3].any()
+
+
+def test_nothing_beyond_a_context_is_looked_at():
+    pool = make_pool(2, 8, torch.float32, "auto")
+    query = numbers(1, 4, 8)
+    tables = torch.arange(16, device=DEVICE, dtype=torch.int32)[None]
+    lengths = torch.tensor([11], device=DEVICE)
+    expected = TWINS.attend_decodes(pool, 0, query, tables, lengths)
+    for stored in pool.blocks(0):
+        stored.flatten(0, 1)[11:] = torch.nan
+    for ops in (KERNELS, TWINS):
+        assert_close(ops.attend_decodes(pool, 0, query, tables, lengths), expected)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_context", "num_parts"),
+    [(32, 4096, 16), (32, 640, 8), (32, 64, 1), (2048, 4096, 1), (1, 1 << 20, 32)],
+)
+def test_contexts_are_split_until_the_device_is_full(
+    num_rows: int, max_context: int, num_parts: int
+):
+    assert choose_num_parts(num_rows, max_context) == num_parts
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [(1, torch.float32), (1, torch.bfloat16), (5, torch.float16), (17, torch.float32)],
+    ids=str,
+)
+def test_few_rows_are_multiplied_by_few_bits(num_rows: int, dtype: torch.dtype):
+    x = numbers(num_rows, 320, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    integers = torch.randint(-127, 128, (40, 320), generator=generator, dtype=torch.int8)
+    pairs = torch.randint(0, 256, (40, 160), generator=generator, dtype=torch.uint8)
+    scale = numbers(40, dtype=dtype).abs() / 127
+    found = KERNELS.multiply_int8(x, integers.to(DEVICE), scale)
+    expected = decoder_ops.multiply_int8(x.float(), integers.to(DEVICE), scale.float())
+    assert_within(found, expected, dtype)
+    for num_groups in (5, 10):
+        scale_zero = numbers(num_groups, 40, 2, dtype=dtype) / 8
+        found = KERNELS.multiply_int4(x, pairs.to(DEVICE), scale_zero)
+        expected = decoder_ops.multiply_int4(x.float(), pairs.to(DEVICE), scale_zero.float())
+        assert_within(found, expected, dtype)
+
+
+def assert_within(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Sums of products are rounded once: their error is a share of the largest."""
+    bound = 8 * torch.finfo(dtype).eps * expected.abs().max().item() + 1e-5
+    assert_close(found.float(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, "auto"), (torch.bfloat16, "int8")], ids=str
+)
+def test_every_kernel_is_found_right(dtype: torch.dtype, kv_dtype: str):
+    assert load_ops.load_ops(make_trial(dtype=dtype, kv_dtype=kv_dtype), ()) == KERNELS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_that_is_wrong_or_fails_leaves_its_place_to_the_twin(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    right = getattr(KERNELS, name)
+
+    def wrong(*args: Any) -> Any:
+        found = right(*args)
+        return tuple(1.2 * x for x in found) if isinstance(found, tuple) else 1.2 * found
+
+    def missing(*args: Any) -> Any:
+        raise RuntimeError("no such device function")
+
+    for kernel, complaint in ((wrong, "it is off by"), (missing, "no such device function")):
+        monkeypatch.setattr(load_ops, "KERNELS", replace(KERNELS, **{name: kernel}))
+        ops = load_ops.load_ops(make_trial(), set(NAMES) - {name})
+        assert ops == TWINS
+        assert name in caplog.text
+        assert complaint in caplog.text
+
+
+def test_a_kernel_that_is_switched_off_is_not_even_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(load_ops, "KERNELS", DecoderOps(*(None for _ in NAMES)))  # pyright: ignore[reportArgumentType]
+    assert load_ops.load_ops(make_trial(), NAMES) == TWINS

@@ -1,0 +1,298 @@
+"""Tokens are drawn from the distribution that the parameters describe, by seed and position alone.
+
+The chi-square tests draw with fixed seeds, so that they pass or fail for ever; their bound is the one that a
+true sampler exceeds once in 10,000 sets of seeds.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from engines.base import SequenceFailure
+from engines.core.sequence import Sequence
+from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH
+from engines.torch_backend.sampling.noise import gumbel_noise, random_bits, signed, stream_key
+from engines.torch_backend.sampling.sampler import LEAST_LOGPROB, sample
+from shared.protocol import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
+NUM_DRAWS = 4000
+
+
+def make_sequence(
+    output: tuple[int, ...] = (), prompt: tuple[int, ...] = (0,), **sampling: Any
+) -> Sequence:
+    params = SamplingParams(**{"temperature": 1.0, **sampling})
+    return Sequence("request", [*prompt, *output], len(prompt), params)
+
+
+def draw(logits: torch.Tensor, **sampling: Any) -> list[int]:
+    """Many draws from one distribution, each with a seed of its own."""
+    sequences = [make_sequence(seed=seed, **sampling) for seed in range(NUM_DRAWS)]
+    return [choice.token_id for choice in sample(logits.repeat(NUM_DRAWS, 1), sequences)]
+
+
+def chi_square_bound(freedom: int) -> float:
+    """Exceeded with probability 1e-4. Source: Wilson and Hilferty 1931."""
+    shrink = 2 / (9 * freedom)
+    return freedom * (1 - shrink + 3.719 * math.sqrt(shrink)) ** 3
+
+
+def assert_distribution(tokens: list[int], expected: torch.Tensor) -> None:
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(expected)).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0, "a token was drawn that must not be"
+    wanted = expected[possible].double() * len(tokens)
+    statistic = ((counts[possible] - wanted) ** 2 / wanted).sum().item()
+    assert statistic < chi_square_bound(max(1, int(possible.sum()) - 1))
+
+
+def kept(token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """The softmax over some tokens alone."""
+    scores = torch.full_like(LOGITS, -torch.inf)
+    scores[token_ids] = LOGITS[token_ids] / temperature
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, kept(list(range(8)))),
+        ({"temperature": 0.5}, kept(list(range(8)), 0.5)),
+        ({"temperature": 3.0}, kept(list(range(8)), 3.0)),
+        ({"top_k": 3}, kept([0, 1, 2])),
+        ({"top_k": 100}, kept(list(range(8)))),
+        # probabilities: .395 .240 .145 .088 .054 .032 .020 .003 (sum of the first three: .78)
+        ({"top_p": 0.7}, kept([0, 1, 2])),
+        ({"top_p": 0.39}, kept([0])),
+        ({"top_p": 0.0}, kept([0])),
+        ({"min_p": 0.3}, kept([0, 1, 2])),  # the best times 0.3: 2 + log 0.3 = 0.796
+        ({"top_k": 4, "top_p": 0.6}, kept([0, 1])),  # of the four: .455 .276 .167 .102
+        ({"top_k": 4, "min_p": 0.5, "temperature": 2.0}, kept([0, 1, 2], 2.0)),
+        ({"logit_bias": {7: 100.0}}, kept([7])),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(sampling, expected):
+    assert_distribution(draw(LOGITS, **sampling), expected)
+
+
+def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tensor:
+    """The softmax with some scores set to other values."""
+    scores = LOGITS.clone()
+    for token_id, score in changes.items():
+        scores[token_id] = score
+    return (scores / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"logit_bias": {3: 1.2, 0: -1.0}}, adjusted({3: 1.7, 0: 1.0})),
+        # the output is 0 0 1, the prompt 5 5
+        ({"frequency_penalty": 0.7}, adjusted({0: 0.6, 1: 0.8})),
+        ({"presence_penalty": 0.7}, adjusted({0: 1.3, 1: 0.8})),
+        ({"frequency_penalty": -0.5}, adjusted({0: 3.0, 1: 2.0})),
+        ({"repetition_penalty": 2.0}, adjusted({0: 1.0, 1: 0.75, 5: -1.0})),
+        (
+            {
+                "repetition_penalty": 2.0,
+                "frequency_penalty": 0.2,
+                "presence_penalty": 0.1,
+                "logit_bias": {1: 0.5},
+                "temperature": 0.7,
+            },
+            adjusted({0: 0.5, 1: 0.7, 5: -1.0}, 0.7),
+        ),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution_under_bias_and_penalties(sampling, expected):
+    assert_distribution(draw(LOGITS, prompt=(5, 5), output=(0, 0, 1), **sampling), expected)
+
+
+def test_a_penalty_comes_before_the_limits():
+    """The two best without penalty are not the two best with it."""
+    tokens = draw(LOGITS, output=(0, 0), frequency_penalty=2.0, top_k=2)
+    scores = torch.full_like(LOGITS, -torch.inf)
+    scores[[1, 2]] = LOGITS[[1, 2]]
+    assert_distribution(tokens, scores.softmax(-1))
+
+
+def test_consecutive_positions_of_one_seed_are_independent():
+    sequences = [make_sequence(output=(0,) * position, seed=5) for position in range(2000)]
+    tokens = [choice.token_id for choice in sample(LOGITS.repeat(2000, 1), sequences)]
+    assert_distribution(tokens, LOGITS.softmax(-1))
+    pairs = [first * 8 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]
+    joint = torch.outer(LOGITS.softmax(-1), LOGITS.softmax(-1)).flatten()
+    common = joint > 0.005  # a chi-square wants several of each
+    counts = torch.bincount(torch.tensor(pairs), minlength=64).double()
+    rest = torch.tensor([counts[~common].sum()])
+    wanted = torch.cat([joint[common], joint[~common].sum().view(1)]).double() * len(pairs)
+    statistic = ((torch.cat([counts[common], rest]) - wanted) ** 2 / wanted).sum().item()
+    assert statistic < chi_square_bound(int(common.sum()))
+
+
+def test_a_nucleus_wider_than_the_first_look_is_whole():
+    flat = torch.zeros(4 * NUCLEUS_WIDTH)
+    flat[: 2 * NUCLEUS_WIDTH] += 5.0
+    # 0.9 of the mass needs most of the higher half, whose tokens tie and so are all kept
+    tokens = draw(flat, top_p=0.9)
+    assert NUCLEUS_WIDTH < max(tokens) < 2 * NUCLEUS_WIDTH
+
+
+def test_ties_at_the_limit_are_all_kept():
+    tied = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert set(draw(tied, top_k=2)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "temperature": 2.0},
+        {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}},
+    ],
+    ids=str,
+)
+def test_a_token_does_not_depend_on_who_shares_the_step(sampling):
+    torch.manual_seed(0)
+    logits = torch.randn(5, 3000)
+    mine = make_sequence(output=(3, 3, 9), seed=42, **sampling)
+    others = [
+        make_sequence(temperature=0.0),
+        make_sequence(seed=1, top_k=700, top_p=0.99),
+        make_sequence(output=(1, 2), seed=2, repetition_penalty=1.5),
+        make_sequence(seed=42, logit_bias={9: 50.0}),
+    ]
+    alone = sample(logits[:1], [mine])[0].token_id
+    for place in range(5):
+        company = [*others[:place], mine, *others[place:]]
+        rows = [*range(1, place + 1), 0, *range(place + 1, 5)]
+        assert sample(logits[rows], company)[place].token_id == alone
+
+
+def test_greedy_takes_the_best_whatever_the_limits():
+    greedy = make_sequence(temperature=0.0, top_k=5, top_p=0.1, min_p=0.5)
+    assert sample(LOGITS.view(1, -1), [greedy])[0].token_id == 0
+
+
+def test_greedy_and_random_rows_mix():
+    sequences = [make_sequence(temperature=0.0), make_sequence(top_k=1), make_sequence(seed=1)]
+    choices = sample(LOGITS.repeat(3, 1), sequences)
+    assert [choice.token_id for choice in choices[:2]] == [0, 0]
+
+
+def test_a_tiny_temperature_is_greedy():
+    assert set(draw(LOGITS * 1000, temperature=1e-30)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "best"),
+    [
+        ({}, 0),
+        ({"presence_penalty": 0.6}, 1),  # 0 falls to 1.4
+        ({"frequency_penalty": 0.6}, 1),  # 0 occurs twice and falls to 0.8
+        ({"repetition_penalty": 3.0}, 1),  # 0 falls to 0.67; 5, in the prompt, stays behind
+        ({"logit_bias": {4: 2.5}}, 4),
+    ],
+    ids=str,
+)
+def test_bias_and_penalties_move_the_best_token(sampling, best):
+    sequence = make_sequence(prompt=(5,), output=(0, 0), temperature=0.0, **sampling)
+    assert sample(LOGITS.view(1, -1), [sequence])[0].token_id == best
+
+
+def test_repetition_counts_the_prompt_and_the_other_penalties_do_not():
+    prompt = {"prompt": (0, 0, 0), "temperature": 0.0}
+    frequent = make_sequence(frequency_penalty=2.0, presence_penalty=2.0, **prompt)
+    repeated = make_sequence(repetition_penalty=4.0, **prompt)
+    choices = sample(LOGITS.repeat(2, 1), [frequent, repeated])
+    assert [choice.token_id for choice in choices] == [0, 1]
+
+
+def test_repetition_pushes_negative_scores_further_down():
+    logits = torch.tensor([-1.0, -1.5, -9.0])
+    sequence = make_sequence(prompt=(0,), temperature=0.0, repetition_penalty=2.0)
+    assert sample(logits.view(1, -1), [sequence])[0].token_id == 1
+
+
+def test_penalties_leave_the_models_logits_as_they_were():
+    logits = LOGITS.repeat(1, 1)
+    sample(logits, [make_sequence(frequency_penalty=1.0, logit_bias={1: 5.0}, output=(0,))])
+    assert torch.equal(logits[0], LOGITS)
+
+
+def test_logprobs_are_those_of_the_models_own_distribution():
+    expected = LOGITS.log_softmax(-1)
+    sequence = make_sequence(
+        temperature=0.3, top_k=1, num_logprobs=3, output=(0,), presence_penalty=5.0
+    )
+    choice = sample(LOGITS.view(1, -1), [sequence])[0]
+    assert choice.token_id == 1
+    assert choice.logprob == pytest.approx(expected[1].item())
+    assert [token_id for token_id, _ in choice.top_logprobs] == [0, 1, 2]
+    assert [value for _, value in choice.top_logprobs] == pytest.approx(expected[:3].tolist())
+
+
+def test_the_logprob_of_what_the_model_rules_out_is_a_number():
+    """JSON has no infinity: such an event could be written but not read."""
+    logits = LOGITS.clone()
+    logits[1:] = -torch.inf
+    logits[7] = -20_000.0
+    [choice] = sample(logits.view(1, -1), [make_sequence(temperature=0, num_logprobs=8)])
+    assert choice.logprob == 0.0
+    values = [value for _, value in choice.top_logprobs]
+    assert values == [0.0, *[LEAST_LOGPROB] * 7]
+    assert choice.top_logprobs[1][0] == 7  # the order is that of the true values
+
+
+def test_only_those_who_ask_get_logprobs():
+    sequences = [make_sequence(), make_sequence(num_logprobs=0), make_sequence(num_logprobs=20)]
+    choices = sample(LOGITS.repeat(3, 1), sequences)
+    assert choices[0].logprob is None
+    assert choices[1].logprob is not None
+    assert [len(choice.top_logprobs) for choice in choices] == [0, 0, 8]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_scores_that_are_no_numbers_are_the_failure_of_their_request(value):
+    logits = LOGITS.repeat(2, 1)
+    logits[1, 3] = value
+    sequences = [make_sequence(), make_sequence()]
+    sequences[1].request_id = "broken"
+    with pytest.raises(SequenceFailure) as failure:
+        sample(logits, sequences)
+    assert failure.value.request_id == "broken"
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """The reference generator, as published."""
+    outputs = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+        outputs.append(mixed ^ (mixed >> 31))
+    return outputs
+
+
+def test_the_generator_is_splitmix64():
+    keys = [0, 1, 2**63, stream_key(-5, 1000), stream_key(2**80, 0)]
+    bits = random_bits(torch.tensor([signed(key) for key in keys]), 50)
+    unsigned = [[value % 2**64 for value in row] for row in bits.tolist()]
+    assert unsigned == [splitmix64(key, 50) for key in keys]
+    # published first output for state 0
+    assert unsigned[0][0] == 0xE220A8397B1DCDAF
+
+
+def test_noise_is_finite_and_has_gumbels_mean_and_variance():
+    keys = torch.tensor([signed(stream_key(1, position)) for position in range(20)])
+    noise = gumbel_noise(keys, 5000)
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)

@@ -1,0 +1,293 @@
+"""Whole answers on the wire: fields, usage, choices, logprobs, headers, timings."""
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
+from shared.telemetry.metrics import STAGES
+from tests.factories_gateway import Answer, make_body
+from tests.factories_pictures import data_url, encoded
+
+
+async def test_an_answer_has_every_field_of_the_contract(gateway, worker):
+    response = await gateway.chat()
+    answer = response.json()
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer.pop("id"))
+    assert answer.pop("created") > 1_700_000_000
+    assert answer.pop("system_fingerprint").startswith("vlm-fleet-")
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello you", "refusal": None},
+                "finish_reason": "stop",
+                "logprobs": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 3,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 2, "image_tokens": 0, "text_tokens": 7},
+        },
+    }
+
+
+async def test_the_length_limit_is_the_finish_reason(gateway, worker):
+    async def script(answer: Answer) -> None:
+        await answer.finish("cut", reason=FinishReason.LENGTH)
+
+    worker.script = script
+    [choice] = (await gateway.chat()).json()["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+async def test_choices_come_by_index_and_the_prompt_counts_once(gateway, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.finish(f"choice {answer.choice}", "!")
+
+    worker.script = script
+    answer = (await gateway.chat(make_body(n=3))).json()
+    assert [(c["index"], c["message"]["content"]) for c in answer["choices"]] == [
+        (0, "choice 0!"),
+        (1, "choice 1!"),
+        (2, "choice 2!"),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
+    await gateway.chat(make_body(n=3, seed=5))
+    await gateway.chat(make_body(n=3, seed=5))
+    seeds = {answer.choice: [] for answer in worker.answers}
+    for answer in worker.answers:
+        seeds[answer.choice].append(answer.request.sampling.seed)
+    assert seeds[0] == [5, 5]
+    assert seeds[1][0] == seeds[1][1] != seeds[2][0] == seeds[2][1]
+
+
+async def test_different_seeds_stay_different(gateway, worker):
+    for seed in (-1, 2**63 - 1, -(2**63), 0):
+        await gateway.chat(make_body(seed=seed))
+    assert len({answer.request.sampling.seed for answer in worker.answers}) == 4
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_more_output_than_the_context_holds_may_be_asked_for(gateway, worker, name):
+    response = await gateway.chat(make_body(**{name: 30_000}))
+    assert response.status_code == 200
+    assert worker.requests[0].sampling.max_tokens == 30_000
+
+
+async def test_a_request_without_seed_gets_a_new_one_each_time(gateway, worker):
+    await gateway.chat()
+    await gateway.chat()
+    first, second = (request.sampling.seed for request in worker.requests)
+    assert first != second
+
+
+async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
+    chosen = TokenLogprob("Hé", -0.5)
+    entry = OutputLogprob(chosen, (chosen, TokenLogprob("Ha", -1.5)))
+
+    async def script(answer: Answer) -> None:
+        await answer.publish(*answer.deltas("Hé", logprobs=(entry,)), answer.finished())
+
+    worker.script = script
+    answer = (await gateway.chat(make_body(logprobs=True, top_logprobs=2))).json()
+    assert worker.requests[0].sampling.num_logprobs == 2
+    assert answer["choices"][0]["logprobs"] == {
+        "refusal": None,
+        "content": [
+            {
+                "token": "Hé",
+                "logprob": -0.5,
+                "bytes": [72, 195, 169],
+                "top_logprobs": [
+                    {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]},
+                    {"token": "Ha", "logprob": -1.5, "bytes": [72, 97]},
+                ],
+            }
+        ],
+    }
+
+
+async def test_every_parameter_reaches_the_worker(gateway, worker):
+    await gateway.chat(
+        make_body(
+            max_completion_tokens=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=-1,
+            stop=["a", "b"], presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5,
+            logit_bias={"7": -100, "8": 1.5}, ignore_eos=True, user="u", metadata={"k": "v"},
+        )
+    )  # fmt: skip
+    [sampling] = [request.sampling for request in worker.requests]
+    assert sampling.max_tokens == 9
+    assert (sampling.temperature, sampling.top_p) == (0.5, 0.25)
+    assert (sampling.top_k, sampling.min_p) == (3, 0.125)
+    assert sampling.seed == 2**64 - 1
+    assert sampling.stop == ("a", "b")
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+    assert sampling.repetition_penalty == 1.5
+    assert sampling.logit_bias == {7: -100.0, 8: 1.5}
+    assert sampling.ignore_eos
+
+
+async def test_defaults_are_openais(gateway, worker):
+    nothing = dict.fromkeys(
+        ("max_tokens", "temperature", "top_p", "top_k", "stop", "n", "logit_bias", "logprobs",
+         "tools", "response_format", "stream", "stream_options", "user", "seed")
+    )  # fmt: skip
+    for body in (make_body(), make_body(**nothing)):
+        await gateway.chat(body)
+        sampling = worker.requests[-1].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+        assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (None, (), None)
+
+
+async def test_a_temperature_too_small_to_divide_by_is_greedy(gateway, worker):
+    await gateway.chat(make_body(temperature=1e-45))
+    assert worker.requests[0].sampling.temperature == 0.0
+
+
+async def test_fields_that_change_nothing_are_accepted(gateway, worker):
+    body = make_body(
+        store=True, service_tier="auto", parallel_tool_calls=False, safety_identifier="x",
+        prompt_cache_key={"any": ["thing"]}, verbosity="low", tools=[], tool_choice="none",
+        response_format={"type": "text"}, modalities=["text"], best_of=1,
+    )  # fmt: skip
+    assert (await gateway.chat(body)).status_code == 200
+
+
+async def test_a_conversation_with_pictures_keeps_its_order(gateway, worker):
+    messages = [
+        {"role": "developer", "content": "Be short."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": data_url(1), "detail": "low"}},
+                {"type": "text", "text": "one"},
+                {"type": "image_url", "image_url": data_url(2, format="JPEG")},
+            ],
+        },
+        {
+            "role": "assistant", "content": "two", "refusal": None, "annotations": [],
+            "audio": None, "function_call": None, "tool_calls": None,
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "three"},
+                {"type": "input_image", "image_url": data_url(3, format="WebP")},
+            ],
+        },
+    ]  # fmt: skip
+    response = await gateway.chat(make_body(messages=messages))
+    assert response.status_code == 200, response.text
+    [request] = worker.requests
+    shape = [(m.role, [getattr(p, "text", getattr(p, "image", None)) for p in m.parts])
+             for m in request.messages]  # fmt: skip
+    assert shape == [
+        ("system", ["Be short."]),
+        ("user", [0, "one", 1]),
+        ("assistant", ["two"]),
+        ("user", ["three", 2]),
+    ]
+    media = [(image.media_type, image.width, image.height) for image in request.images]
+    assert media == [("image/png", 64, 48), ("image/jpeg", 64, 48), ("image/webp", 64, 48)]
+    assert await worker.images.get(request.images[0].sha256) == encoded(1)
+    assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 12
+
+
+async def test_text_that_looks_like_a_picture_stays_text(gateway, worker):
+    text = f"![]({data_url()}) <image> <img src='http://127.0.0.1/'>"
+    await gateway.chat(make_body(text))
+    [request] = worker.requests
+    assert request.images == ()
+    assert request.messages[0].parts[0].text == text
+
+
+async def test_headers_say_who_and_how_long(gateway, worker):
+    response = await gateway.chat(headers={"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    assert int(response.headers["openai-processing-ms"]) >= 0
+    names = [entry.split(";")[0] for entry in response.headers["server-timing"].split(", ")]
+    assert names == [*STAGES, "total"]
+
+
+@pytest.mark.parametrize("sent", ["", "a b", "x" * 200, 'a"b'])
+async def test_a_request_id_that_is_not_sane_is_replaced(gateway, worker, sent):
+    response = await gateway.chat(headers={"x-request-id": sent})
+    assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("way", ["header", "field"])
+async def test_timings_add_up_to_what_the_client_measures(gateway, worker, way):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await asyncio.sleep(0.3)
+        timings = StageTimings(0.01, 0.02, 0.03, 0.04, 0.2)
+        await answer.finish("done", timings=timings)
+
+    worker.script = script
+    body = make_body(timings=True) if way == "field" else make_body()
+    headers = {"x-vlm-timings": "true"} if way == "header" else {}
+    await gateway.client.get("/healthz")  # opens the connection
+    began = time.perf_counter()
+    response = await gateway.chat(body, headers=headers)
+    measured_s = time.perf_counter() - began
+    timings = response.json()["timings"]
+    assert list(timings) == [f"{stage}_s" for stage in STAGES] + ["e2e_s"]
+    total_s = sum(timings[f"{stage}_s"] for stage in STAGES)
+    assert total_s == pytest.approx(timings["e2e_s"], rel=0.001)
+    assert total_s == pytest.approx(measured_s, rel=0.02, abs=0.03)  # httpx is in it
+    assert timings["vision_s"] == pytest.approx(0.03)
+
+
+async def test_no_timings_unless_asked_for(gateway, worker):
+    assert "timings" not in (await gateway.chat()).json()
+
+
+async def test_metrics_count_a_finished_request(gateway, worker):
+    await gateway.chat()
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_requests_total{model="tiny",outcome="ok"} 1.0' in text
+    assert 'vlm_generation_tokens_total{model="tiny"} 3.0' in text
+    assert 'vlm_request_stage_seconds_count{model="tiny",stage="relay"} 1.0' in text
+    assert 'vlm_inter_token_latency_seconds_count{model="tiny"} 2.0' in text
+
+
+async def test_names_that_clients_make_up_are_no_metric_labels(gateway, worker):
+    for name in ("nobody", "evil\n"):
+        await gateway.chat({**make_body(), "model": name})
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_requests_total{model="other",outcome="model_not_found"} 2.0' in text
+    assert "nobody" not in text
+
+
+@pytest.mark.parametrize("model", ["tiny", "unheard-of"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"no_such_field": 1},
+        {"temperature": "hot"},
+        {"messages": []},
+        {"n": 0},
+        {"service_tier": "x"},
+    ],
+)
+async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway, changes, model):
+    response = await gateway.chat({**make_body(), "model": model, **changes})
+    code = response.json()["error"]["code"]
+    text = (await gateway.client.get("/metrics")).text
+    label = model if model == "tiny" else "other"
+    assert f'vlm_requests_total{{model="{label}",outcome="{code}"}} 1.0' in text
+    assert "unheard-of" not in text

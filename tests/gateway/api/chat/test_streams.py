@@ -1,0 +1,250 @@
+"""Streams on the wire: the order of chunks, usage, timings, failures before and after the status line."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.api.chat.answer import AnswerHead
+from gateway.api.chat.sse import ChunkWriter, merge_deltas
+from gateway.http.errors import FAILURES
+from shared.protocol import Delta, ErrorCode, OutputLogprob, TokenLogprob
+from shared.telemetry.metrics import STAGES
+from tests.factories_gateway import Answer, make_body
+from tests.fuzzing import num_examples
+
+
+def read_events(text: str) -> list:
+    """The data of each event of a stream; comments are left out."""
+    frames = text.split("\n\n")
+    assert frames.pop() == ""
+    data = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
+    return [json.loads(item) if item != "[DONE]" else item for item in data]
+
+
+def essence(chunk: dict) -> list:
+    """Index, delta and finish reason of a chunk's choices."""
+    return [(c["index"], c["delta"], c["finish_reason"]) for c in chunk["choices"]]
+
+
+async def test_chunks_come_in_the_order_of_the_contract(gateway, worker):
+    *chunks, done = read_events(await gateway.stream())
+    assert done == "[DONE]"
+    assert [essence(chunk) for chunk in chunks] == [
+        [(0, {"role": "assistant", "content": ""}, None)],
+        [(0, {"content": "Hel"}, None)],
+        [(0, {"content": "lo "}, None)],
+        [(0, {"content": "you"}, None)],
+        [(0, {}, "stop")],
+    ]
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert all("usage" not in chunk and "timings" not in chunk for chunk in chunks)
+
+
+async def test_the_headers_of_a_stream(gateway, worker):
+    response = await gateway.chat(make_body(stream=True))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-request-id"]
+    assert response.headers["server-timing"].startswith("ingest;dur=")
+
+
+async def test_usage_comes_last_and_is_null_before(gateway, worker):
+    body = make_body(stream_options={"include_usage": True}, timings=True)
+    *chunks, usage, done = read_events(await gateway.stream(body))
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 10
+    assert set(usage["timings"]) == {f"{stage}_s" for stage in STAGES} | {"e2e_s"}
+    assert all("timings" not in chunk for chunk in chunks)
+
+
+async def test_timings_are_on_the_last_chunk_where_no_usage_is_asked_for(gateway, worker):
+    *chunks, _ = read_events(await gateway.stream(make_body(timings=True, n=2)))
+    assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+async def test_choices_are_interleaved_by_index(gateway, worker):
+    turns = [asyncio.Event() for _ in range(3)]
+    turns[0].set()
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        for turn in range(2):
+            await turns[turn].wait()
+            await answer.say(f"{answer.choice}{turn} ")
+            if answer.choice == 1:
+                turns[turn + 1].set()
+        await answer.finish()
+
+    worker.script = script
+    *chunks, _ = read_events(await gateway.stream(make_body(n=2)))
+    texts: dict[int, str] = {0: "", 1: ""}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == {0: "00 01 ", 1: "10 11 "}
+    assert [c["choices"][0]["finish_reason"] for c in chunks].count("stop") == 2
+    for index in (0, 1):
+        own = [c for c in chunks if c["choices"][0]["index"] == index]
+        assert own[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[-1]["choices"][0]["delta"] == {}
+
+
+async def test_tokens_that_complete_no_text_make_no_chunk(gateway, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("")
+        await answer.finish("é")
+
+    worker.script = script
+    *chunks, _ = read_events(await gateway.stream())
+    contents = [c["choices"][0]["delta"].get("content") for c in chunks]
+    assert contents == ["", "é", None]
+
+
+async def test_logprobs_are_streamed_with_their_tokens(gateway, worker):
+    entry = OutputLogprob(TokenLogprob("a", -1.0))
+
+    async def script(answer: Answer) -> None:
+        await answer.publish(*answer.deltas("a", logprobs=(entry,)))
+        await answer.finish()
+
+    worker.script = script
+    chunks = read_events(await gateway.stream(make_body(logprobs=True)))
+    logprobs = chunks[1]["choices"][0]["logprobs"]
+    assert logprobs["content"] == [
+        {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+    ]
+
+
+async def test_a_failure_in_mid_stream_is_an_event_and_no_done(gateway, worker):
+    heard = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await heard.wait()
+        await answer.fail(ErrorCode.WORKER_LOST, "The worker was lost.")
+
+    worker.script = script
+    text = ""
+    async with gateway.client.stream(
+        "POST", "/v1/chat/completions", json=make_body(stream=True)
+    ) as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_text():
+            text += piece
+            if "half" in text:
+                heard.set()
+    *_, last = read_events(text)
+    assert last == {
+        "error": {
+            "message": "The worker was lost.",
+            "type": "server_error",
+            "param": None,
+            "code": "worker_lost",
+            "should_retry": True,
+            "retry_after": 1,
+        }
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [
+        (ErrorCode.CONTEXT_LENGTH_EXCEEDED, 400, None),
+        (ErrorCode.INVALID_IMAGE, 400, None),
+        (ErrorCode.INVALID_REQUEST, 400, None),
+        (ErrorCode.IMAGE_UNAVAILABLE, 503, "true"),
+        (ErrorCode.WORKER_LOST, 503, "true"),
+        (ErrorCode.CANCELLED, 503, "true"),
+        (ErrorCode.TOO_MANY_ATTEMPTS, 503, "true"),
+        (ErrorCode.REQUEST_KILLS_WORKERS, 500, "false"),
+        (ErrorCode.DEADLINE_EXCEEDED, 504, "false"),
+        (ErrorCode.ENGINE_FAILURE, 500, "false"),
+    ],
+)
+async def test_a_failure_before_the_answer_has_a_status(
+    gateway, worker, stream, code, status, retry
+):
+    async def script(answer: Answer) -> None:
+        await answer.fail(code)
+
+    worker.script = script
+    response = await gateway.chat(make_body(stream=stream))
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code.value
+    assert response.headers.get("x-should-retry") == retry
+    assert ("retry-after" in response.headers) == (retry == "true")
+
+
+@pytest.mark.parametrize(
+    ("code", "retry"),
+    [(ErrorCode.TOO_MANY_ATTEMPTS, True), (ErrorCode.REQUEST_KILLS_WORKERS, False)],
+)
+async def test_a_stream_that_fails_says_whether_to_retry(gateway, worker, code, retry):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await answer.fail(code)
+
+    worker.script = script
+    *_, last = read_events(await gateway.stream())
+    assert last["error"]["code"] == code.value
+    assert last["error"]["should_retry"] is retry
+    assert ("retry_after" in last["error"]) == retry
+
+
+def test_every_failure_of_the_wire_has_a_status():
+    assert set(FAILURES) == set(ErrorCode)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"headers_after_s": 0.1, "keep_alive_s": 0.05}}])
+async def test_a_waiting_stream_is_kept_alive_by_comments(gateway, worker, changes):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await go_on.wait()
+        await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+    worker.script = script
+    text = ""
+    async with gateway.client.stream(
+        "POST", "/v1/chat/completions", json=make_body(stream=True)
+    ) as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_text():
+            text += piece
+            if text.count(": keep-alive\n\n") >= 2:
+                go_on.set()
+    [error] = read_events(text)
+    assert error["error"]["code"] == "engine_failure"
+
+
+@settings(deadline=None, max_examples=num_examples(100))
+@given(st.lists(st.text(), min_size=1))
+def test_no_text_of_a_model_breaks_a_frame(texts):
+    writer = ChunkWriter(AnswerHead("i", 1, "m", "f"), include_usage=False, with_logprobs=False)
+    events = [(0, Delta("r", 1, i, (i,), text)) for i, text in enumerate(texts)]
+    text = b"".join(writer.frames(events)).decode()
+    *chunks, end = text.split("\n\n")
+    assert end == ""
+    parsed = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    content = "".join(c["choices"][0]["delta"]["content"] for c in parsed)
+    assert content == "".join(texts)
+
+
+def test_deltas_that_arrive_together_are_one_chunk_per_choice():
+    events = [(0, Delta("a", 1, 0, (1,), "x")), (0, Delta("a", 1, 1, (2,), "y")),
+              (1, Delta("b", 1, 0, (3,), "z"))]  # fmt: skip
+    merged = list(merge_deltas(events))
+    assert [(index, delta.text, delta.token_ids) for index, delta in merged] == [
+        (0, "xy", (1, 2)),
+        (1, "z", (3,)),
+    ]

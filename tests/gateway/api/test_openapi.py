@@ -1,0 +1,98 @@
+"""The OpenAPI document says what the chat route does, limits included."""
+
+import pytest
+
+from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
+from shared.settings.limits import LimitSettings
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def document(gateway):
+    return (await gateway.client.get("/openapi.json")).json()
+
+
+async def test_the_chat_route_is_described(document):
+    operation = document["paths"][CHAT]["post"]
+    request = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert request == "#/components/schemas/ChatCompletionRequest"
+    assert set(operation["responses"]) == {
+        "200", "400", "401", "404", "408", "413", "415", "422", "429", "500", "503", "504",
+    }  # fmt: skip
+    assert set(operation["responses"]["200"]["content"]) == {
+        "application/json",
+        "text/event-stream",
+    }
+    assert {"/v1/models", "/v1/models/{name}", "/healthz", "/readyz", "/metrics"} <= set(
+        document["paths"]
+    )
+
+
+async def test_every_reference_leads_somewhere(document):
+    def references(node):
+        if isinstance(node, dict):
+            yield from ([node["$ref"]] if "$ref" in node else [])
+            node = list(node.values())
+        if isinstance(node, list):
+            for item in node:
+                yield from references(item)
+
+    found = set(references(document))
+    assert found
+    for reference in found:
+        assert reference.rpartition("/")[2] in document["components"]["schemas"]
+
+
+async def test_limits_and_unsupported_values_are_in_the_schema(document):
+    limits = LimitSettings()
+    schema = document["components"]["schemas"]["ChatCompletionRequest"]
+    assert schema["additionalProperties"] is False
+    properties = schema["properties"]
+    assert set(properties) == set(ChatCompletionRequest.__struct_fields__)
+    assert properties["messages"]["maxItems"] == limits.max_messages
+    assert properties["n"]["anyOf"][0]["maximum"] == limits.max_choices
+    assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    assert properties["tools"]["enum"] == [None, []]
+    assert set(NEUTRAL_VALUES) <= set(properties)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"limits": {"max_text_chars": 7001, "max_image_bytes": 7003}}],
+)
+async def test_every_limit_of_a_request_is_in_the_document(document, changes):
+    limits = LimitSettings(**changes["limits"])
+    of_the_gateway = (
+        "max_open_",
+        "max_key_",
+        "max_queue_",
+        "max_batch_",
+        "max_header",
+        "max_wrong_",
+    )
+    text = str(document["components"]["schemas"]["ChatCompletionRequest"])
+    text += str(document["paths"][CHAT]["post"])
+    for name, value in limits:
+        assert name.startswith(of_the_gateway) or f"{value:g}" in text or str(value) in text, name
+
+
+async def test_fields_of_messages_and_parts_that_change_nothing_are_listed():
+    message, part = "messages[].", "messages[].content[]."
+    assert {name for name in IGNORED_FIELDS if name.startswith(message)} == {
+        message + "name", message + "annotations", message + "refusal",
+        part + "cache_control", part + "prompt_cache_breakpoint", part + "image_url.detail",
+    }  # fmt: skip
+
+
+async def test_each_field_is_either_used_or_ignored_or_refused():
+    fields = set(ChatCompletionRequest.__struct_fields__)
+    ignored = {name for name in IGNORED_FIELDS if "." not in name}
+    assert not ignored & set(NEUTRAL_VALUES)
+    used = fields - ignored - set(NEUTRAL_VALUES)
+    assert used == {
+        "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+        "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
+        "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user", "service_tier",
+        "timings", "ignore_eos",
+    }  # fmt: skip

@@ -1,0 +1,325 @@
+"""Events on their way from mailbox to request: order, repeats, gaps, silence, deadlines."""
+
+import asyncio
+import time
+
+import pytest
+
+from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.open_call import ChoiceProgress, Generation, Gone
+from shared.protocol import Delta, ErrorCode, Failed, Finished, FinishReason, Started, Usage
+from shared.queue.mailbox import Mailbox
+from shared.queue.submit import Bounds, DuplicateRequest, QueueUnavailable, RequestQueue
+from shared.telemetry.metrics import GatewayMetrics
+from tests.factories_gateway import Answer, make_body
+from tests.factories_queue import GATEWAY, make_request
+from tests.gateway.api.chat.test_streams import read_events
+
+
+def delta(index: int, *token_ids: int, attempt: int = 1) -> Delta:
+    return Delta("r", attempt, index, token_ids, "".join(f" {t}" for t in token_ids))
+
+
+def finished(num_tokens: int, attempt: int = 1) -> Finished:
+    return Finished("r", attempt, FinishReason.STOP, Usage(1, num_tokens))
+
+
+def make_generation(*request_ids: str) -> tuple[Generation, list[Generation]]:
+    closed: list[Generation] = []
+    return Generation("m", request_ids or ("r",), float("inf"), closed.append), closed
+
+
+def test_tokens_pass_once_and_in_order():
+    progress = ChoiceProgress("r")
+    events = [delta(0, 1), delta(0, 1), delta(1, 2, 3), delta(1, 2, 3), delta(2, 3), delta(3, 4)]
+    passed = [event for event in events if progress.accept(event) is not None]
+    assert [event.token_ids for event in passed] == [(1,), (2, 3), (4,)]
+
+
+def test_a_later_attempt_supersedes_an_earlier_one():
+    progress = ChoiceProgress("r")
+    assert progress.accept(Started("r", 1, Usage(1)))
+    assert progress.accept(delta(0, 1))
+    assert progress.accept(Started("r", 2, Usage(1))) is None
+    assert progress.accept(delta(1, 2, attempt=2))
+    assert progress.accept(delta(2, 9, attempt=1)) is None
+    assert progress.accept(finished(2, attempt=2))
+
+
+@pytest.mark.parametrize("overlap", [delta(0, 9, attempt=2), delta(1, 2, 3, attempt=2)])
+def test_two_different_answers_are_never_spliced(overlap):
+    progress = ChoiceProgress("r")
+    for event in (delta(0, 1), delta(1, 2)):
+        progress.accept(event)
+    failed = progress.accept(overlap)
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.WORKER_LOST
+    assert progress.accept(delta(2, 3)) is None
+
+
+@pytest.mark.parametrize("event", [delta(2, 3), finished(2)])
+def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
+    progress = ChoiceProgress("r")
+    progress.accept(delta(0, 1))
+    assert progress.accept(event) is None
+    assert progress.has_gap
+    log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2), delta(2, 3, attempt=2)]
+    news = progress.replay(log)
+    assert [e.token_ids for e in news if isinstance(e, Delta)] == [(2,), (3,)]
+    assert not progress.has_gap
+
+
+def test_nothing_passes_after_the_end():
+    progress = ChoiceProgress("r")
+    assert progress.accept(finished(0))
+    for event in (delta(0, 1), finished(0), Failed("r", 2, ErrorCode.CANCELLED, "x")):
+        assert progress.accept(event) is None
+
+
+async def test_receive_gives_all_that_came_together():
+    generation, _ = make_generation("a", "b")
+    generation.deliver(0, delta(0, 1))
+    generation.deliver(1, delta(0, 2))
+    assert [index for index, _ in await generation.receive()] == [0, 1]
+    assert await generation.receive(timeout_s=0.01) == []
+
+
+async def test_close_is_idempotent_and_wakes_the_receiver():
+    generation, closed = make_generation()
+    waiting = asyncio.ensure_future(generation.receive())
+    await asyncio.sleep(0)
+    generation.close()
+    generation.close()
+    with pytest.raises(Gone):
+        await waiting
+    assert closed == [generation]
+    assert generation.unsettled_ids == ["r"]
+
+
+async def test_a_settled_choice_is_not_cancelled():
+    generation, _ = make_generation("a", "b")
+    generation.deliver(0, finished(0))
+    generation.fail(1, ErrorCode.DEADLINE_EXCEEDED, "late")
+    assert generation.unsettled_ids == ["b"]
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_events_that_the_mailbox_lost_are_read_from_the_log(gateway, worker, redis, changes):
+    [key] = gateway.services.mailbox._last_ids
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("one ")
+        gone = await redis.copy(key, key + "-aside")
+        assert gone
+        await redis.delete(key)  # what is posted now is lost
+        await answer.say("two ")
+        await redis.rename(key + "-aside", key)
+        await answer.finish("three")
+
+    worker.script = script
+    *chunks, done = read_events(await gateway.stream())
+    assert done == "[DONE]"
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert text == "one two three"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_an_end_that_the_mailbox_lost_is_found(gateway, worker, redis, changes):
+    [key] = gateway.services.mailbox._last_ids
+
+    async def script(answer: Answer) -> None:
+        await redis.delete(key)
+        await answer.finish("found")
+
+    worker.script = script
+    answer = (await gateway.chat()).json()
+    assert answer["choices"][0]["message"]["content"] == "found"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_a_request_that_redis_forgot_ends_with_an_error(gateway, worker, redis, changes):
+    async def script(answer: Answer) -> None:
+        async for key in redis.scan_iter(f"*request:{answer.request.request_id}"):
+            await redis.delete(key)
+
+    worker.script = script
+    response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_ends_at_its_deadline(gateway, worker, changes, stream):
+    worker.script = lambda answer: asyncio.sleep(0)
+    response = await gateway.chat(make_body(stream=stream))
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_unwanted_events_are_counted(gateway, worker):
+    await gateway.chat()
+    gateway.services.dispatcher._deliver([delta(0, 1)])
+    text = (await gateway.client.get("/metrics")).text
+    assert "vlm_dropped_events_total 1.0" in text
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker, redis, changes):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        if len(worker.answers) == 1:
+            async for key in redis.scan_iter(f"*log:{answer.request.request_id}"):
+                await redis.rpush(key, b"nonsense")
+        else:
+            await asyncio.sleep(0.5)  # silent for long enough to be looked up
+            await answer.finish("fine")
+
+    worker.script = script
+    response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert (await gateway.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("loop", ["_end_overdue", "_deliver"])
+@pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
+async def test_a_loop_that_breaks_off_starts_again(
+    gateway, worker, monkeypatch, caplog, changes, loop
+):
+    dispatcher = gateway.services.dispatcher
+    healthy, is_broken = getattr(dispatcher, loop), True
+
+    def break_once(*arguments):
+        nonlocal is_broken
+        if is_broken:
+            is_broken = False
+            raise RuntimeError("broken")
+        return healthy(*arguments)
+
+    monkeypatch.setattr(dispatcher, loop, break_once)
+    answer = (await gateway.chat()).json()
+    assert answer["choices"][0]["message"]["content"] == "Hello you"
+    async with asyncio.timeout(5):
+        while not any(record.levelname == "CRITICAL" for record in caplog.records):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, worker, monkeypatch):
+    def refuse(self, event):
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChoiceProgress, "accept", refuse)
+        assert (await gateway.chat()).json()["error"]["code"] == "worker_lost"
+    assert (await gateway.chat()).status_code == 200
+
+
+ROOM = Bounds(max_waiting=100_000, max_tokens=10**9)
+
+
+@pytest.fixture
+async def dispatcher(redis, redis_blocking, redis_prefix):
+    """A gateway's dispatcher without the rest; nobody works on what it queues."""
+    queue = RequestQueue(redis, redis_prefix)
+    mailbox = Mailbox(redis_blocking, redis_prefix, GATEWAY)
+    dispatcher = Dispatcher(queue, mailbox, GatewayMetrics(), silence_timeout_s=0.2)
+    dispatcher.start()
+    yield dispatcher
+    await dispatcher.stop()
+    await mailbox.close()
+    await queue.close()
+
+
+async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[Generation]:
+    """So many choices, 16 a request."""
+    generations = []
+    for _ in range(count // 16):
+        choices = [make_request() for _ in range(16)]
+        generations.append(await dispatcher.submit(choices, timeout_s, 1, ROOM))
+    return generations
+
+
+async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher):
+    generations = await submit(dispatcher, 10_000, timeout_s=10.0)
+
+    async def lateness_s(generation: Generation) -> float:
+        num_ended = 0
+        while num_ended < 16:
+            events = await generation.receive()
+            assert {event.code for _, event in events} == {ErrorCode.DEADLINE_EXCEEDED}
+            num_ended += len(events)
+        return time.monotonic() - generation.deadline_at
+
+    assert max(await asyncio.gather(*map(lateness_s, generations))) < 2.0
+
+
+async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, monkeypatch):
+    [generation] = await submit(dispatcher, 16, timeout_s=1.0)
+    began_at = time.monotonic()
+
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    for name in ("state", "listen", "events", "cancel"):
+        monkeypatch.setattr(dispatcher.queue, name, hang, raising=False)
+    assert await generation.receive(timeout_s=5.0)
+    assert time.monotonic() - began_at < 2.0
+    monkeypatch.undo()
+
+
+async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
+    request = make_request(is_detached=True)
+    first = await dispatcher.submit([request], 60.0, 1, ROOM)
+    with pytest.raises(DuplicateRequest):
+        await dispatcher.submit([request], 60.0, 1, ROOM)
+    dispatcher.fail_all("The first is still known.")
+    assert await first.receive(timeout_s=5.0)
+    assert dispatcher.num_open == 1
+
+
+async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatcher, monkeypatch):
+    sizes: list[int] = []
+    num_running, most_running = 0, 0
+    cancel, num_failures = dispatcher.queue.cancel, 4
+
+    async def count(model: str, request_ids: list[str]) -> None:
+        nonlocal num_running, most_running, num_failures
+        num_running += 1
+        most_running = max(most_running, num_running)
+        sizes.append(len(request_ids))
+        try:
+            await asyncio.sleep(0)
+            if num_failures:
+                num_failures -= 1
+                raise QueueUnavailable("too much at once")
+            await cancel(model, request_ids)
+        finally:
+            num_running -= 1
+
+    monkeypatch.setattr(dispatcher.queue, "cancel", count)
+    generations = await submit(dispatcher, 2_000, timeout_s=60.0)
+    for generation in generations:
+        generation.close()
+    async with asyncio.timeout(15):
+        while await dispatcher.queue.depth(generations[0].model):
+            await asyncio.sleep(0.02)
+    assert max(sizes) <= 500
+    assert most_running == 1
+
+
+async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
+    progress = ChoiceProgress("r")
+    log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2)]
+    progress.accept(delta(2, 3))
+    progress.accept(finished(3))  # held back as well
+    progress.replay(log)
+    assert progress.has_gap
+    progress.replay([*log, delta(2, 3)])
+    assert progress.has_gap
+    [end] = progress.replay([*log, delta(2, 3), finished(3)])
+    assert isinstance(end, Finished)
+    assert not progress.has_gap

@@ -1,0 +1,227 @@
+"""Limits of a key and of the fleet: who is refused, with which status, and until when. Redis's part: `test_bounds`."""
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from gateway.calls.key_limits import (
+    TOKENS_PER_IMAGE,
+    KeyLimitExceeded,
+    KeyLimits,
+    PossibleTokens,
+    possible_tokens,
+    to_bounds,
+)
+from gateway.http.errors import Overloaded
+from shared.protocol import ModelCard, Priority, SamplingParams
+from shared.queue.submit import REASONS, QueueRefused
+from shared.settings.limits import LimitSettings
+from tests.factories_gateway import (
+    CARD,
+    CHAT,
+    Answer,
+    RunningGateway,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    say_nothing,
+)
+from tests.factories_queue import make_image, make_request
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_limits(**limits) -> tuple[KeyLimits, Time]:
+    def overloaded(reason: str) -> Overloaded:
+        return Overloaded(reason, "", code="server_overloaded", retry_after_s=7)
+
+    time = Time()
+    return KeyLimits(LimitSettings(**limits), overloaded, time), time
+
+
+@pytest.mark.parametrize(("per_image", "counted"), [(144, 144), (0, TOKENS_PER_IMAGE)])
+def test_tokens_are_those_of_text_pictures_and_the_longest_answer(per_image, counted):
+    card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, tokens_per_image=per_image)
+    images = (make_image("a"), make_image("b"))
+    request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
+    assert possible_tokens(request, card) == PossibleTokens(10 + 2 * counted, 10)
+
+
+def test_a_request_never_comes_to_more_than_the_model_holds():
+    card = ModelCard("m", 1, max_model_len=100, vocab_size=9)
+    assert possible_tokens(make_request(sampling=SamplingParams(max_tokens=500)), card).total == 100
+    long = make_request("x" * 1000, sampling=SamplingParams(max_tokens=500))
+    assert possible_tokens(long, card) == PossibleTokens(99, 1)
+    assert possible_tokens(make_request("", sampling=SamplingParams(max_tokens=1)), card).total == 1
+
+
+def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():
+    limits = LimitSettings(max_open_tokens=100, max_queue_depth=5, max_batch_queue_depth=7)
+    interactive, batch = (to_bounds(limits, priority) for priority in Priority)
+    assert (interactive.max_tokens, interactive.max_waiting) == (100, 5)
+    assert (batch.max_tokens, batch.max_waiting) == (50, 7)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_key_beyond_its_limit_gets_429_and_a_fleet_beyond_its_own_503(reason):
+    limits, _ = make_limits(max_key_requests_per_minute=3)
+    error = limits.to_error(QueueRefused(reason, 0.0), "m", "a")
+    assert error.status == (429 if reason.startswith("key_") else 503)
+    assert (error.reason, error.retry_after_s) == (reason, 7)
+
+
+def test_a_key_that_has_to_wait_is_not_asked_about_again_until_then():
+    limits, time = make_limits(max_key_requests_per_minute=3)
+    told = limits.to_error(QueueRefused("key_requests", 11.2), "m", "a")
+    assert told.retry_after_s == 12
+    time.now = 10.0
+    with pytest.raises(KeyLimitExceeded, match="3 requests per minute") as refused:
+        limits.check("m", "a")
+    assert refused.value.retry_after_s == 2
+    limits.check("m", "b")
+    limits.check("other", "a")
+    time.now = 11.3
+    limits.check("m", "a")
+
+
+@pytest.mark.parametrize(("reason", "wait_s"), [("key_open", 0.0), ("key_tokens", 11.2)])
+def test_what_may_be_free_at_any_moment_is_asked_about_again(reason, wait_s):
+    limits, _ = make_limits(max_key_open_requests=1)
+    limits.to_error(QueueRefused(reason, wait_s), "m", "a")
+    limits.check("m", "a")
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_key_requests_per_minute": 1}}])
+async def test_a_key_is_told_when_to_come_back(gateway, worker, changes):
+    assert (await gateway.chat()).status_code == 200
+    for _ in range(2):
+        refused = await gateway.chat()
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 50 <= int(refused.headers["retry-after"]) <= 60
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_admission_rejections_total{reason="key_requests"} 2.0' in text
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_open_tokens": 100}}])
+async def test_a_fleet_whose_tokens_are_held_gets_503_until_they_are_let_go(
+    gateway, worker, changes
+):
+    usual, worker.script = worker.script, say_nothing
+    async with gateway.client.stream(
+        "POST", "/v1/chat/completions", json=make_body(stream=True, max_tokens=90)
+    ):
+        refused = await gateway.chat(make_body(max_tokens=20))
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+    await worker.cancelled.wait()
+    worker.script = usual
+    assert (await gateway.chat(make_body(max_tokens=90))).status_code == 200
+
+
+async def test_two_gateways_let_a_key_keep_as_many_open_as_one(redis_server, redis_prefix):
+    """And what it closes at one gateway is free at the other."""
+    settings = make_settings(redis_server, redis_prefix, limits={"max_key_open_requests": 2})
+    async with (
+        run_worker(redis_server, redis_prefix) as worker,
+        run_gateway_on_socket(settings) as one,
+        run_gateway_on_socket(settings) as two,
+    ):
+        usual, worker.script = worker.script, say_nothing
+        asking = [asyncio.ensure_future(gateway.chat()) for gateway in (one, two)]
+        while len(worker.answers) < 2:
+            await asyncio.sleep(0.005)
+        refused = [await gateway.chat() for gateway in (one, two)]
+        assert [answer.status_code for answer in refused] == [429, 429]
+        assert all("retry-after" in answer.headers for answer in refused)
+        asking[0].cancel()
+        await worker.cancelled.wait()
+        worker.script = usual
+        assert (await two.chat()).status_code == 200
+        asking[1].cancel()
+
+
+@pytest.fixture
+async def roomy_worker(redis_server, redis_prefix):
+    """Of a model that holds long answers."""
+    async with run_worker(
+        redis_server, redis_prefix, replace(CARD, max_model_len=100_000)
+    ) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def limited(redis_server, redis_prefix, roomy_worker):
+    """A gateway whose keys have 1000 tokens a minute."""
+    limits = {"max_key_tokens_per_minute": 1000}
+    settings = make_settings(redis_server, redis_prefix, limits=limits)
+    async with run_gateway_on_socket(settings) as gateway:
+        yield gateway
+
+
+async def say_much(answer: Answer) -> None:
+    """3000 tokens: three minutes' worth."""
+    await answer.start()
+    await answer.finish(*["on "] * 3000)
+
+
+async def settled(gateway: RunningGateway) -> None:
+    while gateway.services.settlements.num_open:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 2}])
+async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(
+    limited, roomy_worker, body
+):
+    """Else it would get many times its tokens of each minute, for ever."""
+    roomy_worker.script = say_much
+    assert (await limited.chat(make_body(**body))).status_code == 200
+    await settled(limited)
+    refused = await limited.chat()
+    assert refused.status_code == 429
+    minutes = 3 * body.get("n", 1) - 1
+    assert 60 * minutes - 5 < int(refused.headers["retry-after"]) <= 60 * minutes + 1
+
+
+async def test_a_key_gets_back_what_an_answer_did_not_take(limited, roomy_worker):
+    for _ in range(3):
+        assert (await limited.chat(make_body(max_tokens=900))).status_code == 200
+        await settled(limited)
+
+
+async def test_a_key_that_leaves_pays_for_what_was_said_until_then(limited, roomy_worker):
+    usual, roomy_worker.script = roomy_worker.script, say_nothing
+    body = make_body(stream=True, max_tokens=5000)
+    async with limited.client.stream("POST", CHAT, json=body):
+        pass
+    await roomy_worker.cancelled.wait()
+    await settled(limited)
+    roomy_worker.script = usual
+    assert (await limited.chat()).status_code == 200
+
+
+async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(limited, roomy_worker):
+    is_left = asyncio.Event()
+
+    async def say_much_later(answer: Answer) -> None:
+        await answer.start()
+        await is_left.wait()
+        await answer.finish(*["on "] * 3000)
+
+    roomy_worker.script = say_much_later
+    body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
+    async with limited.client.stream("POST", CHAT, json=body, headers=headers):
+        pass
+    while not limited.services.settlements.num_open:
+        await asyncio.sleep(0.01)
+    is_left.set()
+    await settled(limited)
+    assert (await limited.chat()).status_code == 429

@@ -1,0 +1,203 @@
+"""Every limit of the table: what is at it passes, what is one above is refused with its field and its number."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.api.chat.translate import num_choices, translate_messages, translate_sampling
+from gateway.http.admission import Admission
+from gateway.http.body import decode_request, read_body
+from gateway.http.context import RequestContext
+from gateway.http.errors import InvalidRequest
+from gateway.images.header import ImageHeader, ImageRefused, check_header
+from gateway.images.loader import ImageLoader, ImageSource
+from shared.settings import limits as limits_module
+from shared.settings.limits import LimitSettings
+from tests.factories_gateway import make_body
+from tests.factories_pictures import data_url, encoded, ignore
+
+JSON = {b"content-type": b"application/json"}
+
+
+def admit(body: dict[str, Any], limits: LimitSettings) -> None:
+    """All checks of a body that need neither the fleet nor pictures' bytes. Raises: InvalidRequest."""
+    request = decode_request(msgspec.json.encode(body))
+    translate_messages(request.messages, limits)
+    translate_sampling(request, limits, seed=0)
+    num_choices(request, limits)
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def picture() -> dict[str, Any]:
+    return {"type": "image_url", "image_url": "data:"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A limit, the least that it may be, and a body that has as many of its quantity as one asks for."""
+
+    limit: str
+    make: Callable[[int], dict[str, Any]]
+    param: str | None
+    least: int = 1
+
+
+#: Limits that an operator may change.
+BODY_ROWS = [
+    Row("max_messages", lambda n: {"messages": [{"role": "user", "content": ""}] * n}, "messages"),
+    Row("max_text_chars", lambda n: {"messages": [{"role": "user", "content": "é" * n}]}, "messages"),
+    Row("max_text_chars", lambda n: user(*[{"type": "text", "text": "x"}] * n), "messages"),
+    Row("max_images", lambda n: user(*[picture()] * n), "messages.[0].content.[{limit}].image_url"),
+    Row("max_choices", lambda n: {"n": n}, "n"),
+    Row("max_output_tokens", lambda n: {"max_tokens": n}, "max_tokens"),
+    Row("max_output_tokens", lambda n: {"max_completion_tokens": n}, "max_completion_tokens"),
+    Row("max_stop_strings", lambda n: {"stop": ["x"] * n}, "stop"),
+    Row("max_stop_chars", lambda n: {"stop": "x" * n}, "stop"),
+    Row("max_stop_chars", lambda n: {"stop": ["x" * n]}, "stop"),
+    Row("max_logit_bias", lambda n: {"logit_bias": {str(i): 1 for i in range(n)}}, "logit_bias"),
+    Row("max_top_logprobs", lambda n: {"logprobs": True, "top_logprobs": n}, "top_logprobs"),
+]  # fmt: skip
+
+#: Limits that the contract fixes: field, constant, body.
+FIXED_ROWS = [
+    ("model", "MAX_MODEL_CHARS", lambda n: {"model": "x" * n}),
+    ("user", "MAX_USER_CHARS", lambda n: {"user": "x" * n}),
+    ("messages.[0].name", "MAX_NAME_CHARS", lambda n: {"messages": [{"role": "user", "content": "", "name": "x" * n}]}),
+    ("metadata", "MAX_METADATA_ENTRIES", lambda n: {"metadata": {str(i): "" for i in range(n)}}),
+    ("metadata", "MAX_METADATA_KEY_CHARS", lambda n: {"metadata": {"k" * n: ""}}),
+    ("metadata", "MAX_METADATA_VALUE_CHARS", lambda n: {"metadata": {"k": "v" * n}}),
+]  # fmt: skip
+
+#: Limits with a test of their own, here or beside what they are about.
+ELSEWHERE = (
+    "max_body_bytes",
+    "max_image_",
+    "max_header",
+    "max_queue_",
+    "max_batch_",
+    "max_open_",
+    "max_key_",
+    "max_wrong_",
+)
+
+
+def test_no_limit_is_without_a_row():
+    here = {name for name in LimitSettings.model_fields if not name.startswith(ELSEWHERE)}
+    assert {row.limit for row in BODY_ROWS} == here
+    constants = {name for name in vars(limits_module) if name.startswith("MAX_")}
+    assert {name for _, name, _ in FIXED_ROWS} == constants
+
+
+@pytest.mark.parametrize("row", BODY_ROWS, ids=lambda row: row.limit)
+@settings(deadline=None, max_examples=50)
+@given(limit=st.integers(0, 40), excess=st.integers(1, 40))
+def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_name(row, limit, excess):
+    limit += row.least
+    limits = LimitSettings(**{row.limit: limit})
+    admit(make_body(**row.make(limit)), limits)
+    with pytest.raises(InvalidRequest) as raised:
+        admit(make_body(**row.make(limit + excess)), limits)
+    assert raised.value.status == 400
+    assert raised.value.param == (row.param and row.param.format(limit=limit))
+    assert str(limit) in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("param", "constant", "make"), FIXED_ROWS, ids=[row[1] for row in FIXED_ROWS]
+)
+@settings(deadline=None, max_examples=50)
+@given(excess=st.integers(1, 40))
+def test_a_fixed_limit_is_held_too(param, constant, make, excess):
+    limit = getattr(limits_module, constant)
+    admit(make_body(**make(limit)), LimitSettings())
+    with pytest.raises(InvalidRequest) as raised:
+        admit(make_body(**make(limit + excess)), LimitSettings())
+    assert raised.value.param == param
+    assert str(limit) in raised.value.message
+
+
+async def read(
+    pieces: list[bytes], limits: LimitSettings, headers: dict[bytes, bytes] = JSON
+) -> bytes:
+    """A body that arrives in pieces."""
+    messages = iter(pieces)
+
+    async def receive() -> dict[str, Any]:
+        piece = next(messages)
+        return {"type": "http.request", "body": piece, "more_body": piece is not pieces[-1]}
+
+    with Admission(1, 10**9).hold_body() as held:
+        return await read_body(
+            receive, RequestContext("id", headers, 0.0), held, limits, timeout_s=5
+        )
+
+
+@settings(deadline=None, max_examples=50)
+@given(pieces=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6))
+async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
+    pieces = [bytes(bytearray(piece)) for piece in pieces]  # equal ones are told apart by identity
+    body = b"".join(pieces)
+    limit = len(body) - 1
+    assert await read(pieces, LimitSettings.model_construct(max_body_bytes=len(body))) == body
+    with pytest.raises(InvalidRequest, match=f"at most {limit} bytes") as raised:
+        await read(pieces, LimitSettings.model_construct(max_body_bytes=limit))
+    assert raised.value.status == 413
+
+
+async def test_a_body_of_more_values_than_any_text_needs_is_refused_while_it_comes():
+    limits = LimitSettings(max_text_chars=10)
+    body = b"," * limits.max_commas
+    assert await read([body[:9], body[9:]], limits) == body
+    with pytest.raises(InvalidRequest, match=f"at most {limits.max_commas} commas") as raised:
+        await read([body, b",", b"not read"], limits)
+    assert (raised.value.status, raised.value.code) == (413, "request_too_large")
+
+
+async def test_a_body_that_says_it_is_too_long_is_not_read():
+    limits = LimitSettings.model_construct(max_body_bytes=9)
+    with pytest.raises(InvalidRequest, match="at most 9 bytes"):
+        await read([], limits, {**JSON, b"content-length": b"10"})
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 500), st.integers(2, 500))
+def test_pictures_at_the_limits_of_their_size_pass(width, height):
+    header = ImageHeader("image/png", width, height)
+    short, long = sorted((width, height))
+    fits = LimitSettings(
+        max_image_side=long, max_image_pixels=long * short, max_image_aspect=long / short * 1.000001
+    )
+    check_header(header, fits)
+    for name, value in (
+        ("max_image_side", long - 1),
+        ("max_image_pixels", long * short - 1),
+        ("max_image_aspect", long / short * 0.999999),
+    ):
+        limits = fits.model_copy(update={name: value})
+        with pytest.raises(
+            ImageRefused, match=re.escape(f"{value:g}" if "aspect" in name else f"{value}")
+        ):
+            check_header(header, limits)
+
+
+async def test_pictures_at_the_limit_of_bytes_pass():
+    data = encoded()
+    source = ImageSource(data_url(), "p")
+    for room in (0, 1):
+        loader = ImageLoader(LimitSettings(max_image_bytes=len(data) + room), None)
+        assert (await loader.load_all([source], ignore))[0].data == data
+        loader.close()
+    loader = ImageLoader(LimitSettings(max_image_bytes=len(data) - 1), None)
+    with pytest.raises(InvalidRequest, match=f"at most {len(data) - 1} bytes") as raised:
+        await loader.load_all([source], ignore)
+    loader.close()
+    assert raised.value.param == "p"

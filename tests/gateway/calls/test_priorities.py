@@ -1,0 +1,58 @@
+"""How a client says that its request is batch work, and what it is told."""
+
+import pytest
+
+from shared.protocol import Priority
+from tests.factories_gateway import make_body
+from tests.gateway.api.chat.test_streams import read_events
+
+FLEX = make_body(service_tier="flex")
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "priority", "tier"),
+    [
+        ({}, None, Priority.INTERACTIVE, None),
+        ({"service_tier": None}, None, Priority.INTERACTIVE, None),
+        ({"service_tier": "auto"}, None, Priority.INTERACTIVE, "default"),
+        ({"service_tier": "priority"}, None, Priority.INTERACTIVE, "default"),
+        ({"service_tier": "flex"}, None, Priority.BATCH, "flex"),
+        ({}, "batch", Priority.BATCH, None),
+        ({"service_tier": "flex"}, "interactive", Priority.INTERACTIVE, "default"),
+    ],
+)
+async def test_the_header_goes_before_the_tier_and_the_answer_names_what_was_done(
+    gateway, worker, body, header, priority, tier
+):
+    headers = {} if header is None else {"x-vlm-priority": header}
+    answer = await gateway.chat(make_body(**body), headers=headers)
+    assert answer.status_code == 200
+    assert answer.json().get("service_tier") == tier
+    assert [request.priority for request in worker.requests] == [priority]
+
+
+async def test_each_chunk_of_a_stream_names_the_tier(gateway, worker):
+    *chunks, done = read_events(await gateway.stream(FLEX))
+    assert {chunk["service_tier"] for chunk in chunks} == {"flex"}
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        (make_body(service_tier="turbo"), {}, "service_tier"),
+        (make_body(), {"x-vlm-priority": "urgent"}, "x-vlm-priority"),
+    ],
+)
+async def test_unknown_words_are_refused_by_name(gateway, body, headers, param):
+    answer = await gateway.chat(body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_waits_are_measured_by_priority(gateway, worker):
+    await gateway.chat(FLEX)
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_queue_wait_seconds_count{model="tiny",priority="batch"} 1.0' in text
+    assert 'vlm_queue_wait_seconds_count{model="tiny",priority="interactive"} 0.0' in text
+    assert 'vlm_batch_backlog{model="tiny"} 0.0' in text

@@ -1,0 +1,101 @@
+"""The log's line for each request: what it holds, what it never holds, what it costs."""
+
+import logging
+import time
+
+import pytest
+
+from gateway.calls.request_log import log_request
+from gateway.calls.timings import StageClock
+from gateway.http.context import RequestContext
+from shared.protocol import ErrorCode
+from shared.telemetry import logs
+from shared.telemetry.metrics import STAGES
+from tests.factories_gateway import Answer, make_body
+
+LOGGER = "gateway.calls.request_log"
+
+
+@pytest.fixture
+def lines(caplog, gateway):
+    caplog.set_level(logging.INFO, LOGGER)
+
+    def logged() -> list[dict[str, object]]:
+        gateway.services.afterwards.run()
+        return [vars(record) for record in caplog.records if record.name == LOGGER]
+
+    return logged
+
+
+async def test_a_finished_request_is_one_line_with_its_tokens_and_stages(gateway, worker, lines):
+    headers = {"x-request-id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    body = make_body("secret prompt", user="jane@example.com", metadata={"k": "label"})
+    await gateway.chat(body, headers=headers)
+    [line] = lines()
+    assert worker.requests[0].request_id.startswith(line["request_id"])
+    assert (line["model"], line["outcome"], line["status"]) == ("tiny", "ok", 200)
+    assert (line["client_request_id"], line["trace_id"]) == ("mine", "a" * 32)
+    assert (line["prompt_tokens"], line["output_tokens"]) == (7, 3)
+    assert sum(line[f"{stage}_s"] for stage in STAGES) == pytest.approx(line["e2e_s"], abs=1e-4)
+    assert len(line["user"]) == 12
+    for secret in ("secret", "jane", "label", "Hello"):
+        assert secret not in str(line)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one", "sk-two")}}])
+async def test_the_tenant_is_a_hash_that_tells_keys_apart(gateway, lines):
+    for key in ("sk-one", "sk-two", "sk-one"):
+        await gateway.chat(headers={"authorization": f"Bearer {key}"})
+    first, other, again = [line["tenant"] for line in lines()]
+    assert first == again != other
+    assert len(first) == 12
+    assert "sk-" not in str(lines())
+
+
+async def test_a_refused_request_is_a_line_too(gateway, lines):
+    await gateway.chat(make_body(n=-1))
+    [line] = lines()
+    assert (line["model"], line["outcome"], line["status"]) == ("other", "invalid_value", 400)
+
+
+async def test_a_failure_after_the_first_token_shows_what_the_client_was_told(
+    gateway, worker, lines
+):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+    worker.script = script
+    await gateway.stream()
+    [line] = lines()
+    assert (line["outcome"], line["status"]) == ("engine_failure", 200)
+
+
+async def test_what_is_logged_during_a_request_names_it(gateway, worker, monkeypatch):
+    seen: list[str | None] = []
+    submit = gateway.services.dispatcher.submit
+
+    async def note(*arguments):
+        seen.append(logs.request_id.get())
+        return await submit(*arguments)
+
+    monkeypatch.setattr(gateway.services.dispatcher, "submit", note)
+    await gateway.chat()
+    assert worker.requests[0].request_id == f"{seen[0]}-0"
+    assert logs.request_id.get() is None
+
+
+def test_a_line_that_nobody_reads_costs_next_to_nothing(caplog):
+    caplog.set_level(logging.WARNING, LOGGER)
+    context, clock = RequestContext("a" * 32, {}, 0.0), StageClock(0.0)
+
+    def measure() -> float:
+        began_at = time.perf_counter()
+        for _ in range(100):
+            log_request(
+                context, model="m", outcome="ok", status=200, clock=clock, user="u", recorder=None
+            )
+        return (time.perf_counter() - began_at) / 100
+
+    assert min(measure() for _ in range(10)) < 10e-6

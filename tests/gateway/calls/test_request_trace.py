@@ -1,0 +1,169 @@
+"""The gateway's part of a trace, as a collector sees it; the worker is scripted."""
+
+import subprocess
+import sys
+
+import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+
+from shared.protocol import ErrorCode
+from shared.settings.tree import SettingsError, TraceSettings
+from shared.telemetry.tracing import create_tracer
+from tests.factories_gateway import Answer, make_body, make_settings, run_gateway_on_socket
+from tests.factories_pictures import data_url
+from tests.otlp_collector import run_collector
+
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
+SERVER = 2
+
+
+@pytest.fixture
+def collector(monkeypatch):
+    with run_collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        yield collector
+
+
+@pytest.fixture
+def traced(collector, redis_server, redis_prefix, worker):
+    """A gateway that sends its spans when it stops."""
+    settings = make_settings(redis_server, redis_prefix)
+    traces = settings.traces.model_copy(update={"export": "otlp"})
+    return run_gateway_on_socket(settings.model_copy(update={"traces": traces}))
+
+
+def tree(spans):
+    [root] = [span for span in spans if span.kind == SERVER]
+    return root, {span.name: span for span in spans if span.parent_id == root.span_id}
+
+
+async def test_a_span_for_the_request_and_one_for_each_stage_below_it(traced, worker, collector):
+    picture = {"type": "image_url", "image_url": {"url": data_url()}}
+    content = [{"type": "text", "text": "secret prompt"}, picture]
+    body = make_body(
+        messages=[{"role": "user", "content": content}],
+        max_tokens=5, temperature=0.5, seed=-3, stop="secret stop", user="secret user", timings=True,
+    )  # fmt: skip
+    async with traced as gateway:
+        headers = {"traceparent": CALLER, "authorization": "Bearer secret-key"}
+        response = await gateway.chat(body, headers=headers)
+    root, stages = tree(collector.spans)
+    assert (root.name, root.trace_id, root.parent_id) == ("chat tiny", "a" * 32, "b" * 16)
+    assert set(stages) == {"ingest", "image_decode", "relay"}
+    timings = response.json()["timings"]
+    for name in ("ingest", "image_decode"):
+        assert stages[name].duration == pytest.approx(timings[f"{name}_s"], abs=1e-5)
+    assert stages["ingest"].begin == root.begin
+    assert stages["relay"].end == root.end
+    assert root.duration == pytest.approx(timings["e2e_s"], abs=0.05)
+    assert (
+        root.attributes.items()
+        >= {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "tiny",
+            "gen_ai.request.max_tokens": 5,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.seed": -3,
+            "gen_ai.request.stream": False,
+            "gen_ai.response.id": response.json()["id"],
+            "gen_ai.response.model": "tiny",
+            "gen_ai.response.finish_reasons": ["stop"],
+            "gen_ai.usage.input_tokens": 7,
+            "gen_ai.usage.output_tokens": 3,
+            "gen_ai.usage.cache_read.input_tokens": 2,
+            "vlm.usage.image_tokens": 4,
+            "vlm.outcome": "ok",
+            "http.response.status_code": 200,
+        }.items()
+    )
+    assert root.service == "vlm-gateway"
+    assert not root.is_error
+    assert not [body for body in collector.bodies if b"secret" in body or b"base64" in body]
+
+
+async def test_names_of_genai_attributes_are_the_conventions_own(traced, collector):
+    async with traced as gateway:
+        await gateway.stream(make_body(n=1, top_k=3, top_p=0.5, presence_penalty=1))
+    known = {v for k, v in vars(gen_ai_attributes).items() if k.startswith("GEN_AI_")}
+    root, _ = tree(collector.spans)
+    used = {name for name in root.attributes if name.startswith("gen_ai.")}
+    assert {"gen_ai.request.top_k", "gen_ai.response.time_to_first_chunk"} <= used
+    assert used <= known
+
+
+async def test_the_header_is_answered_and_sent_on_under_our_own_span(traced, worker, collector):
+    async with traced as gateway:
+        response = await gateway.chat(headers={"traceparent": CALLER})
+    root, _ = tree(collector.spans)
+    ours = f"00-{root.trace_id}-{root.span_id}-01"
+    assert response.headers["traceparent"] == ours
+    assert worker.requests[0].trace_parent == ours
+
+
+async def test_a_malformed_header_begins_a_new_trace(traced, collector):
+    async with traced as gateway:
+        response = await gateway.chat(headers={"traceparent": CALLER.replace("a", "0")})
+    root, _ = tree(collector.spans)
+    assert root.parent_id == ""
+    assert root.trace_id not in ("a" * 32, "0" * 32)
+    assert response.headers["traceparent"][3:35] == root.trace_id
+
+
+async def test_a_caller_who_keeps_no_trace_gets_none(traced, worker, collector):
+    async with traced as gateway:
+        await gateway.chat(headers={"traceparent": CALLER[:-2] + "00"})
+    assert worker.requests[0].trace_parent.endswith("-00")
+    assert collector.spans == []
+
+
+async def test_a_failure_of_ours_is_an_error_and_one_of_the_client_is_not(
+    traced, worker, collector
+):
+    async def script(answer: Answer) -> None:
+        await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+    worker.script = script
+    async with traced as gateway:
+        await gateway.chat()
+        await gateway.chat(make_body(max_tokens=10**30, temperature=9))
+    failed, refused = sorted(collector.spans, key=lambda s: s.name == "chat other")[-2:]
+    assert (failed.is_error, failed.attributes["error.type"]) == (True, "engine_failure")
+    assert (refused.is_error, refused.attributes["vlm.outcome"]) == (False, "invalid_value")
+    assert refused.attributes["http.response.status_code"] == 400
+
+
+async def test_without_traces_the_callers_header_is_passed_on_and_answered(gateway, worker):
+    response = await gateway.chat(headers={"traceparent": CALLER})
+    assert response.headers["traceparent"] == worker.requests[0].trace_parent == CALLER
+    response = await gateway.chat()
+    assert "traceparent" not in response.headers
+    assert worker.requests[1].trace_parent is None
+
+
+def test_without_traces_nothing_that_makes_spans_is_imported():
+    code = (
+        "import sys, gateway.main, worker.main\n"
+        "print({'shared.telemetry.spans', 'opentelemetry.sdk.trace', 'opentelemetry.exporter'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_without_the_extra_the_setting_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "shared.telemetry.spans", raising=False)
+    with pytest.raises(SettingsError, match=r"VLM_TRACES__EXPORT: .* pip install .*traces"):
+        create_tracer(TraceSettings(export="otlp"), "gateway", "g")
+
+
+def test_opentelemetrys_own_switch_turns_it_off(monkeypatch):
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert create_tracer(TraceSettings(export="otlp"), "gateway", "g") is None
+
+
+async def test_clients_do_not_decide_where_the_operator_does(traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    async with traced as gateway:
+        await gateway.chat(headers={"traceparent": CALLER})
+    assert collector.spans == []

@@ -1,0 +1,31 @@
+"""When to come back, by the pace at which requests ended."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.http import admission
+from gateway.http.admission import Admission
+
+
+@pytest.mark.parametrize(
+    ("num_ended", "wait_s"), [(0, 1), (1, 30), (20, 20), (40, 10), (100, 4), (400, 1)]
+)
+def test_who_is_sent_away_is_told_when_those_that_are_open_will_have_ended(
+    monkeypatch, num_ended, wait_s
+):
+    """Forty are open; what ended more than ten seconds ago is no pace."""
+    now = 1000.0
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(admission.random, "uniform", lambda low, high: (low + high) / 2)
+    gate = Admission(max_open=1000, max_body_bytes=1)
+    for _ in range(40):
+        gate.__enter__()
+    for _ in range(300):
+        with gate:
+            pass
+    now += 11.0
+    for _ in range(num_ended):
+        with gate:
+            pass
+    assert gate.retry_after_s() == wait_s

@@ -1,0 +1,143 @@
+"""Keys: who passes, what the others see, and what an open gateway may listen on."""
+
+import asyncio
+import logging
+
+import pytest
+from pydantic import SecretStr
+
+from gateway.http.auth import KeyRing, check_exposure, is_loopback
+from gateway.http.errors import AuthenticationError
+from shared.settings.tree import GatewaySettings, SettingsError
+from tests.factories_gateway import CHAT, make_body
+from tests.factories_pictures import data_url
+
+KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
+ONE = {"authorization": "Bearer sk-one"}
+
+with_keys = pytest.mark.parametrize("changes", [KEYS])
+
+
+@with_keys
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer  sk-one"},
+        {"authorization": "Bearer sk-one "[:-1] + "x"},
+        {"authorization": "Bearer sk-on"},
+        {"authorization": "Basic sk-one"},
+        {"authorization": "sk-one"},
+        {"authorization": b"Bearer sk-\xff\xfe"},
+        {"authorization": "Bearer ' OR 1=1--"},
+        {"authorization": "Bearer *"},
+        {"authorization": "Bearer " + "x" * 20_000},
+        [("authorization", "Bearer sk-one"), ("authorization", "Bearer sk-one")],
+        [("authorization", "Bearer nobody"), ("authorization", "Bearer sk-one")],
+        {"x-api-key": "sk-one", "cookie": "key=sk-one"},
+    ],
+)
+async def test_without_a_known_key_nothing_passes(gateway, worker, changes, headers):
+    response = await gateway.client.post(CHAT, json=make_body(), headers=headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert "sk-" not in response.text
+    assert worker.answers == []
+
+
+@with_keys
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+@pytest.mark.parametrize("key", ["sk-one", "sk-two"])
+async def test_each_key_passes(gateway, worker, changes, scheme, key):
+    response = await gateway.chat(headers={"authorization": f"{scheme} {key}"})
+    assert response.status_code == 200
+
+
+@with_keys
+async def test_of_all_routes_only_the_probes_are_public(gateway, worker, changes):
+    paths = {getattr(route, "path", "") for route in gateway.server.config.app.routes}
+    paths |= {"/docs", "/redoc", "/openapi.json", "/metrics", "/nowhere", "//healthz", "/healthz/"}
+    for path in sorted(paths - {""}):
+        for method in ("GET", "POST", "OPTIONS", "HEAD"):
+            url = gateway.url + path.replace("{name:path}", "tiny")
+            response = await gateway.client.request(method, url)
+            if path in ("/healthz", "/readyz"):
+                assert response.status_code in (200, 405), path
+            else:
+                assert response.status_code == 401, (method, path)
+
+
+@with_keys
+async def test_caches_are_salted_by_key_and_never_by_the_client(gateway, worker, changes):
+    for key in ("sk-one", "sk-two", "sk-one"):
+        await gateway.chat(headers={"authorization": f"Bearer {key}", "cache-salt": "x"})
+    one, two, again = (request.cache_salt for request in worker.requests)
+    assert one == again != two
+    assert "sk-" not in one
+    assert len(one) == 32
+
+
+async def test_an_open_gateway_needs_no_key(gateway, worker):
+    assert (await gateway.chat(headers={"authorization": "Bearer anything"})).status_code == 200
+    assert worker.requests[0].cache_salt == ""
+
+
+def test_keys_are_not_kept_in_clear():
+    ring = KeyRing([SecretStr("sk-secret")])
+    assert "sk-secret" not in repr(vars(ring))
+    with pytest.raises(AuthenticationError):
+        ring.authenticate([])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.com", "192.168.1.1"])
+def test_an_open_gateway_is_refused_where_others_can_reach_it(host):
+    with pytest.raises(SettingsError, match="API_KEYS"):
+        check_exposure(GatewaySettings(host=host))
+    check_exposure(GatewaySettings(host=host, allow_open=True))
+    check_exposure(GatewaySettings(host=host, api_keys=("k",)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.5.5.5", "::1", "localhost"])
+def test_loopback_may_be_open(host):
+    assert is_loopback(host)
+    check_exposure(GatewaySettings(host=host))
+
+
+@with_keys
+async def test_a_key_in_the_url_is_no_key(gateway, worker, changes):
+    response = await gateway.client.get("/v1/models?api_key=sk-one&authorization=Bearer%20sk-one")
+    assert response.status_code == 401
+
+
+@with_keys
+async def test_logs_hold_no_key_no_prompt_and_no_picture(
+    gateway, worker, changes, caplog, monkeypatch
+):
+    caplog.set_level(logging.DEBUG)
+    ended = asyncio.Semaphore(
+        0
+    )  # one for each line of a request's end, which comes after its answer
+    watch = logging.Handler()
+    watch.emit = lambda record: ended.release()  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("gateway.calls.request_log"), "handlers", [watch])
+    picture = data_url(size=(300, 200))
+    content = [
+        {"type": "text", "text": "pRoMpT"},
+        {"type": "image_url", "image_url": {"url": picture}},
+    ]
+    body = make_body(messages=[{"role": "user", "content": content}])
+    for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
+        for extra in ({}, {"pRoMpT": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
+            await gateway.client.post(CHAT, json={**body, **extra}, headers=headers)
+    async with asyncio.timeout(10):
+        for _ in range(4):  # without a key no request begins
+            await ended.acquire()
+    assert caplog.text.count("request ended") == 4
+    written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
+    for secret in ("sk-", "pRoMpT", picture[100:400]):
+        assert secret not in written

@@ -1,0 +1,557 @@
+"""The server: bounds on headers, probes, drain, overload, Redis away, models."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gateway.http.errors import NotFound
+from shared.protocol import ModelCard
+from shared.queue.registry import WorkerRecord
+from shared.redis.link import RedisLink
+from tests.factories_gateway import (
+    CARD,
+    CHAT,
+    Answer,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    say_hello,
+    say_nothing,
+)
+from tests.gateway.api.chat.test_streams import read_events
+from tests.gateway.calls.test_disconnects import wait_for
+
+
+async def talk(gateway, *pieces: bytes) -> bytes:
+    """Send raw bytes; what comes back until the server hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+JSON_TYPE = {"content-type": "application/json"}
+CHUNKED = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+START = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (START, b"a: " + b"b" * 40_000, b"\r\n\r\n"),
+        (START + b"a: " + b"b" * 40_000 + b"\r\n\r\n",),
+        (START + b"".join(b"h%d: x\r\n" % i for i in range(200)) + b"\r\n",),
+        (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\n\r\n",),
+        (b"nonsense\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding : chunked\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n folded\r\n\r\n",),
+        (b"GET /healthz HTTP/2.0\r\nhost: x\r\n\r\n",),
+        (b"GET /healthz HTTP/0.9\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n",),
+        (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",),
+        (CHUNKED, b"0\r\n" + b"a: b\r\n" * 200),
+        (CHUNKED, b"0\r\n", *[b"a: " + b"b" * 9000 + b"\r\n"] * 5),
+    ],
+    ids=lambda pieces: str(pieces[0][:30]),
+)  # fmt: skip
+async def test_what_is_not_plain_http_is_refused_and_hung_up_on(gateway, pieces):
+    answer = await talk(gateway, *pieces)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert b'"code":"invalid_http"' in answer
+
+
+@pytest.mark.parametrize("path", [b"/healthz", CHAT.encode()])
+@pytest.mark.parametrize("start", [b"0\r\n", b"0\r\na: ", b"1;"], ids=["many", "long", "chunk"])
+async def test_trailers_without_end_are_hung_up_on(gateway, path, start):
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(CHUNKED.replace(CHAT.encode(), path) + start)
+    piece = (b"a: b\r\n" if start == b"0\r\n" else b"bbbbbb") * 10_000
+    with pytest.raises(ConnectionError):  # noqa: PT012
+        for _ in range(100):
+            writer.write(piece)
+            await writer.drain()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    assert reader.at_eof() or reader.exception()
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
+async def test_a_trailer_is_no_header(gateway, worker, changes):
+    body = json.dumps(make_body()).encode()
+    trailers = b"authorization: Bearer sk-one\r\nx-request-id: trailer\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)
+    answer = await talk(gateway, CHUNKED + chunks)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"x-request-id: trailer" not in answer
+    with_key = CHUNKED.replace(b"host: x", b"host: x\r\nauthorization: Bearer sk-one")
+    answer = await talk(gateway, with_key + chunks)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"x-request-id: trailer" not in answer
+
+
+async def test_a_protocol_that_is_not_spoken_is_answered_in_this_one_and_not_logged(
+    gateway, worker, caplog
+):
+    body = json.dumps(make_body()).encode()
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    answer = await talk(
+        gateway,
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"%bcontent-length: %d\r\n\r\n%b" % (upgrade, len(body), body),
+        START + b"\r\n",
+    )
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert b"Hello you" in answer
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"header_timeout_s": 0.2}}])
+async def test_headers_that_do_not_come_are_not_waited_for(gateway, changes):
+    assert await talk(gateway) == b""
+    assert await talk(gateway, START) == b""
+
+
+POST = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n%b\r\n%b"
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"body_timeout_s": 0.2}}])
+@pytest.mark.parametrize("sent", [b"", b"{"])
+@pytest.mark.parametrize("header", [b"", b"expect: 100-continue\r\n"], ids=["plain", "expect"])
+async def test_a_body_that_does_not_come_is_not_waited_for(gateway, changes, sent, header):
+    answer = await talk(gateway, POST % (CHAT.encode(), header, sent))
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 408 "), answer
+    assert b'"code":"timeout"' in answer
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"body_timeout_s": 0.2}}])
+async def test_a_body_that_nobody_reads_is_not_waited_for_either(gateway, changes):
+    answer = await talk(gateway, POST % (b"/nowhere", b"", b"{"))
+    assert answer.startswith(b"HTTP/1.1 404 "), answer
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
+@pytest.mark.parametrize("path", [b"/metrics", b"/page/style.css", b"/v1/models", b"/nowhere"])
+async def test_who_reads_no_answer_is_hung_up_on(gateway, changes, path):
+    with asks_without_reading(gateway, b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path * 400):
+        await wait_for(lambda: gateway.server.server_state.connections)
+        await wait_for(lambda: not gateway.server.server_state.connections)
+        await wait_for(lambda: not gateway.server.server_state.tasks)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
+async def test_the_end_of_a_last_answer_that_nobody_reads_is_dropped(gateway, changes):
+    request = b"GET /page/main.js HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with asks_without_reading(gateway, request):
+        await wait_for(lambda: gateway.server.server_state.connections)
+        await wait_for(lambda: not gateway.server.server_state.connections)
+
+
+@contextlib.contextmanager
+def asks_without_reading(gateway, requests: bytes):
+    """A client that sends and leaves the answers where they are; few bytes of them fit between the two."""
+    gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.connect(("127.0.0.1", gateway.server.port))
+        client.settimeout(5)
+        client.sendall(requests)
+        yield
+
+
+async def test_connections_beyond_the_file_descriptors_are_refused_and_counted(
+    gateway, worker, monkeypatch, caplog
+):
+    """Some are kept for Redis, so that requests of the connections that are there are served."""
+    assert (await gateway.client.get("/healthz")).status_code == 200  # keeps its connection
+    num_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (num_files, num_files))
+    for _ in range(3):
+        with contextlib.suppress(ConnectionError):
+            assert await talk(gateway, START + b"\r\n") == b""
+    assert (await gateway.chat()).status_code == 200
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_admission_rejections_total{reason="connections"} 3.0' in text
+    assert [record.name for record in caplog.records].count("gateway.http.server") == 1
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few(is_enough):
+    script = (
+        "import logging, resource, sys; logging.basicConfig();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200));"
+        "from gateway.main import raise_file_limit; raise_file_limit(int(sys.argv[1]));"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    num_needed = "200" if is_enough else "201"
+    done = subprocess.run(
+        [sys.executable, "-c", script, num_needed], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "(200, 200)"
+    assert ("201" in done.stderr) != is_enough
+
+
+async def test_redis_is_connected_before_the_first_request(gateway, redis_server, monkeypatch):
+    async def refuse(*_: object) -> None:
+        raise OSError("no file descriptor is left")
+
+    monkeypatch.setattr(RedisLink, "_connect", refuse)
+    assert await gateway.services.queue.depth("tiny") == 0
+    assert await gateway.services.image_store.get("0" * 64) is None
+
+
+async def test_requests_one_after_the_other_share_a_connection(gateway):
+    request = START.replace(b"close", b"keep-alive") + b"\r\n"
+    answer = await talk(gateway, request + request + START + b"\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(
+    gateway, worker, stream
+):
+    """Also where it asks to keep the connection: nothing else would end a stream."""
+    body = json.dumps(make_body(stream=stream)).encode()
+    answer = await talk(
+        gateway,
+        b"POST /v1/chat/completions HTTP/1.0\r\nconnection: keep-alive\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body),
+    )
+    head, _, said = answer.partition(b"\r\n\r\n")
+    assert b" 200 OK" in head
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    if stream:
+        assert said.startswith(b"data: {")
+        assert said.endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(said)["choices"][0]["message"]["content"] == "Hello you"
+
+
+async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
+    body = json.dumps(make_body("x" * 60_000)).encode()
+    first = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    second = START + b"\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(first + second[:40])
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    writer.write(second[40:])
+    assert b"HTTP/1.1 200 OK" in await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_token_ids_that_collide_keep_nobody_waiting(gateway):
+    """Multiples of 2**61 - 1 have one hash as Python's numbers: a table of them takes quadratic time to fill."""
+    bias = ",".join(f'"{i * (2**61 - 1)}":1' for i in range(19_900)).join("{}")
+    body = json.dumps(make_body(logit_bias="?")).replace('"?"', bias).encode()
+    hostile = asyncio.ensure_future(gateway.client.post(CHAT, content=body, headers=JSON_TYPE))
+    longest_s = 0.0
+    while not hostile.done():
+        began_at = time.perf_counter()
+        assert (await gateway.client.get("/healthz")).status_code == 200
+        longest_s = max(longest_s, time.perf_counter() - began_at)
+    assert (await hostile).json()["error"]["param"] == "logit_bias"
+    assert longest_s < 0.8  # 8 to 10 where they become numbers first
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gateway):
+    limit = gateway.services.settings.limits.max_commas
+    start = b'{"tools":[' + b"1.5," * (limit + 1)
+    answer = await talk(
+        gateway,
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ncontent-length: 31000000\r\n\r\n",
+        start,
+    )
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+    assert b'"code":"request_too_large"' in answer
+
+
+async def test_a_client_that_hangs_up_its_sending_half_has_left(gateway, worker):
+    worker.script = say_nothing
+    body = json.dumps(make_body()).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await wait_for(lambda: worker.answers)
+    writer.write_eof()
+    assert await reader.read() == b""
+    await wait_for(worker.cancelled.is_set)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_probes_tell_whether_a_worker_is_there(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as gateway:
+        assert (await gateway.client.get("/healthz")).json() == {"status": "ok"}
+        response = await gateway.client.get("/readyz")
+        assert (response.status_code, response.json()) == (503, {"status": "no worker"})
+        async with run_worker(redis_server, redis_prefix):
+            await gateway.services.models.refresh()
+            assert (await gateway.client.get("/readyz")).status_code == 200
+
+
+async def test_a_model_without_a_worker_keeps_its_requests_in_the_queue(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_worker(redis_server, redis_prefix) as first:
+        await first.registry.withdraw("scripted")
+    async with run_gateway_on_socket(settings) as gateway:
+        assert (await gateway.client.get("/readyz")).status_code == 503
+        waiting = asyncio.ensure_future(gateway.chat())
+        await wait_for(lambda: gateway.services.dispatcher.num_open == 1)
+        async with run_worker(redis_server, redis_prefix):
+            assert (await waiting).status_code == 200
+
+
+async def test_a_model_that_comes_later_is_found_at_once(redis_server, redis_prefix):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as gateway:
+        assert (await gateway.chat()).status_code == 404
+        async with run_worker(redis_server, redis_prefix):
+            await asyncio.sleep(0.11)  # as long as unknown names are not looked up again
+            assert (await gateway.chat()).status_code == 200
+
+
+async def test_five_hundred_who_ask_for_an_unknown_model_share_one_look(gateway, redis):
+    models = gateway.services.models
+    before = (await redis.info("commandstats"))["cmdstat_smembers"]["calls"]
+    await asyncio.sleep(0.15)  # what is known is old enough to look again
+    results = await asyncio.gather(
+        *(models.find("unknown") for _ in range(500)), return_exceptions=True
+    )
+    after = (await redis.info("commandstats"))["cmdstat_smembers"]["calls"]
+    assert {type(result) for result in results} == {NotFound}
+    assert after - before <= 2 * 3  # one look, and perhaps the gateway's own
+
+
+async def test_models_are_listed_and_shown(gateway):
+    listing = (await gateway.client.get("/v1/models")).json()
+    shown = (await gateway.client.get("/v1/models/tiny")).json()
+    assert listing == {"object": "list", "data": [shown]}
+    assert shown == {
+        "id": "tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "vlm-fleet",
+        "max_model_len": 512,
+        "supports_images": True,
+        "num_workers": 1,
+    }
+
+
+async def test_models_with_a_worker_come_first_and_the_newest_of_them(redis_server, redis_prefix):
+    now = CARD.created_at
+    gone, old, new = (
+        ModelCard(name, created_at, 512, 1000)
+        for name, created_at in (("a-gone", now + 9), ("b-old", now), ("c-new", now + 1))
+    )
+    async with run_worker(redis_server, redis_prefix, gone) as worker:
+        await worker.registry.withdraw("scripted")
+    async with run_worker(redis_server, redis_prefix, old) as worker:
+        await worker.registry.announce(WorkerRecord("second", new, "mock"), ttl_s=60)
+        settings = make_settings(redis_server, redis_prefix)
+        async with run_gateway_on_socket(settings) as gateway:
+            listing = (await gateway.client.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["num_workers"]) for model in listing] == [
+        ("c-new", 1),
+        ("b-old", 1),
+        ("a-gone", 0),
+    ]
+
+
+async def test_models_stay_fresh_whatever_the_registry_held(gateway, monkeypatch):
+    models = gateway.services.models
+    healthy, is_broken = models.registry.workers, True
+
+    async def break_once():
+        nonlocal is_broken
+        if is_broken:
+            is_broken = False
+            raise ValueError("a record of another version")
+        return await healthy()
+
+    monkeypatch.setattr(models.registry, "workers", break_once)
+    await wait_for(lambda: not is_broken)
+    refreshed_at = models._refreshed_at
+    await wait_for(lambda: models._refreshed_at > refreshed_at)
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_open_body_bytes": 100_000}}])
+async def test_bodies_beyond_the_memory_for_them_are_sent_away(gateway, worker, changes):
+    go_on = asyncio.Event()
+
+    async def slow():
+        body = json.dumps(make_body("x" * 90_000)).encode()
+        yield body[:-1]
+        await go_on.wait()
+        yield body[-1:]
+
+    headers = {"content-type": "application/json"}
+    first = asyncio.ensure_future(gateway.client.post(CHAT, content=slow(), headers=headers))
+    await wait_for(lambda: gateway.services.admission.num_body_bytes > 90_000)
+    refused = await gateway.chat(make_body("x" * 20_000))
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "server_overloaded"
+    assert refused.headers["retry-after"]
+    go_on.set()
+    assert (await first).status_code == 200
+    assert (await gateway.chat(make_body("x" * 150_000))).status_code == 200  # alone it may
+    assert gateway.services.admission.num_body_bytes == 0
+
+
+async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix):
+    card = ModelCard("org/name", CARD.created_at, 512, 1000, supports_images=False)
+    settings = make_settings(redis_server, redis_prefix)
+    async with (
+        run_worker(redis_server, redis_prefix, card),
+        run_gateway_on_socket(settings) as gateway,
+    ):
+        assert (await gateway.client.get("/v1/models/org/name")).json()["id"] == "org/name"
+        assert (await gateway.chat({**make_body(), "model": "org/name"})).status_code == 200
+
+
+async def test_pictures_for_a_model_without_eyes_are_refused(redis_server, redis_prefix):
+    card = ModelCard("tiny", CARD.created_at, 512, 1000, supports_images=False)
+    settings = make_settings(redis_server, redis_prefix)
+    content = [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]
+    async with (
+        run_worker(redis_server, redis_prefix, card),
+        run_gateway_on_socket(settings) as gateway,
+    ):
+        response = await gateway.chat(make_body(messages=[{"role": "user", "content": content}]))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "unsupported_image"
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 2}}])
+async def test_one_request_too_many_is_sent_away(gateway, worker, changes):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await go_on.wait()
+        await say_hello(answer)
+
+    worker.script = script
+    accepted = [asyncio.ensure_future(gateway.chat()) for _ in range(2)]
+    await wait_for(lambda: len(worker.answers) == 2)
+    response = await gateway.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "server_overloaded"
+    assert 1 <= int(response.headers["retry-after"]) <= 30
+    go_on.set()
+    assert [(await request).status_code for request in accepted] == [200, 200]
+    text = (await gateway.client.get("/metrics")).text
+    assert 'vlm_admission_rejections_total{reason="open_requests"} 1.0' in text
+    assert 'vlm_requests_total{model="other",outcome="rejected"} 1.0' in text
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_full_queue_sends_away(redis_server, redis_prefix, n):
+    settings = make_settings(redis_server, redis_prefix, limits={"max_queue_depth": 2})
+    async with run_worker(redis_server, redis_prefix):
+        pass  # the model is known now, and nobody serves it
+    async with run_gateway_on_socket(settings) as gateway:
+        accepted = [asyncio.ensure_future(gateway.chat()) for _ in range(3 - n)]
+        await wait_for(lambda: gateway.services.dispatcher.num_open == 3 - n)
+        response = await gateway.chat(make_body(n=n))
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "server_overloaded"
+        assert response.headers["retry-after"]
+        text = (await gateway.client.get("/metrics")).text
+        assert 'vlm_admission_rejections_total{reason="queue_full"} 1.0' in text
+        [age] = re.findall(r'vlm_queue_age_seconds\{model="tiny"\} (\S+)', text)
+        assert 0 < float(age) < 20
+        async with run_worker(redis_server, redis_prefix):
+            assert [(await request).status_code for request in accepted] == [200] * (3 - n)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_redis_away_is_told_quickly(worker, redis_prefix, stream):
+    settings = make_settings("unix:///nonexistent/redis.sock", redis_prefix)
+    async with run_gateway_on_socket(settings, refresh=False) as gateway:
+        async with asyncio.timeout(3):
+            response = await gateway.chat(make_body(stream=stream))
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "service_unavailable"
+        assert response.headers["retry-after"] == "1"
+        assert (await gateway.client.get("/readyz")).json() == {"status": "no redis"}
+        assert (await gateway.client.get("/healthz")).status_code == 200
+
+
+async def test_open_requests_are_finished_before_the_end(gateway, worker):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await go_on.wait()
+        await answer.finish("done")
+
+    worker.script = script
+    open_request = asyncio.ensure_future(gateway.stream())
+    await wait_for(lambda: len(worker.answers) == 1)
+    gateway.server.handle_exit(signal.SIGTERM, None)
+    assert (await gateway.client.get("/readyz")).json() == {"status": "draining"}
+    refused = await gateway.chat()
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    go_on.set()
+    *_, done = read_events(await open_request)
+    assert done == "[DONE]"
+    await wait_for(lambda: gateway.server.should_exit)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"drain_s": 0.2}}])
+async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, changes):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+
+    worker.script = script
+    open_request = asyncio.ensure_future(gateway.stream())
+    await wait_for(lambda: len(worker.answers) == 1)
+    gateway.server.handle_exit(signal.SIGTERM, None)
+    *_, last = read_events(await open_request)
+    assert last["error"]["code"] == "cancelled"
+
+
+async def test_status_line_and_body_leave_in_one_packet(gateway):
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.server.port)
+    writer.write(START + b"\r\n")
+    first = await reader.read(65536)
+    writer.close()
+    await writer.wait_closed()
+    assert first.startswith(b"HTTP/1.1 200 OK")
+    assert first.endswith(b'{"status":"ok"}')

@@ -1,0 +1,92 @@
+"""Guesses at keys: counted by address, refused beyond a limit, and never at the cost of a right key."""
+
+import pytest
+
+from gateway.http import wrong_keys
+from gateway.http.wrong_keys import MAX_ADDRESSES, WINDOW_S, TooManyWrongKeys, WrongKeys
+from tests.factories_gateway import CHAT, make_body
+
+CHANGES = {"gateway": {"api_keys": ("sk-one",)}, "limits": {"max_wrong_keys_per_minute": 5}}
+with_limit = pytest.mark.parametrize("changes", [CHANGES])
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def is_refused(keys: WrongKeys, address: str) -> bool:
+    try:
+        keys.count(address)
+    except TooManyWrongKeys:
+        return True
+    return False
+
+
+@with_limit
+async def test_guesses_are_refused_and_a_right_key_is_not(gateway, worker, changes, caplog):
+    statuses = []
+    for number in range(12):
+        answer = await gateway.client.post(CHAT, json=make_body(), headers=bearer(f"sk-{number}"))
+        statuses.append(answer.status_code)
+        assert (await gateway.chat(headers=bearer("sk-one"))).status_code == 200
+    assert statuses == [401] * 5 + [429] * 7
+    assert answer.json()["error"]["code"] == "too_many_wrong_keys"
+    assert 1 <= int(answer.headers["retry-after"]) <= WINDOW_S
+    assert caplog.text.count("127.0.0.1 sends wrong API keys") == 1
+    assert (await gateway.client.get("/v1/models")).status_code == 401  # no key is no guess
+    assert (await gateway.client.get("/healthz", headers=bearer("sk-9"))).status_code == 200
+
+
+@with_limit
+@pytest.mark.parametrize("name", ["x-forwarded-for", "forwarded", "x-real-ip"])
+async def test_a_client_cannot_choose_its_address(gateway, worker, changes, name):
+    for number in range(6):
+        headers = {**bearer("sk-wrong"), name: f"10.0.0.{number}"}
+        answer = await gateway.client.get("/v1/models", headers=headers)
+    assert answer.status_code == 429
+
+
+def test_a_minute_later_an_address_may_guess_again():
+    clock = Clock()
+    keys = WrongKeys(2, clock)
+    assert [is_refused(keys, "10.0.0.1") for _ in range(3)] == [False, False, True]
+    assert not is_refused(keys, "10.0.0.2")
+    clock.now += WINDOW_S
+    assert not is_refused(keys, "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("10.0.0.1", "::ffff:10.0.0.1", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("", "not an address", True),
+    ],
+)
+def test_addresses_of_one_client_count_together(one, other, is_same):
+    keys = WrongKeys(1)
+    assert not is_refused(keys, one)
+    assert is_refused(keys, other) == is_same
+
+
+def test_the_table_is_bounded(monkeypatch):
+    monkeypatch.setattr(wrong_keys, "MAX_ADDRESSES", 100)
+    assert MAX_ADDRESSES >= 1000
+    keys = WrongKeys(1)
+    for number in range(500):
+        keys.count(f"10.0.{number // 250}.{number % 250}")
+    assert len(keys._minutes) == 100
+
+
+def test_without_a_limit_none_is_refused():
+    keys = WrongKeys(0)
+    assert not any(is_refused(keys, "10.0.0.1") for _ in range(1000))

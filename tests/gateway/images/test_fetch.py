@@ -1,0 +1,529 @@
+"""Remote images, where allowed: which addresses are refused, who answers for whom, and how little an answer tells."""
+
+import asyncio
+import inspect
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpcore
+import pytest
+
+from gateway.images import fetch as image_fetch
+from gateway.images.fetch import ImageFetcher, is_public, parse_url
+from gateway.images.header import ImageRefused
+from shared.settings.tree import GatewaySettings
+from tests.factories_gateway import make_body
+from tests.factories_pictures import encoded
+
+MESSAGE = "The image could not be fetched from its URL."
+PUBLIC = "93.184.216.34"
+TLS = Path(__file__).parent / "tls"
+TLS_NAMES = ("first.example", "second.example")  #: which have certificates here
+
+
+class Request(NamedTuple):
+    target: str
+    headers: dict[str, str]
+    tls_name: str | None  #: the one that the connection was opened for
+
+    @property
+    def host(self) -> str:
+        return self.headers["host"]
+
+
+class Site(httpcore.AsyncNetworkBackend):
+    """The world outside: every address is one server of this process, which answers as `answer` says."""
+
+    def __init__(self, answer: Callable[[Request], Any]) -> None:
+        self.answer = answer
+        self.requests: list[Request] = []
+        self.connects: list[tuple[str, int]] = []
+        self._names: dict[int, str] = {}
+        self._servers: list[asyncio.Server] = []
+        self._serving: set[asyncio.Task[None] | None] = set()
+        self._network: Any = httpcore.AnyIOBackend()
+
+    async def open(self) -> None:
+        contexts = {name: server_context(name) for name in TLS_NAMES}
+
+        def choose(tls: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
+            tls.context = contexts.get(name, door)
+            self._names[id(tls)] = name
+
+        door = server_context(TLS_NAMES[0])
+        door.sni_callback = choose  # type: ignore[assignment]
+        for context in (None, door):
+            server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
+            self._servers.append(server)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        await asyncio.gather(*filter(None, self._serving))  # their clients have hung up
+
+    async def connect_tcp(
+        self, host: str, port: int, *args: Any, **options: Any
+    ) -> httpcore.AsyncNetworkStream:
+        self.connects.append((host, port))
+        server = self._servers[port in (443, 8443)]
+        local = server.sockets[0].getsockname()[1]
+        return await self._network.connect_tcp("127.0.0.1", local, *args, **options)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._serving.add(asyncio.current_task())
+        tls_name = self._names.get(id(writer.get_extra_info("ssl_object")))
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                first, *lines = head.strip().split("\r\n")
+                headers = dict(line.lower().split(": ", 1) for line in lines)
+                request = Request(first.split(" ")[1], headers, tls_name)
+                self.requests.append(request)
+                answer = self.answer(request)
+                if inspect.iscoroutine(answer):
+                    answer = await answer
+                for piece in [answer] if isinstance(answer, bytes) else answer:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except (OSError, EOFError):
+            pass
+        finally:
+            writer.close()
+
+
+def server_context(name: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS / f"{name.partition('.')[0]}.pem")
+    return context
+
+
+def client_context() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    for name in TLS_NAMES:
+        context.load_verify_locations(TLS / f"{name.partition('.')[0]}.pem")
+    return context
+
+
+def respond(status: int, body: bytes = b"", **headers: str) -> bytes:
+    head = {"content-length": str(len(body)), **headers}
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in head.items())
+    return f"HTTP/1.1 {status} x\r\n{lines}\r\n".encode() + body
+
+
+def redirect_to(location: str) -> bytes:
+    return respond(302, location=location)
+
+
+class Names:
+    """A name server: `addresses` by name, else `default`."""
+
+    def __init__(self, *default: str, **addresses: str) -> None:
+        self.default = default or (PUBLIC,)
+        self.addresses = {name.replace("_", "."): (a,) for name, a in addresses.items()}
+        self.asked: list[tuple[str, int]] = []
+
+    def __call__(self, host: str, port: int, **options: Any) -> list[Any]:
+        self.asked.append((host, port))
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+            for address in self.addresses.get(host, self.default)
+        ]
+
+
+class Fetching(NamedTuple):
+    fetcher: ImageFetcher
+    site: Site
+    reserved: list[int]
+
+    async def fetch(self, url: str) -> bytes:
+        return await self.fetcher.fetch(url, self.reserved.append)
+
+    async def is_fetched(self, url: str) -> bool:
+        try:
+            await self.fetch(url)
+        except ImageRefused as error:
+            refused = error
+        else:
+            return True
+        assert (refused.message, refused.code) == (MESSAGE, "invalid_image_url")
+        return False
+
+
+def picture(request: Request) -> bytes:
+    return respond(200, b"picture")
+
+
+@asynccontextmanager
+async def fetching(
+    answer: Callable[[Request], Any] = picture, lookup: Callable[..., Any] | None = None, *,
+    hosts: tuple[str, ...] = ("any-public",), max_bytes: int = 100, timeout_s: float = 5.0,
+) -> AsyncIterator[Fetching]:  # fmt: skip
+    """A fetcher, and the world that it fetches from."""
+    site = Site(answer)
+    await site.open()
+    fetcher = ImageFetcher(
+        hosts=hosts, max_bytes=max_bytes, timeout_s=timeout_s, lookup=lookup or Names(),
+        network=site, ssl_context=client_context(),
+    )  # fmt: skip
+    yield Fetching(fetcher, site, [])
+    await fetcher.close()
+    await site.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.0.1", "169.254.169.254",
+        "100.64.0.1", "100.100.100.200", "192.0.0.192", "192.0.0.9", "192.0.2.1", "198.18.0.1", "198.51.100.1",
+        "203.0.113.1", "224.0.0.1", "239.255.255.250", "240.0.0.1", "255.255.255.255",
+        "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1", "100::1",
+        "::ffff:127.0.0.1", "::ffff:169.254.169.254", "::169.254.169.254", "::127.0.0.1",
+        "2002:a9fe:a9fe::", "2002:7f00:1::", "64:ff9b::a9fe:a9fe", "64:ff9b::7f00:1", "64:ff9b:1::1",
+        "2001:0:4136:e378:8000:63bf:5601:5601", "2001:470::5efe:7f00:1", "2001:470::200:5efe:a9fe:a9fe",
+        "fec0::1", "feff::1", "168.63.129.16", "::ffff:168.63.129.16", "161.26.0.6", "166.9.0.1", "192.80.8.124",
+    ],
+)  # fmt: skip
+def test_addresses_of_the_house_are_refused(address):
+    assert not is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["93.184.216.34", "8.8.8.8", "2606:2800:220:1::1", "2a00:1450::8", "64:ff9b::808:808"],
+)
+def test_addresses_of_the_world_are_accepted(address):
+    assert is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://good.com\\@127.0.0.1/", "http://good.com:80@127.0.0.1/", "http://user@good.com/",
+        "http://127.0.0.1#@good.com\r\n", "http://good.com/\r\nx: y", "http://good.com/\ta", "http://good.com/ a",
+        "http://good.com/\x00", "http://good.com%00.evil/", "//host/x", "http:///x", "http://", "http:/x",
+        "http://ⓖood.com/", "http://①②⑦.⓪.⓪.①/", "http://[fe80::1%25eth0]/", "http://good.com:99999/",
+        "http://good.com:0/", "http://good.com:x/", "ftp://good.com/", "http://good.com/" + "x" * 3000,
+        "http://good.com/<x>", "http://[::1/",
+    ],
+)  # fmt: skip
+def test_urls_that_two_parsers_could_read_differently_are_refused(url):
+    with pytest.raises(ValueError):
+        parse_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:6379/", "http://[::1]/", "http://0/", "http://localhost./", "http://127.1/",
+     "http://2130706433/", "http://0x7f.1/", "http://0177.0.0.1/", "http://169.254.169.254/latest",
+     "http://no-such-host.invalid/x.png"],
+)  # fmt: skip
+async def test_no_packet_goes_to_the_house(url):
+    async with fetching(lookup=socket.getaddrinfo) as world:
+        assert not await world.is_fetched(url)
+    assert not world.site.connects
+
+
+async def test_one_private_address_among_many_is_enough_to_refuse():
+    async with fetching(lookup=Names(PUBLIC, "10.0.0.1")) as world:
+        assert not await world.is_fetched("http://rebind.example/x.png")
+    assert not world.site.connects
+
+
+async def test_the_connection_goes_to_the_address_that_was_checked():
+    names = Names()
+    async with fetching(lookup=names, hosts=("first.example:8443",)) as world:
+        assert await world.fetch("https://first.example:8443/a?b=c#d") == b"picture"
+    [request] = world.site.requests
+    assert names.asked == [("first.example", 8443)]
+    assert world.site.connects == [(PUBLIC, 8443)]
+    assert (request.target, request.tls_name) == ("/a?b=c", "first.example")
+    assert request.host == "first.example:8443"
+    assert request.headers["accept-encoding"] == "identity"
+
+
+async def test_a_connection_kept_for_one_host_never_carries_anothers_request():
+    """Both names lead to one address, whose server keeps its connections open."""
+    async with fetching() as world:
+        for name in (*TLS_NAMES, *TLS_NAMES):
+            await world.fetch(f"https://{name}/")
+    assert [request.host for request in world.site.requests] == [*TLS_NAMES, *TLS_NAMES]
+    assert [request.tls_name for request in world.site.requests] == [*TLS_NAMES, *TLS_NAMES]
+    assert len(world.site.connects) == 2  # each was used twice
+
+
+async def test_a_host_without_a_certificate_of_its_own_is_refused():
+    async with fetching(lookup=Names()) as world:
+        assert await world.is_fetched("https://first.example/")
+        assert not await world.is_fetched("https://victim.example/")
+    assert [request.host for request in world.site.requests] == ["first.example"]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        redirect_to("ftp://images.example/"), respond(302), respond(300, location="/"), redirect_to("/"),
+        respond(204), respond(206, b"x"), respond(401), respond(404), respond(500), respond(200, b"x" * 101),
+        respond(200, b"x", content_encoding="gzip"), b"nonsense\r\n\r\n", respond(200, content_length="x"),
+        respond(200, b"x", content_length="5")[:-1],
+    ],
+)  # fmt: skip
+async def test_every_failure_reads_the_same(response):
+    async with fetching(lambda request: response, timeout_s=1.0) as world:
+        assert not await world.is_fetched("http://images.example/")
+
+
+async def test_the_whole_time_is_bounded():
+    def trickle(request):
+        yield respond(200, content_length="10000")
+        while True:
+            yield b"x"
+
+    async with fetching(trickle, max_bytes=10**9, timeout_s=0.3) as world, asyncio.timeout(5):
+        assert not await world.is_fetched("http://images.example/")
+
+
+async def test_bytes_are_reserved_as_they_come():
+    async with fetching(lambda request: respond(200, bytes(90_000)), max_bytes=90_000) as world:
+        await world.fetch("http://images.example/")
+    assert sum(world.reserved) == 90_000
+    assert len(world.reserved) > 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "url", "is_fetched"),
+    [
+        (("any-public",), "http://a.example:80/", True),
+        (("any-public",), "http://a.example:443/", False),  # its server speaks TLS there
+        (("any-public",), "https://first.example:443/", True),
+        (("any-public",), "http://a.example:22/", False),
+        (("any-public",), "http://a.example:6379/", False),
+        (("any-public", "a.example:6379"), "http://a.example:6379/", True),
+        (("any-public", "a.example:6379"), "http://b.example:6379/", False),
+        (("any-public", "a.example:6379"), "http://b.example/", True),
+        (("a.example",), "http://a.example/", True),
+        (("a.example",), "http://a.example./", True),
+        (("a.example",), "http://a.example:8080/", False),
+        (("a.example:8080",), "http://a.example:8080/", True),
+        (("a.example:8080",), "http://a.example/", False),
+    ],
+)
+async def test_only_the_ports_of_the_web_and_named_ones_are_asked(hosts, url, is_fetched):
+    async with fetching(hosts=hosts, timeout_s=1.0) as world:
+        assert await world.is_fetched(url) == is_fetched
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    """Where images are served to a gateway that is told of this host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        yield door
+
+
+@pytest.fixture
+def changes(door: socket.socket) -> dict[str, dict[str, Any]]:
+    host = f"127.0.0.1:{door.getsockname()[1]}"
+    return {"gateway": {"remote_images": host}, "limits": {"max_open_body_bytes": 50_000}}
+
+
+@asynccontextmanager
+async def serving(
+    door: socket.socket, answer: Callable[[asyncio.StreamWriter, str], Awaitable[None]]
+) -> AsyncIterator[Callable[[str], dict[str, Any]]]:
+    """Serve images; gives what makes a chat request with the image at a path."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await answer(writer, head.split(b" ")[1].decode())
+        writer.close()
+
+    def asking(path: str) -> dict[str, Any]:
+        body = make_body()
+        url = f"http://127.0.0.1:{door.getsockname()[1]}{path}"
+        body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": url}}]
+        return body
+
+    server = await asyncio.start_server(serve, sock=door)
+    yield asking
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_remote_picture_reaches_the_worker_where_it_is_allowed(
+    gateway, worker, door, monkeypatch
+):
+    async def answer(writer: asyncio.StreamWriter, path: str) -> None:
+        writer.write(respond(200, encoded(5)))
+        await writer.drain()
+
+    async with serving(door, answer) as asking:
+        refused = await gateway.chat(asking("/x.png"))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages.[0].content.[0].image_url"
+        monkeypatch.setattr(image_fetch, "is_public", lambda address: True)
+        assert (await gateway.chat(asking("/x.png"))).status_code == 200
+    [request] = worker.requests
+    assert await worker.images.get(request.images[0].sha256) == encoded(5)
+
+
+async def test_fetched_pictures_count_against_the_memory_for_bodies(gateway, door, monkeypatch):
+    monkeypatch.setattr(image_fetch, "is_public", lambda address: True)
+    sent, go_on = asyncio.Event(), asyncio.Event()
+    data = encoded(5) + bytes(49_000)  # what follows the image is not looked at
+
+    async def answer(writer: asyncio.StreamWriter, path: str) -> None:
+        writer.write(respond(200, data)[:-1])
+        await writer.drain()
+        sent.set()
+        if path == "/first":
+            await go_on.wait()
+        writer.write(data[-1:])
+        await writer.drain()
+
+    admission = gateway.services.admission
+    async with serving(door, answer) as asking:
+        first = asyncio.create_task(gateway.chat(asking("/first")))
+        async with asyncio.timeout(5):
+            await sent.wait()
+            while admission.num_body_bytes < 49_000:
+                await asyncio.sleep(0.01)
+        refused = await gateway.chat(asking("/second"))
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "server_overloaded"
+        go_on.set()
+        assert (await first).status_code == 200
+        assert (await gateway.chat(asking("/second"))).status_code == 200
+    assert admission.num_body_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "location", "is_followed"),
+    [
+        ("http://a.example/", "http://b.example/x", True),
+        ("http://a.example/", "/moved", True),
+        ("http://a.example/", "https://first.example/", True),
+        ("https://first.example/", "http://a.example/", False),
+        ("http://a.example/", "http://a.example:6379/", False),
+        ("http://a.example/", "http://house.example/", False),
+        ("http://a.example/", "http://127.0.0.1/", False),
+        ("http://a.example/", "http://user@b.example/", False),
+        ("http://a.example/", "file:///etc/passwd", False),
+        ("http://a.example/", "//house.example/", False),
+    ],
+)
+async def test_a_redirect_passes_the_same_checks(start, location, is_followed):
+    def answer(request):
+        return redirect_to(location) if len(world.site.requests) == 1 else picture(request)
+
+    names = Names(house_example="10.0.0.1")
+    names.addresses["127.0.0.1"] = ("127.0.0.1",)
+    async with fetching(answer, names) as world:
+        assert await world.is_fetched(start) == is_followed
+    assert len(world.site.requests) == 1 + is_followed
+
+
+async def test_redirects_come_to_an_end():
+    async with fetching(lambda request: redirect_to("/again")) as world:
+        assert not await world.is_fetched("http://a.example/")
+    assert len(world.site.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "location"),
+    [("http://evil.example/", "/"), ("http://a.example.evil.example/", "/"), ("http://a.example/", "http://evil.example/")],
+)  # fmt: skip
+async def test_only_named_hosts_are_asked(url, location):
+    async with fetching(lambda request: redirect_to(location), hosts=("a.example",)) as world:
+        assert not await world.is_fetched(url)
+    assert {request.host for request in world.site.requests} <= {"a.example"}
+
+
+@pytest.mark.parametrize(
+    ("slow_url", "slow_address", "most"),
+    [
+        ("http://slow.example/", "8.8.8.8", 8),
+        ("http://{}.slow.example/", "8.8.8.8", 16),
+        ("http://{}.slow{}.example/", "2a00:1450::{}", 16),
+    ],
+    ids=["a host", "an address with many names", "a network with many addresses"],
+)
+async def test_a_slow_owner_does_not_take_all_fetches(slow_url, slow_address, most):
+    go_on = asyncio.Event()
+
+    async def answer(request):
+        if "slow" in request.host:
+            await go_on.wait()
+        return picture(request)
+
+    def look_up(host: str, port: int, **options: Any) -> list[Any]:
+        number = host.partition(".")[0] if host[0].isdigit() else "1"
+        address = slow_address.format(number) if "slow" in host else PUBLIC
+        return Names(address)(host, port)
+
+    async with fetching(answer, look_up) as world:
+        waiting: set[asyncio.Task[bool]] = set()
+        num_refused = 0
+        for number in range(1, 41):
+            url = slow_url.format(number, number // 4)
+            waiting.add(asyncio.create_task(world.is_fetched(url)))
+            while len(world.site.requests) + num_refused < number:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=0.01, return_when=asyncio.FIRST_COMPLETED
+                )
+                assert not any(task.result() for task in done)
+                num_refused += len(done)
+        assert await world.is_fetched("http://quick.example/")
+        assert len(waiting) == most
+        go_on.set()
+        assert all([await task for task in waiting])
+
+
+async def test_a_dead_name_server_does_not_stall_other_names(monkeypatch):
+    monkeypatch.setattr(image_fetch, "_LOOKUP_TIMEOUT_S", 0.2)
+    come_back = threading.Event()
+
+    def look_up(host: str, port: int, **options: Any) -> list[Any]:
+        if host.endswith("dead.example"):
+            come_back.wait(30)
+        return Names()(host, port)
+
+    async with fetching(lookup=look_up) as world:
+        try:
+            dead = [
+                asyncio.create_task(world.is_fetched(f"http://{number}.dead.example/"))
+                for number in range(40)
+            ]
+            assert not any(await asyncio.wait_for(asyncio.gather(*dead), 5))
+            assert await world.is_fetched("http://quick.example/")
+            assert not await world.is_fetched("http://more.dead.example/")
+        finally:
+            come_back.set()
+
+
+async def test_proxies_of_the_environment_are_not_asked(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with fetching() as world:
+        assert await world.is_fetched("http://images.example/")
+    assert world.site.connects == [(PUBLIC, 80)]
+
+
+@pytest.mark.parametrize(
+    "host", ["http://a.example", "*.example", "a.example:0", "a.example:", "a/b", "A.example", "-"]
+)
+def test_an_allowed_host_is_a_plain_name_or_a_name_and_a_port(host):
+    with pytest.raises(ValueError, match="name hosts"):
+        GatewaySettings(remote_images=(host,))
+
+
+def test_allowed_hosts_come_as_one_variable():
+    assert GatewaySettings(remote_images="a.example, b.example:8443").remote_images == (
+        "a.example",
+        "b.example:8443",
+    )

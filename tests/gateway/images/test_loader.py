@@ -1,0 +1,181 @@
+"""Pictures at the door: headers read without decoding, strict base64, bounds."""
+
+import asyncio
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from gateway.http.errors import InvalidRequest
+from gateway.images.header import ImageRefused, check_header, read_header
+from gateway.images.loader import ImageLoader, ImageSource, decode_base64
+from shared.settings.limits import LimitSettings
+from tests.factories_pictures import data_url, encoded, ignore
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 300), (640, 480), (3000, 17)])
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("PNG", {}),
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("JPEG", {"exif": b"Exif\0\0" + bytes(200)}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+        ("WEBP", {"exif": b"Exif\0\0" + bytes(20)}),
+    ],
+)
+def test_the_header_says_what_a_decoder_says(size, format, options):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "red").save(buffer, format, **options)
+    header = read_header(buffer.getvalue())
+    assert header.media_type == f"image/{format.lower()}"
+    assert (header.width, header.height) == size
+
+
+def test_pixels_may_spell_the_name_of_a_header():
+    data = encoded()
+    body = b"tEXtComment\0IHDR" * 2
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    assert read_header(data[:33] + chunk + data[33:]) == read_header(data)
+
+
+@given(
+    st.binary(max_size=200),
+    st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF0000WEBP", b""]),
+)
+def test_no_bytes_break_the_reader(data, start):
+    try:
+        header = read_header(start + data)
+    except ImageRefused:
+        return
+    assert header.width >= 0
+    assert header.height >= 0
+
+
+@given(st.integers(0, 2**31), st.integers(0, 2**31))
+def test_accepted_sizes_are_within_all_limits(width, height):
+    limits = LimitSettings()
+    header = type(read_header(encoded()))("image/png", width, height)
+    try:
+        check_header(header, limits)
+    except ImageRefused:
+        return
+    assert 1 <= width * height <= limits.max_image_pixels
+    assert max(width, height) <= limits.max_image_side
+    assert max(width, height) <= min(width, height) * limits.max_image_aspect
+
+
+@given(st.binary(max_size=300))
+def test_base64_comes_back_as_it_went(data):
+    assert decode_base64(base64.b64encode(data).decode()) == data
+
+
+@pytest.mark.parametrize("num_bytes", [786_432, 786_431, 786_433, 2_000_000])
+def test_large_base64_is_decoded_in_slices(num_bytes):
+    data = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    assert decode_base64(base64.b64encode(data).decode()) == data
+
+
+@pytest.mark.parametrize("junk", [" ", "\n", "=", "-", "é", "%3D"])
+@pytest.mark.parametrize("where", [0, 1_048_575, 1_048_576, 1_500_000])
+def test_junk_is_found_in_any_slice(junk, where):
+    text = base64.b64encode(bytes(1_500_000)).decode()
+    with pytest.raises(ImageRefused):
+        decode_base64(text[:where] + junk + text[where + len(junk) :])
+
+
+async def test_large_pictures_are_decoded_off_the_event_loop():
+    noise = Image.effect_noise((700, 700), 100)
+    buffer = io.BytesIO()
+    noise.save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    assert len(url) > 256 * 1024
+    loader = ImageLoader(LimitSettings(), None)
+    [image] = await loader.load_all([ImageSource(url, "p")], ignore)
+    loader.close()
+    assert image.data == buffer.getvalue()
+    assert (image.ref.width, image.ref.height) == (700, 700)
+
+
+async def test_the_bytes_decide_and_not_the_media_type():
+    loader = ImageLoader(LimitSettings(), None)
+    url = data_url(format="JPEG").replace("image/jpeg", "IMAGE/PNG;name=x")
+    [image] = await loader.load_all([ImageSource(url, "p")], ignore)
+    loader.close()
+    assert image.ref.media_type == "image/jpeg"
+
+
+async def test_a_refused_picture_is_named():
+    loader = ImageLoader(LimitSettings(max_image_bytes=10), None)
+    with pytest.raises(InvalidRequest) as raised:
+        await loader.load_all(
+            [ImageSource(data_url(), "messages.[3].content.[1].image_url")], ignore
+        )
+    loader.close()
+    assert raised.value.param == "messages.[3].content.[1].image_url"
+    assert raised.value.code == "image_too_large"
+
+
+class SlowFetcher:
+    """Stands in for `ImageFetcher`: `missing` is refused at once, others are never there."""
+
+    def __init__(self) -> None:
+        self.num_started = self.num_cancelled = 0
+
+    async def fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
+        self.num_started += 1
+        if "missing" in url:
+            raise ImageRefused("no")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+async def test_the_siblings_of_a_refused_picture_are_given_up():
+    fetcher = SlowFetcher()
+    loader = ImageLoader(LimitSettings(), fetcher)  # type: ignore[arg-type]
+    sources = [ImageSource(f"http://x.example/{name}", name) for name in ("a", "missing", "b")]
+    with pytest.raises(InvalidRequest) as raised:
+        async with asyncio.timeout(5):
+            await loader.load_all(sources, ignore)
+    loader.close()
+    assert raised.value.param == "missing"
+    assert fetcher.num_cancelled == fetcher.num_started - 1 >= 1
+
+
+def jpeg_of_scans(num_scans: int) -> bytes:
+    """A progressive image that repeats its last scan, with a film behind its end that has such markers too."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    repeated = data[start:end] * (num_scans - data.count(b"\xff\xda"))
+    return data[:end] + repeated + data[end:] + b"\xff\xda" * 500
+
+
+def png_of_chunks(num_chunks: int) -> bytes:
+    """The header, small texts, and the end of the file."""
+    data = encoded()
+    body = b"tEXtk\0v"
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    return data[:33] + chunk * (num_chunks - 3) + data[33:]
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "reason"),
+    [(jpeg_of_scans, 100, "100 scans"), (png_of_chunks, 10_000, "10000 chunks")],
+)
+def test_a_picture_of_too_many_parts_is_refused_with_the_reason(make, most, reason):
+    assert read_header(make(most)).width
+    with pytest.raises(ImageRefused, match=f"more than {reason}"):
+        read_header(make(most + 1))

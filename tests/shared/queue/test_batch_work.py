@@ -1,0 +1,171 @@
+"""Batch work in Redis, against a real server: who goes first, who is woken, and that nobody waits for ever."""
+
+import asyncio
+
+import pytest
+
+from shared.protocol import GenerateRequest, Priority
+from shared.queue.submit import QueueRefused
+from tests.factories_queue import (
+    MODEL,
+    Ends,
+    enqueue,
+    make_finished,
+    make_request,
+    publication,
+)
+
+
+async def enqueue_batch(ends: Ends, count: int = 1) -> list[GenerateRequest]:
+    return [await ends.enqueue(make_request(priority=Priority.BATCH)) for _ in range(count)]
+
+
+async def make_older(ends: Ends, request: GenerateRequest, age_s: float) -> None:
+    """As if a batch request had come so long before."""
+    [(entry, fields)] = await ends.redis.xrange(ends.keys.backlog(MODEL))
+    milliseconds = int(entry.partition(b"-")[0]) - round(age_s * 1000)
+    await ends.redis.delete(ends.keys.backlog(MODEL))
+    older = await ends.redis.xadd(ends.keys.backlog(MODEL), fields, id=f"{milliseconds}-1")
+    await ends.redis.hset(ends.keys.request(MODEL, request.request_id), "backlog", older)
+
+
+async def test_batch_work_is_given_in_order_after_all_interactive_work(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    batch = await enqueue_batch(ends, 3)
+    interactive = [await ends.enqueue() for _ in range(2)]
+
+    first = await worker.take(3)
+    second = await worker.take(8)
+    third = await worker.take(8)
+
+    assert [claim.request for claim in first] == interactive  # the nudge was the third
+    assert [claim.request for claim in second + third] == batch
+    assert worker.entries.num_batch_left == 0
+
+
+async def test_a_worker_that_waits_hears_of_batch_work(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    reading = asyncio.create_task(worker.read(8, 30.0))
+    await enqueue_batch(ends, 2)
+
+    assert await asyncio.wait_for(reading, 10.0) == []
+    assert worker.entries.num_batch_left > 0
+    assert len(await worker.take(8)) == 2
+    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 2  # no nudge stays
+
+
+async def test_a_read_for_interactive_work_leaves_batch_work_alone(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await enqueue_batch(ends, 2)
+
+    assert await worker.read(8, 0.01) == []
+    assert await worker.read(8, 0.01) == []
+    assert await ends.queue.backlog(MODEL) == await ends.queue.depth(MODEL) == 2
+
+
+async def test_batch_work_cancelled_while_it_waits_is_never_given(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    first, second = await enqueue_batch(ends, 2)
+    await ends.queue.cancel(MODEL, [first.request_id])
+
+    [nudge] = await worker.entries.take(1)
+    await worker.entries.remove([nudge[0]])
+    assert [claim.request for claim in await worker.take(8)] == [second]
+
+
+async def test_batch_work_that_redis_has_forgotten_is_not_given(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    [request] = await enqueue_batch(ends)
+    await worker.read(1, 0.01)
+    await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+
+    assert await worker.take(8) == []
+    assert await ends.queue.depth(MODEL) == 0
+
+
+async def test_batch_work_that_waited_long_enough_queues_among_the_interactive(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    [old] = await enqueue_batch(ends)
+    await worker.read(1, 0.01)
+    await make_older(ends, old, 61.0)
+    before = await ends.enqueue()
+
+    await worker.entries.age(60.0)
+    after = await ends.enqueue()
+
+    claims = await worker.read(8, 1.0)
+    assert [claim.request for claim in claims] == [before, old, after]
+    assert claims[1].waited_s < 60  # its own time is untouched by the test
+
+
+async def test_batch_work_that_is_younger_stays_behind(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await enqueue_batch(ends)
+    await worker.read(1, 0.01)
+
+    await worker.entries.age(60.0)
+
+    assert worker.entries.num_batch_left == 1
+    assert await worker.read(8, 0.01) == []
+
+
+async def test_batch_work_has_its_own_bound_and_fills_nobody_elses(ends):
+    await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
+    with pytest.raises(Exception, match="queue_full"):
+        await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
+    await enqueue(ends.queue, make_request(), max_waiting=2)
+
+
+async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends):
+    first, second = ends.worker("a"), ends.worker("b")
+    await first.create_group()
+    await enqueue_batch(ends)
+    await first.read(1, 0.01)
+    [claim] = await first.take(8)
+
+    later = await ends.take_over(second, claim)
+    assert (later.attempt, later.request.priority) == (2, Priority.BATCH)
+    assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
+
+    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.redis.exists(ends.keys.places(MODEL), ends.keys.held(MODEL)) == 0
+
+
+async def test_a_take_whose_reply_was_lost_is_found_again(ends):
+    worker = ends.worker("a", ghost_after_s=0.0)
+    await worker.create_group()
+    [request] = await enqueue_batch(ends)
+    await worker.read(1, 0.01)
+    entries = await worker.entries.take(8)  # and nobody claims them
+    assert len(entries) == 1
+
+    await asyncio.sleep(0.002)
+    [claim] = await worker.reconcile()
+    assert claim.request == request
+
+
+async def test_batch_work_that_comes_and_goes_leaves_one_nudge_at_most(ends):
+    await ends.worker("a").create_group()
+    for _ in range(5):
+        request = await ends.enqueue(make_request(priority=Priority.BATCH))
+        await ends.queue.cancel(MODEL, [request.request_id])
+    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
+
+
+async def test_batch_work_that_redis_has_forgotten_is_not_counted_as_waiting(ends):
+    """No worker came in time; the backlog has the id still."""
+    lost = [await ends.enqueue(make_request(priority=Priority.BATCH)) for _ in range(2)]
+    for request in lost:
+        await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+
+    await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
+    with pytest.raises(QueueRefused, match="queue_full"):
+        await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
+    assert await ends.queue.backlog(MODEL) == 1

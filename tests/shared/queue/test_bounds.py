@@ -1,0 +1,290 @@
+"""Bounds that hold for all gateways together, against a real server: who is refused, why, and until when."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from shared.protocol import (
+    Delta,
+    ErrorCode,
+    Failed,
+    OutputLogprob,
+    SamplingParams,
+    TokenLogprob,
+    encode,
+)
+from shared.queue.submit import QueueRefused, QueueUnavailable, RequestQueue
+from tests.factories_queue import (
+    MODEL,
+    Ends,
+    enqueue,
+    make_delta,
+    make_finished,
+    make_request,
+    publication,
+)
+
+
+@pytest.fixture
+async def gateways(redis: Redis, redis_prefix: str) -> AsyncIterator[list[RequestQueue]]:
+    """Three gateways, which know nothing of each other."""
+    queues = [RequestQueue(redis, redis_prefix) for _ in range(3)]
+    yield queues
+    for queue in queues:
+        await queue.close()
+
+
+async def refusal(queue: RequestQueue, **options) -> QueueRefused:
+    tenant = options.pop("tenant", "")
+    with pytest.raises(QueueRefused) as refused:
+        await enqueue(queue, make_request(cache_salt=tenant), **options)
+    return refused.value
+
+
+async def admit_all(gateways: list[RequestQueue], count: int, **options) -> list[str]:
+    """The reasons of those refused, of so many that come at once at each gateway."""
+    answers = await asyncio.gather(
+        *(enqueue(q, make_request(), **options) for q in gateways for _ in range(count)),
+        return_exceptions=True,
+    )
+    return [answer.reason for answer in answers if isinstance(answer, QueueRefused)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_waiting": 4}, "queue_full"),
+        ({"max_tokens": 40, "num_tokens": 10}, "open_tokens"),
+        ({"max_tenant_requests": 4}, "key_open"),
+        ({"max_tenant_requests_per_minute": 4}, "key_requests"),
+        ({"max_tenant_tokens_per_minute": 40, "num_tokens": 10}, "key_tokens"),
+    ],
+)
+async def test_three_gateways_admit_as_much_as_one(gateways, options, reason):
+    assert await admit_all(gateways, 3, **options) == [reason] * 5
+
+
+async def test_choices_are_queued_all_or_none(ends):
+    choices = [make_request() for _ in range(3)]
+    await enqueue(ends.queue, *choices, max_waiting=3)
+    with pytest.raises(QueueRefused):
+        await enqueue(ends.queue, *(make_request() for _ in range(2)), max_waiting=4)
+    assert await ends.queue.depth(MODEL) == 3
+    worker = ends.worker("a")
+    await worker.create_group()
+    assert [claim.request for claim in await worker.read(8, 1.0)] == choices
+
+
+async def test_a_request_alone_is_never_too_much(ends):
+    await enqueue(ends.queue, make_request(), make_request(), max_waiting=1, max_tokens=1)
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "deserted"])
+async def test_every_end_gives_the_place_back(ends, how):
+    request = await ends.enqueue(num_tokens=7)
+    worker = ends.worker("a")
+    claim = await ends.claim(worker)
+    assert await ends.redis.hgetall(ends.keys.held(MODEL)) == {
+        b"tokens": b"7", b"tokens:": b"7", b"requests:": b"1",
+    }  # fmt: skip
+    assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
+
+    for _ in range(2):  # the second call finds nothing to give back
+        if how == "finished":
+            await worker.publish([publication(claim, 1, 0, make_finished(claim))])
+        elif how == "failed":
+            failed = Failed(request.request_id, 1, ErrorCode.ENGINE_FAILURE, "")
+            await worker.publish([publication(claim, 1, 0, failed)])
+        elif how == "cancelled":
+            await ends.queue.cancel(MODEL, [request.request_id])
+        else:
+            await worker.cancel([claim])
+
+    assert await ends.redis.exists(ends.keys.held(MODEL), ends.keys.places(MODEL)) == 0
+    await ends.enqueue(num_tokens=7, max_tokens=7)
+
+
+async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(ends):
+    """Its gateway was killed and no worker came: the request expires, and its place with it."""
+    request = await ends.enqueue(num_tokens=7)
+    assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
+
+    places = ends.keys.places(MODEL)
+    [place] = await ends.redis.zrange(places, 0, -1)
+    remembered_ms = await ends.redis.pttl(ends.keys.request(MODEL, request.request_id))
+    forgotten_at_ms = await ends.redis.zscore(places, place)
+    seconds, microseconds = await ends.redis.time()
+    now_ms = seconds * 1000 + microseconds / 1000
+    assert forgotten_at_ms - now_ms == pytest.approx(remembered_ms, abs=1000)
+    await ends.redis.zadd(places, {place: now_ms - 1})
+
+    await ends.enqueue(num_tokens=7, max_tokens=7)
+    assert (await ends.redis.hgetall(ends.keys.held(MODEL)))[b"tokens"] == b"7"
+
+
+async def test_a_full_memory_refuses_whether_or_not_a_place_has_expired(ends):
+    """The first write of a script is asked about the memory: it must be one that takes some."""
+    await ends.enqueue()
+    places, held = ends.keys.places(MODEL), ends.keys.held(MODEL)
+    [place] = await ends.redis.zrange(places, 0, -1)
+    await ends.redis.zadd(places, {place: 1})
+    before = await ends.redis.hgetall(held)
+
+    await ends.redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(QueueUnavailable, match="memory"):
+            await ends.enqueue()
+    finally:
+        await ends.redis.config_set("maxmemory", 0)
+
+    assert await ends.redis.zrange(places, 0, -1) == [place]
+    assert await ends.redis.hgetall(held) == before
+    assert await ends.queue.depth(MODEL) == 1
+
+
+async def test_a_minute_is_earned_back_with_time(ends):
+    options = {"tenant": "a", "max_tenant_requests_per_minute": 1200}  # one in 50 ms
+    rates = ends.keys.rates(MODEL, "a")
+    seconds, microseconds = await ends.redis.time()
+    now_ms = seconds * 1000 + microseconds / 1000
+    await ends.redis.hset(rates, "requests", now_ms + 60_200)
+
+    refused = await refusal(ends.queue, **options)
+    assert 0 < refused.wait_s <= 0.26
+    await asyncio.sleep(refused.wait_s + 0.001)
+    await enqueue(ends.queue, make_request(cache_salt="a"), max_tenant_requests_per_minute=1200)
+    assert 0 < await ends.redis.pttl(rates) <= 60_300
+
+
+async def test_tokens_may_be_taken_in_advance_and_are_waited_for(ends):
+    options = {"max_tenant_tokens_per_minute": 60}
+    await ends.enqueue(num_tokens=90, **options)
+    refused = await refusal(ends.queue, num_tokens=1, **options)
+    assert refused.reason == "key_tokens"
+    assert refused.wait_s == pytest.approx(31, abs=1)
+
+
+async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
+    options = {"max_tenant_requests_per_minute": 1}
+    await enqueue(ends.queue, make_request(cache_salt="a"), **options)
+    first = await refusal(ends.queue, tenant="a", **options)
+    second = await refusal(ends.queue, tenant="a", **options)
+    assert second.wait_s <= first.wait_s <= 60
+    await enqueue(ends.queue, make_request(cache_salt="b"), **options)
+
+
+async def test_no_tenant_gets_more_than_its_share_when_tokens_are_scarce(ends):
+    async def ask(tenant: str, num_tokens: int) -> None:
+        request = make_request(cache_salt=tenant)
+        await enqueue(ends.queue, request, num_tokens=num_tokens, max_tokens=100)
+
+    for _ in range(4):
+        await ask("greedy", 10)
+    await ask("modest", 5)
+    await ask("greedy", 10)
+    with pytest.raises(QueueRefused, match="key_share"):
+        await ask("greedy", 10)
+    await ask("modest", 40)
+
+
+async def settle(ends: Ends, request_id: str, num_taken: int, per_minute: int) -> bool:
+    return await ends.queue.settle(
+        MODEL, "", [request_id], num_taken=num_taken, tokens_per_minute=per_minute
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "wait_s"), [(0, None), (90, 31), (150, 91)])
+async def test_an_answer_is_settled_once_when_it_has_ended(ends, num_tokens, wait_s):
+    """90 tokens were taken of 60 a minute."""
+    options = {"max_tenant_tokens_per_minute": 60}
+    request = await ends.enqueue(num_tokens=90, **options)
+    worker = ends.worker("a")
+    claim = await ends.claim(worker)
+    assert not await settle(ends, request.request_id, 90, 60)
+    deltas = [make_delta(claim, 0, *range(num_tokens))] if num_tokens else []
+    end = make_finished(claim, num_tokens)
+    await worker.publish([publication(claim, 1, 0, *deltas, end)])
+    for _ in range(2):
+        assert await settle(ends, request.request_id, 90, 60)
+    if wait_s is None:
+        await ends.enqueue(num_tokens=1, **options)
+        return
+    refused = await refusal(ends.queue, num_tokens=1, **options)
+    assert refused.wait_s == pytest.approx(wait_s, abs=1)
+    assert 0 < await ends.redis.pttl(ends.keys.rates(MODEL, "")) <= 1000 * (wait_s + 60)
+
+
+async def test_what_is_given_back_leaves_no_key_that_lives_for_ever(ends):
+    request = await ends.enqueue(num_tokens=5, max_tenant_tokens_per_minute=60)
+    await ends.queue.cancel(MODEL, [request.request_id])
+    await ends.redis.delete(ends.keys.rates(MODEL, ""))
+    assert await settle(ends, request.request_id, 5, 60)
+    assert await ends.redis.exists(ends.keys.rates(MODEL, "")) == 0
+    assert await settle(ends, "unknown", 5, 60)
+
+
+async def test_logprobs_count_for_what_they_take(gateways):
+    """A token with twenty rivals takes as much of Redis as five without."""
+    sampling = SamplingParams(max_tokens=100, num_logprobs=19)
+    room = {"num_tokens": 100, "max_tokens": 1000}
+    await enqueue(gateways[0], make_request(sampling=sampling), **room)
+    await enqueue(gateways[0], make_request(sampling=sampling), **room)
+    with pytest.raises(QueueRefused, match="open_tokens"):
+        await enqueue(gateways[0], make_request(), **room)
+
+
+async def test_logs_with_logprobs_are_small(ends: Ends):
+    """64 answers with the twenty best of each token, token by token: what Redis holds of them."""
+    words = [f" {stem}{ending}" for stem in ("strawberr", "un", "inter") for ending in "abcdefg"]
+    worker = ends.worker("w")
+    await worker.create_group()
+    num_answers, num_tokens, num_bytes = 64, 40, 0
+    for number in range(num_answers):
+        await ends.enqueue(make_request(request_id=f"{number:032}"))
+        claim = await ends.claim(worker)
+        for index in range(num_tokens):
+            ranked = [
+                TokenLogprob.of(word.encode(), -math.exp(rank / 3) - index / 7)
+                for rank, word in enumerate(words[:20])
+            ]
+            [chosen, *_] = ranked
+            entry = OutputLogprob(chosen, tuple(ranked))
+            delta = Delta(
+                claim.request.request_id, 1, index, (30_000 + index,), chosen.token, (entry,)
+            )
+            assert await worker.publish([publication(claim, index + 1, index, delta)]) == {}
+        key = ends.keys.log(MODEL, claim.request.request_id)
+        num_bytes += await ends.redis.memory_usage(key, samples=0)
+    [event] = await ends.next_events()
+    assert isinstance(event, Delta)
+    assert [rival.token for rival in event.logprobs[0].top] == words[:20]
+    assert num_bytes / (num_answers * num_tokens) < 700
+
+
+@pytest.mark.parametrize(
+    "token_bytes",
+    [
+        b" word",
+        "\u00e9".encode(),
+        b"",
+        b"\xe2\x82",
+        b"\xff",
+        "\ufffd".encode(),
+        "\ufffdff".encode(),
+    ],
+)
+def test_every_token_comes_back_from_the_wire(token_bytes):
+    sent = TokenLogprob.of(token_bytes, -0.12345678901)
+    came = msgspec.json.decode(encode(sent), type=TokenLogprob)
+    assert came.token_bytes == token_bytes
+    assert came.token == token_bytes.decode("utf-8", "replace")
+    assert came.logprob == pytest.approx(-0.12345678901, rel=1e-6)
+
+
+def test_a_token_without_any_probability_has_a_number():
+    sent = TokenLogprob.of(b"never", -math.inf)
+    assert msgspec.json.decode(encode(sent), type=TokenLogprob).logprob == -9999.0

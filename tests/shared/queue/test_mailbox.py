@@ -1,0 +1,223 @@
+"""A gateway's mailbox: what workers post arrives, across outages, and what could be missing is told."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+import shared.queue.mailbox
+from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Usage, encode
+from shared.queue.keys import RedisKeys
+from shared.queue.mailbox import Mailbox
+from shared.redis.client import create_redis
+from shared.settings.tree import RedisSettings
+
+
+@pytest.fixture
+async def open_mailbox(redis_blocking, redis_prefix):
+    opened = []
+
+    def create(**options) -> Mailbox:
+        opened.append(Mailbox(redis_blocking, redis_prefix, "g", **options))
+        return opened[-1]
+
+    yield create
+    for mailbox in opened:
+        await mailbox.close()
+
+
+@pytest.fixture
+def post(redis, redis_prefix):
+    """Post one event, named by its request, as a worker does."""
+
+    async def post(name: str, model: str = "m") -> None:
+        event = Failed(name, 1, ErrorCode.CANCELLED, "")
+        key = RedisKeys(redis_prefix).mailbox(model, "g")
+        await redis.xadd(key, {"events": b"[" + encode(event) + b"]"}, nomkstream=True)
+
+    return post
+
+
+async def names(events, count: int) -> list[str]:
+    async with asyncio.timeout(10):
+        return [(await anext(events))[0].request_id for _ in range(count)]
+
+
+async def test_events_of_all_models_come_in_order(open_mailbox, post):
+    mailbox = open_mailbox()
+    await mailbox.open(["m", "n"])
+    events = mailbox.events()
+
+    await post("1")
+    await post("2")
+    assert await names(events, 2) == ["1", "2"]
+    await post("3", model="n")
+    assert await names(events, 1) == ["3"]
+
+
+async def test_a_model_opened_later_is_heard_at_once(open_mailbox, post):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+    waiting = asyncio.create_task(names(mailbox.events(), 1))
+    await asyncio.sleep(0.02)  # lets the reader block; nothing depends on it
+
+    await mailbox.open(["m", "n"])
+    await post("late", model="n")
+
+    assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+
+
+async def test_a_model_opened_while_the_reader_connects_is_heard_at_once(
+    redis_server, redis_prefix, post, tmp_path
+):
+    may_connect, is_connecting = asyncio.Event(), asyncio.Event()
+    connections: list[asyncio.Task[None] | None] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        if len(connections) == 2:  # the first sends, the second reads
+            is_connecting.set()
+            await may_connect.wait()
+        up = await asyncio.open_unix_connection(redis_server.removeprefix("unix://"))
+        await asyncio.gather(forward(reader, up[1]), forward(up[0], writer))
+
+    path = tmp_path / "r"
+    async with await asyncio.start_unix_server(serve, path):
+        # With a name and a password, connecting takes an exchange.
+        client = create_redis(RedisSettings(url=f"unix://default:any@{path}"), blocking=True)
+        mailbox = Mailbox(client, redis_prefix, "g")
+        await mailbox.open(["m"])
+        waiting = asyncio.create_task(names(mailbox.events(), 1))
+        await asyncio.wait_for(is_connecting.wait(), 5.0)
+        await mailbox.open(["n"])
+        may_connect.set()
+        await post("late", model="n")
+
+        assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+        await mailbox.close()
+        await client.aclose()
+        await asyncio.gather(*filter(None, connections))
+
+
+async def test_the_reader_goes_on_where_it_was_after_its_connection_broke(
+    open_mailbox, post, redis
+):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+    events = mailbox.events()
+    await post("1")
+    assert await names(events, 1) == ["1"]
+    waiting = asyncio.create_task(names(events, 2))
+    await asyncio.sleep(0.02)
+
+    await redis.client_kill_filter(_type="normal", skipme=True)
+    await post("2")
+    await post("3")
+
+    assert await waiting == ["2", "3"]
+
+
+async def test_entries_trimmed_before_they_were_read_are_told(
+    open_mailbox, post, redis, redis_prefix, monkeypatch
+):
+    monkeypatch.setattr(shared.queue.mailbox, "MAX_ENTRIES_PER_READ", 4)
+    gaps: list[str] = []
+    mailbox = open_mailbox(on_gap=gaps.append)
+    await mailbox.open(["m"])
+    events = mailbox.events()
+    for number in range(4):
+        await post(str(number))
+    assert await names(events, 4) == ["0", "1", "2", "3"]
+    assert gaps == []
+
+    for number in range(4, 12):
+        await post(str(number))
+    await redis.xtrim(RedisKeys(redis_prefix).mailbox("m", "g"), maxlen=5, approximate=False)
+
+    assert await names(events, 5) == ["7", "8", "9", "10", "11"]
+    assert gaps == ["m"]
+
+
+async def test_a_mailbox_that_redis_lost_is_made_again_and_told(
+    open_mailbox, post, redis, redis_prefix
+):
+    lost = asyncio.Event()
+    mailbox = open_mailbox(on_gap=lambda model: lost.set(), renew_every_s=0.02)
+    await mailbox.open(["m"])
+    waiting = asyncio.create_task(names(mailbox.events(), 1))
+
+    await redis.delete(RedisKeys(redis_prefix).mailbox("m", "g"))
+    await asyncio.wait_for(lost.wait(), 5.0)
+    await post("again")
+
+    assert await waiting == ["again"]
+
+
+@pytest.mark.parametrize("junk", [b"[{}]", b"no JSON", b"\xff"])
+async def test_an_unreadable_entry_is_skipped_and_told(
+    open_mailbox, post, redis, redis_prefix, junk
+):
+    gaps: list[str] = []
+    mailbox = open_mailbox(on_gap=gaps.append)
+    await mailbox.open(["m"])
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": junk})
+    await post("1")
+
+    assert await names(mailbox.events(), 1) == ["1"]
+    assert gaps == ["m"]
+
+
+async def test_events_of_a_newer_worker_are_read(open_mailbox, redis, redis_prefix):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+    event = encode(Failed("1", 1, ErrorCode.CANCELLED, ""))
+    newer = b"[" + event[:-1] + b',"mood":"sorry"}]'
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": newer})
+
+    assert await names(mailbox.events(), 1) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("newer", "heard"),
+    [
+        (b'{"type":"thought","request_id":"1","attempt":1,"text":"hm"}', None),
+        (
+            b'{"type":"failed","request_id":"1","attempt":2,"code":"sold_out","message":"No."}',
+            Failed("1", 2, ErrorCode.ENGINE_FAILURE, "No."),
+        ),
+        (
+            b'{"type":"finished","request_id":"1","attempt":2,"finish_reason":"filter",'
+            b'"usage":{"num_prompt_tokens":3}}',
+            Finished("1", 2, FinishReason.STOP, Usage(3)),
+        ),
+    ],
+)
+async def test_an_entry_with_words_of_a_newer_worker_is_no_gap(
+    open_mailbox, redis, redis_prefix, newer, heard
+):
+    gaps: list[str] = []
+    mailbox = open_mailbox(on_gap=gaps.append)
+    await mailbox.open(["m"])
+    known = Failed("2", 1, ErrorCode.CANCELLED, "")
+    entry = b"[" + newer + b"," + encode(known) + b"]"
+    await redis.xadd(RedisKeys(redis_prefix).mailbox("m", "g"), {"events": entry})
+
+    events = await anext(mailbox.events())
+
+    assert events == ((known,) if heard is None else (heard, known))
+    assert gaps == []
+
+
+async def test_a_closed_mailbox_leaves_nothing(open_mailbox, redis, redis_prefix):
+    mailbox = open_mailbox()
+    await mailbox.open(["m"])
+
+    await mailbox.close()
+
+    assert await redis.exists(RedisKeys(redis_prefix).mailbox("m", "g")) == 0

@@ -1,0 +1,587 @@
+"""The queue against a model of it: any order of calls, crashes, lost replies and restarts, on real servers.
+
+The model knows for each request its state, attempt, failures and tokens; after every step Redis must agree, each
+log must hold every token once and in order, and every live request must still be found by some worker. In the long
+form (`make faults`) the sequences are more and longer.
+"""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis import Redis as SyncRedis
+
+import shared.redis.embedded
+from shared.protocol import Delta, ErrorCode, Failed, Finished, Priority, decode_events
+from shared.queue.claim_script import LOSSES_PER_ATTEMPT
+from shared.queue.claims import RequestClaims
+from shared.queue.keys import GROUP, RedisKeys
+from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim, Publication
+from shared.queue.scripts import CLAIM, ENQUEUE
+from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused, RequestQueue
+from shared.redis.client import create_redis
+from shared.redis.embedded import EmbeddedRedis
+from shared.redis.link import RedisSender
+from shared.settings.tree import RedisSettings
+from tests.factories_queue import (
+    GATEWAY,
+    MODEL,
+    enqueue,
+    make_delta,
+    make_finished,
+    make_request,
+)
+
+IS_LONG = bool(os.environ.get("FAULTS_LONG"))
+MAX_ATTEMPTS = 3
+MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
+WORKERS = ("a", "b")
+
+
+@dataclass(slots=True)
+class Modelled:
+    """A request as it should stand in Redis."""
+
+    is_batch: bool = False
+    num_possible: int = 1  #: tokens that it may come to
+    tenant: str = ""
+    state: str = "queued"
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0  #: of workers, whether they count against it or not
+    num_claimed_tokens: int = 0  #: that it had when it was last claimed
+    has_begun: bool = False
+    num_tokens: int = 0
+    is_late: bool = False
+    lost_by: RequestClaims | None = None  #: who claimed it by a read whose reply was lost
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("queued", "running")
+
+    def claim(self, worker: RequestClaims) -> None:
+        if self.state == "running" and self.has_begun and self.lost_by is not worker:
+            self.losses += 1
+            is_cleared = self.num_tokens - self.num_claimed_tokens >= CLEARED_AFTER_TOKENS
+            self.failures += not (self.failures and is_cleared)
+        self.lost_by = None
+        self.state, self.attempt = "running", self.attempt + 1
+        self.num_claimed_tokens = self.num_tokens
+        self.has_begun = self.failures == 0
+
+    def verdict(self, attempt: int) -> str:
+        if self.state == "cancelled":
+            return "cancelled"
+        if attempt != self.attempt or self.state == "queued":
+            return "fenced"
+        return "ok" if self.state == "running" else "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Hand:
+    """A claim in a worker's hands, which may be a zombie's."""
+
+    worker: RequestClaims
+    claim: Claim
+    num_tokens: int
+    number: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.claim.request.request_id
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """One queue, two workers' names, any number of requests."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        super().__init__()
+        self.server = server
+        self.runner = asyncio.Runner()
+        self.prefix = f"m{uuid4().hex[:10]}"
+        self.keys = RedisKeys(self.prefix)
+        self.requests: dict[str, Modelled] = {}
+        self.hands: list[Hand] = []
+        self.has_flushed = False  #: once is enough: what came before cannot matter any more
+        self.has_restarted = False
+        self.run(self._open())
+
+    def run(self, coroutine):
+        return self.runner.run(coroutine)
+
+    async def _open(self) -> None:
+        options = RedisSettings(url=self.server.url)
+        self.redis, self.blocking = create_redis(options), create_redis(options, blocking=True)
+        self.queue, self.sender = RequestQueue(self.redis, self.prefix), RedisSender(self.redis)
+        self.closers = [self.queue.close, self.sender.close]
+        self.workers = {name: self._worker(name) for name in WORKERS}
+
+    def _worker(self, name: str) -> RequestClaims:
+        worker = RequestClaims(
+            self.redis, self.blocking, keys_prefix=self.prefix, model=MODEL, worker_id=name,
+            lease_s=60.0, max_attempts=MAX_ATTEMPTS, ghost_after_s=0.0,
+        )  # fmt: skip
+        self.closers.append(worker.close)
+        return worker
+
+    @initialize()
+    def begin(self) -> None:
+        self._look_again()
+        self._make_mailbox()
+        self.run(self.workers["a"].create_group())
+
+    def _look_again(self) -> None:
+        self.eye = SyncRedis(unix_socket_path=str(self.server.socket_path))
+
+    def _make_mailbox(self) -> None:
+        self.eye.xadd(self.keys.mailbox(MODEL, GATEWAY), {"opened": "1"})
+        self.eye.expire(self.keys.mailbox(MODEL, GATEWAY), 600)
+
+    # The gateway
+
+    @rule(
+        repeats=st.integers(1, 2),
+        priority=st.sampled_from(Priority),
+        count=st.integers(1, 2),
+        num_tokens=st.integers(1, 9),
+        tenant=st.sampled_from(["", "t"]),
+    )
+    def enqueue(
+        self, repeats: int, priority: Priority, count: int, num_tokens: int, tenant: str
+    ) -> None:
+        """A second call with the same nonce is the first one again, whose reply was lost."""
+        choices = [make_request(priority=priority, cache_salt=tenant) for _ in range(count)]
+        keys, arguments = self.queue._to_call(choices, 600, num_tokens, Bounds(1000, 10_000))
+        for _ in range(repeats):
+            assert self.run(self.sender.run(ENQUEUE, keys, arguments)) == [b"ok"]
+        for choice in choices:
+            is_batch = priority is Priority.BATCH
+            self.requests[choice.request_id] = Modelled(is_batch, num_tokens, tenant)
+
+    @precondition(lambda self: any(r.is_live for r in self.requests.values()))
+    @rule(priority=st.sampled_from(Priority), num_tokens=st.integers(1, 9))
+    def enqueue_too_much(self, priority: Priority, num_tokens: int) -> None:
+        """What is refused leaves nothing behind."""
+        request = make_request(priority=priority)
+        most = sum(r.num_possible for r in self.requests.values() if r.is_live)
+        with pytest.raises(QueueRefused, match="open_tokens"):
+            self.run(enqueue(self.queue, request, num_tokens=num_tokens, max_tokens=most))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def enqueue_a_known_id(self, data) -> None:
+        name = self._any_request(data)
+        request = make_request(request_id=name)
+        with pytest.raises(DuplicateRequest):
+            self.run(enqueue(self.queue, request))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        name = self._any_request(data)
+        self.run(self.queue.cancel(MODEL, [name, "unknown"]))
+        request = self.requests[name]
+        if request.state in ("queued", "running"):
+            request.state = "cancelled"
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def pass_the_deadline(self, data) -> None:
+        name = self._any_request(data)
+        self.eye.hset(self.keys.request(MODEL, name), "deadline_ms", "1")
+        self.requests[name].is_late = True
+
+    # Workers
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def read(self, name: str, count: int) -> None:
+        self._take(name, self.run(self.workers[name].read(count, 0.001)))
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def take(self, name: str, count: int) -> None:
+        """Batch work only where no interactive request waits."""
+        unread, backlog = self._unread(), self._backlog()
+        claims = self.run(self.workers[name].take(count))
+        taken = {claim.request.request_id for claim in claims}
+        assert taken.isdisjoint(backlog) or taken >= unread
+        self._take(name, claims)
+
+    @rule()
+    def let_the_oldest_batch_work_in(self) -> None:
+        if self._has_group():
+            self.run(self.workers["a"].entries.age(1e-3))
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def reclaim(self, name: str, count: int) -> None:
+        self._take(name, self.run(self.workers[name].reclaim(count)))
+
+    @rule(name=st.sampled_from(WORKERS))
+    def reconcile(self, name: str) -> None:
+        self._take(name, self.run(self.workers[name].reconcile()))
+
+    @rule(name=st.sampled_from(WORKERS))
+    def lose_the_delivery_of_an_entry(self, name: str) -> None:
+        if self._has_group():
+            self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=1)
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def lose_the_reply_of_a_read(self, name: str, count: int) -> None:
+        """Redis has claimed what the worker never hears of."""
+        if not self._has_group():
+            return
+        worker = self.workers[name]
+        self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=count)
+        _, sha, _, queue, *arguments = worker._calls.of_read(worker._last_read_id, count)
+        if not self.eye.script_exists(sha)[0]:
+            self.eye.script_load(CLAIM.source)
+        for _, request_id, reply in self.eye.evalsha(sha, 1, queue, *arguments):
+            request = self.requests.get(request_id.decode())
+            if request is not None and reply[0] != b"stray":
+                request.claim(worker)
+                request.lost_by = worker
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def lose_the_reply_of_a_claim(self, data) -> None:
+        """The same claim again, by its nonce, is no second attempt."""
+        hand = self._any_hand(data)
+        request = self.requests.get(hand.id)
+        if request is None or request.verdict(hand.claim.attempt) != "ok" or request.is_late:
+            return
+        keys = (
+            self.keys.queue(MODEL),
+            *(f(MODEL, hand.id) for f in (self.keys.request, self.keys.log)),
+        )
+        nonce = self.eye.hget(keys[1], "claim")
+        arguments = (hand.claim.entry_id, GROUP, "whoever", nonce, MAX_ATTEMPTS)
+        reply = self.run(self.sender.run(CLAIM, keys, arguments))
+        assert reply[:3] == [b"ok", request.attempt, request.failures]
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def begin_to_run(self, data) -> None:
+        hand = self._any_hand(data)
+        request = self.requests.get(hand.id)
+        is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
+        assert self.run(hand.worker.begin(hand.claim)) == is_ours
+        if request is not None and is_ours:
+            request.has_begun = True
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), count=st.integers(1, 3), repeats=st.integers(1, 2))
+    def publish(self, data, count: int, repeats: int) -> None:
+        hand = self._any_hand(data)
+        tokens = range(hand.num_tokens, hand.num_tokens + count)
+        events = (make_delta(hand.claim, hand.num_tokens, *tokens),)
+        if self._say(hand, events, repeats) == "ok":
+            self.requests[hand.id].num_tokens += count
+            hand.num_tokens += count
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), fails=st.booleans(), repeats=st.integers(1, 2))
+    def finish(self, data, fails: bool, repeats: int) -> None:
+        hand = self._any_hand(data)
+        event = (
+            Failed(hand.id, hand.claim.attempt, ErrorCode.ENGINE_FAILURE, "")
+            if fails
+            else make_finished(hand.claim, hand.num_tokens)
+        )
+        if self._say(hand, (event,), repeats) == "ok":
+            self.requests[hand.id].state = "failed" if fails else "finished"
+            self.hands.remove(hand)
+
+    def _say(self, hand: Hand, events, repeats: int) -> str:
+        """Publish, perhaps twice as after a lost reply; the verdict is the model's."""
+        request = self.requests.get(hand.id)
+        verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
+        if (
+            verdict == "ended"
+            and isinstance(events[-1], Finished | Failed)
+            and request is not None
+            and request.state == ("finished" if isinstance(events[-1], Finished) else "failed")
+        ):
+            verdict = "repeated"  # it is the end that is known already
+        hand.number += 1
+        publication = Publication(hand.claim, hand.number, hand.num_tokens, events)
+        for _ in range(repeats):
+            refused = self.run(hand.worker.publish([publication]))
+            assert refused == ({} if verdict in ("ok", "repeated") else {hand.id: verdict})
+        if verdict != "ok":
+            self.hands.remove(hand)
+        return verdict
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def renew(self, data) -> None:
+        hand = self._any_hand(data)
+        request = self.requests.get(hand.id)
+        verdict = "gone" if request is None else request.verdict(hand.claim.attempt)
+        refused = self.run(hand.worker.renew([hand.claim]))
+        assert refused == ({} if verdict == "ok" else {hand.id: verdict})
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def pause_beyond_the_lease(self, data) -> None:
+        """The worker is stopped, or cut off; what it holds may be taken, and it may come back as a zombie."""
+        self._expire_lease(self._any_hand(data).claim.entry_id)
+
+    @rule(name=st.sampled_from(WORKERS))
+    def crash(self, name: str) -> None:
+        """The process is gone with all that it knew; one of the same name takes its place."""
+        gone, self.workers[name] = self.workers[name], self._worker(name)
+        self.hands = [hand for hand in self.hands if hand.worker is not gone]
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), blame=st.booleans())
+    def release(self, data, blame: bool) -> None:
+        hand = self._any_hand(data)
+        request = self.requests.get(hand.id)
+        is_ours = request is not None and request.verdict(hand.claim.attempt) == "ok"
+        assert self.run(hand.worker.release([hand.claim], blame=blame)) == is_ours
+        if request is not None and is_ours and not blame:
+            request.state = "queued"
+        self.hands.remove(hand)
+
+    # Redis
+
+    @precondition(lambda self: not self.has_flushed)
+    @rule()
+    def flush(self) -> None:
+        self.has_flushed = True
+        for key in self.eye.scan_iter(f"{self.prefix}:*"):
+            self.eye.delete(key)
+        self._make_mailbox()
+        self.requests.clear()
+
+    @rule()
+    def forget_scripts(self) -> None:
+        self.eye.script_flush()
+
+    @precondition(lambda self: not self.has_restarted)
+    @rule()
+    def restart(self) -> None:
+        """Killed without a word; what was acknowledged is in the file."""
+        self.has_restarted = True
+        assert self.server.pid is not None
+        while self.eye.info("persistence")["aof_buffer_length"]:
+            pass  # Redis holds writes back for up to 2 s while the disk is busy
+        os.kill(self.server.pid, signal.SIGKILL)
+        self.server.stop()
+        self.server.start()
+        self.eye.close()
+        self._look_again()
+        self.run(asyncio.sleep(0.01))  # the connections learn that they are closed
+
+    # What must hold after every step
+
+    @invariant()
+    def places_are_those_of_live_requests(self) -> None:
+        """Each is counted once, and its sums are what the bounds are compared with."""
+        live = [(n, r) for n, r in self.requests.items() if r.is_live]
+        places = self.eye.zrange(self.keys.places(MODEL), 0, -1)
+        assert sorted(places) == sorted(
+            f"{r.num_possible} {r.tenant} {n}".encode() for n, r in live
+        )
+        sums: Counter[str] = Counter()
+        for _, request in live:
+            sums["tokens"] += request.num_possible
+            sums[f"tokens:{request.tenant}"] += request.num_possible
+            sums[f"requests:{request.tenant}"] += 1
+        held = self.eye.hgetall(self.keys.held(MODEL))
+        assert {name.decode(): int(value) for name, value in held.items()} == sums
+
+    @invariant()
+    def redis_agrees(self) -> None:
+        """State by state, and token by token: each is in the log, and was heard, once and in order."""
+        records, logs, waits, mailbox, ttls = self._look()
+        for name, request in self.requests.items():
+            state, attempt, failures, num_tokens, backlog = [f.decode() for f in records[name]]
+            found = (state, int(attempt), int(failures), int(num_tokens))
+            expected = (request.state, request.attempt, request.failures, request.num_tokens)
+            assert found == expected, name
+            is_queued = name.encode() in waits
+            assert not backlog or (request.is_batch and request.attempt == 0), name
+            assert is_queued == (state in ("queued", "running")), f"{name} is lost, or stays"
+            self._check_events(request, mailbox.get(name, []), logs[name])
+        assert not [key for key, ttl_ms in ttls.items() if ttl_ms < 0], "a key never expires"
+
+    def _check_events(self, request: Modelled, heard: list, log: list[bytes]) -> None:
+        if request.state != "cancelled":
+            assert list(decode_events(b"[" + b",".join(log) + b"]")) == heard
+            tokens = [t for e in heard if isinstance(e, Delta) for t in e.token_ids]
+            assert tokens == list(range(request.num_tokens))
+        ends = [e for e in heard if isinstance(e, Finished | Failed)]
+        assert len(ends) == (request.state in ("finished", "failed"))
+        assert not ends or heard[-1] is ends[0]
+
+    def _look(self):
+        """All that Redis holds, in two round trips."""
+        names = list(self.requests)
+        keys = list(self.eye.scan_iter(f"{self.prefix}:*", count=1000))
+        with self.eye.pipeline(transaction=False) as pipe:
+            for name in names:
+                key = self.keys.request(MODEL, name)
+                pipe.hmget(key, "state", "attempt", "failures", "tokens", "backlog")
+                pipe.lrange(self.keys.log(MODEL, name), 0, -1)
+            pipe.xrange(self.keys.queue(MODEL))
+            pipe.xrange(self.keys.backlog(MODEL))
+            pipe.xrange(self.keys.mailbox(MODEL, GATEWAY))
+            for key in keys:
+                pipe.pttl(key)
+            replies = pipe.execute()
+        records, logs = replies[0 : 2 * len(names) : 2], replies[1 : 2 * len(names) : 2]
+        queue, backlog, posted, *ttls = replies[2 * len(names) :]
+        mailbox: dict[str, list] = {}
+        for _, fields in posted:
+            for event in decode_events(fields.get(b"events", b"[]")):
+                mailbox.setdefault(event.request_id, []).append(event)
+        # The two streams number their entries alike, so that an id alone does not tell which is meant.
+        waits = {fields[b"id"] for _, fields in (*queue, *backlog) if b"id" in fields}
+        return (
+            dict(zip(names, records, strict=True)),
+            dict(zip(names, logs, strict=True)),
+            waits,
+            mailbox,
+            dict(zip(keys, ttls, strict=True)),
+        )
+
+    def teardown(self) -> None:
+        """Whatever happened, a healthy worker ends every live request."""
+        try:
+            self._end_all()
+        finally:
+            self.run(self._close())
+            self.runner.close()
+            self.eye.close()
+
+    def _end_all(self) -> None:
+        survivor = self._worker("survivor")
+        self.workers["survivor"] = survivor
+        self.run(survivor.create_group())
+        while any(r.state in ("queued", "running") for r in self.requests.values()):
+            pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100)
+            for entry in pending:
+                self._expire_lease(entry["message_id"])
+            before = len(self.hands)
+            self._take("survivor", self.run(survivor.reclaim(100)))
+            self._take("survivor", self.run(survivor.read(100, 0.001)))
+            self._take("survivor", self.run(survivor.take(100)))
+            mine, self.hands = self.hands[before:], self.hands[:before]
+            for hand in mine:
+                end = make_finished(hand.claim, hand.num_tokens)
+                assert (
+                    self.run(
+                        survivor.publish([Publication(hand.claim, 1, hand.num_tokens, (end,))])
+                    )
+                    == {}
+                )
+                self.requests[hand.id].state = "finished"
+        self.redis_agrees()
+
+    async def _close(self) -> None:
+        for close in self.closers:
+            await close()
+        await self.redis.aclose()
+        await self.blocking.aclose()
+
+    # Parts
+
+    def _unread(self) -> set[str]:
+        """Requests in the queue that nobody has read and that may still run."""
+        if not self._has_group():
+            return set()
+        [group] = self.eye.xinfo_groups(self.keys.queue(MODEL))
+        unread = self.eye.xrange(self.keys.queue(MODEL), min=b"(" + group["last-delivered-id"])
+        names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
+        return {name for name in names if not self.requests[name].is_late}
+
+    def _backlog(self) -> set[str]:
+        entries = self.eye.xrange(self.keys.backlog(MODEL))
+        return {fields[b"id"].decode() for _, fields in entries}
+
+    def _any_request(self, data) -> str:
+        return data.draw(st.sampled_from(sorted(self.requests)))
+
+    def _any_hand(self, data) -> Hand:
+        return self.hands[data.draw(st.integers(0, len(self.hands) - 1))]
+
+    def _expire_lease(self, entry_id: bytes) -> None:
+        """Whoever holds it has not been heard of for an hour."""
+        queue = self.keys.queue(MODEL)
+        if self._has_group():
+            pending = self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)
+            for entry in pending:
+                owner = entry["consumer"]
+                self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
+
+    def _has_group(self) -> bool:
+        """Whether some worker has made the group since the queue was lost."""
+        queue = self.keys.queue(MODEL)
+        return bool(self.eye.exists(queue) and self.eye.xinfo_groups(queue))
+
+    def _take(self, name: str, claims: list[Claim]) -> None:
+        """Note what a worker got, and what was given up instead."""
+        for claim in claims:
+            request = self.requests[claim.request.request_id]
+            assert request.state in ("queued", "running")
+            request.claim(self.workers[name])
+            assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
+            assert claim.output_token_ids == tuple(range(request.num_tokens))
+            assert not request.is_late
+            assert request.failures < MAX_ATTEMPTS
+            self.hands.append(Hand(self.workers[name], claim, request.num_tokens))
+        with self.eye.pipeline(transaction=False) as pipe:
+            for request_id in self.requests:
+                pipe.hget(self.keys.request(MODEL, request_id), "state")
+            states = pipe.execute()
+        for request, state in zip(self.requests.values(), states, strict=True):
+            if state == b"failed" and request.state in ("queued", "running"):
+                request.claim(self.workers[name])
+                assert (
+                    request.is_late
+                    or request.failures == MAX_ATTEMPTS
+                    or request.losses >= MAX_LOSSES
+                )
+                request.state = "failed"
+
+
+@pytest.fixture(scope="module")
+def own_server(redis_program) -> Iterator[EmbeddedRedis]:
+    """A server that the machine may kill."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory("-vlm-model") as folder:
+        patch.setattr(shared.redis.embedded, "find_redis_server", lambda: redis_program)
+        with EmbeddedRedis(Path(folder)) as server:
+            yield server
+
+
+@pytest.mark.timeout(3600 if IS_LONG else 300)
+def test_any_order_of_calls_and_faults_keeps_every_request(own_server):
+    run_state_machine_as_test(
+        lambda: QueueMachine(own_server),
+        settings=settings(
+            max_examples=100 if IS_LONG else 8,
+            stateful_step_count=50 if IS_LONG else 20,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+            phases=(Phase.generate,),
+            print_blob=True,
+        ),
+    )

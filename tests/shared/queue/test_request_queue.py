@@ -1,0 +1,747 @@
+"""The life of a request in Redis, against a real server: every script and every way in which it says no."""
+
+import asyncio
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from shared.protocol import Delta, ErrorCode, Failed, Finished, Started, Usage
+from shared.queue.claim_script import LOSSES_PER_ATTEMPT, giving_up
+from shared.queue.claims import RequestClaims
+from shared.queue.keys import GROUP
+from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
+from shared.queue.submit import DuplicateRequest, QueueRefused, QueueUnavailable, RequestQueue
+from shared.redis.client import create_redis
+from shared.settings.tree import RedisSettings
+from tests.factories_queue import (
+    MODEL,
+    enqueue,
+    make_delta,
+    make_finished,
+    make_request,
+    publication,
+)
+
+# Enqueue
+
+
+async def test_a_request_reaches_a_worker_as_it_was_sent(ends):
+    request = await ends.enqueue(make_request("what is red?"))
+
+    claim = await ends.claim(ends.worker("a"))
+
+    assert claim.request == request
+    assert (claim.attempt, claim.failures, claim.output_token_ids) == (1, 0, ())
+    assert 0 <= claim.waited_s < 5
+    assert 50 < claim.remaining_s <= 60
+
+
+async def test_a_known_id_is_refused(ends):
+    request = await ends.enqueue()
+
+    with pytest.raises(DuplicateRequest):
+        await ends.enqueue(request)
+
+    assert await ends.queue.depth(MODEL) == 1
+
+
+async def test_an_enqueue_whose_reply_was_lost_is_repeated_without_a_duplicate(ends, monkeypatch):
+    run = ends.queue._sender.run
+    replies = []
+
+    async def lose_first_reply(script, keys, arguments):
+        replies.append(await run(script, keys, arguments))
+        if len(replies) == 1:
+            raise RedisConnectionError
+        return replies[-1]
+
+    monkeypatch.setattr(ends.queue._sender, "run", lose_first_reply)
+    await ends.enqueue()
+
+    assert replies[-2:] == [[b"ok"], [b"ok"]]
+    assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
+
+
+async def test_a_full_queue_refuses_and_running_requests_do_not_fill_it(ends):
+    worker = ends.worker("a")
+    await ends.enqueue(max_waiting=1)
+    with pytest.raises(QueueRefused) as refused:
+        await ends.enqueue(max_waiting=1)
+    assert refused.value.reason == "queue_full"
+
+    await ends.claim(worker)
+
+    await ends.enqueue(max_waiting=1)
+    assert await ends.queue.depth(MODEL) == 2
+
+
+async def test_requests_queued_before_the_first_worker_are_claimed_in_order(ends):
+    requests = [await ends.enqueue() for _ in range(3)]
+    worker = ends.worker("a")
+    await worker.create_group()
+
+    claims = await worker.read(2, 1.0)
+    claims += await worker.read(2, 1.0)
+
+    assert [claim.request for claim in claims] == requests
+
+
+async def test_an_unreachable_redis_is_told_in_time(redis_prefix, tmp_path):
+    client = create_redis(RedisSettings(url=f"unix://{tmp_path}/nobody.sock"))
+    queue = RequestQueue(client, redis_prefix)
+    with pytest.raises(QueueUnavailable):
+        await enqueue(queue, make_request(), timeout_s=1.0)
+    await queue.close()
+    await client.aclose()
+
+
+async def test_scripts_are_sent_again_after_the_server_forgot_them(ends):
+    await ends.enqueue()
+    await ends.redis.script_flush()
+
+    await ends.enqueue()
+
+    assert await ends.queue.depth(MODEL) == 2
+
+
+# Cancel
+
+
+async def test_a_request_cancelled_while_it_waits_is_never_claimed(ends):
+    request = await ends.enqueue()
+    worker = ends.worker("a")
+    await worker.create_group()
+
+    await ends.queue.cancel(MODEL, [request.request_id, "unknown"])
+
+    assert await worker.read(1, 0.01) == []
+    assert await ends.queue.depth(MODEL) == 0
+    state = await ends.queue.state(MODEL, request.request_id)
+    assert state is not None
+    assert state.state == "cancelled"
+
+
+async def test_a_worker_learns_of_a_cancellation_at_its_next_publish(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    await ends.queue.cancel(MODEL, [request.request_id])
+
+    refused = await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 7))])
+
+    assert refused == {request.request_id: "cancelled"}
+    ending = publication(claim, 2, 1, make_finished(claim, 1))
+    assert await worker.publish([ending]) == {request.request_id: "cancelled"}
+
+
+async def test_a_worker_learns_of_a_cancellation_at_its_next_renewal(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    assert await worker.renew([claim]) == {}
+
+    await ends.queue.cancel(MODEL, [request.request_id])
+
+    assert await worker.renew([claim]) == {request.request_id: "cancelled"}
+
+
+# Publish
+
+
+async def test_events_of_many_requests_come_as_one_entry(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    for _ in range(2):
+        await ends.enqueue()
+    first, second = await worker.read(2, 1.0)
+
+    refused = await worker.publish(
+        [
+            publication(first, 1, 0, make_delta(first, 0, 5, 6)),
+            publication(second, 1, 0, make_delta(second, 0, 7)),
+        ]
+    )
+
+    assert refused == {}
+    assert await ends.next_events() == (make_delta(first, 0, 5, 6), make_delta(second, 0, 7))
+
+
+async def test_the_same_publication_twice_is_heard_once(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    started = Started(request.request_id, 1, Usage(3))
+    said = publication(claim, 1, 0, started, make_delta(claim, 0, 5))
+
+    assert await worker.publish([said]) == {}
+    assert await worker.publish([said]) == {}
+    await worker.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])
+
+    assert await ends.next_events() == said.events
+    assert await ends.next_events() == (make_delta(claim, 1, 6),)
+    events = await ends.queue.events(MODEL, request.request_id)
+    assert events == (*said.events, make_delta(claim, 1, 6))
+
+
+async def test_a_gap_between_tokens_is_refused(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+
+    gap = publication(claim, 1, 3, make_delta(claim, 3, 5))
+    end = publication(claim, 2, 4, make_finished(claim, 4))
+
+    assert await worker.publish([gap]) == {request.request_id: "gap"}
+    assert await worker.publish([end]) == {request.request_id: "gap"}
+    assert await ends.queue.events(MODEL, request.request_id) == ()
+
+
+async def test_a_gateway_without_a_mailbox_gets_none_but_the_log_is_written(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue(make_request(reply_to="gone"))
+    claim = await ends.claim(worker)
+
+    assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == {}
+
+    assert await ends.redis.exists(ends.keys.mailbox(MODEL, "gone")) == 0
+    assert await ends.queue.events(MODEL, request.request_id) == (make_delta(claim, 0, 5),)
+
+
+# Takeover and fencing
+
+
+async def test_a_takeover_knows_every_token_that_was_published(ends):
+    first, second = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(first)
+    await first.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
+    await first.publish([publication(claim, 2, 2, make_delta(claim, 2, 7))])
+
+    later = await ends.take_over(second, claim)
+
+    assert later.output_token_ids == (5, 6, 7)
+    assert (later.attempt, later.failures) == (2, 1)
+    assert await second.publish([publication(later, 1, 3, make_delta(later, 3, 8))]) == {}
+
+
+async def test_a_zombie_is_refused_wherever_it_speaks(ends):
+    zombie, owner = ends.worker("a"), ends.worker("b")
+    request = await ends.enqueue()
+    claim = await ends.claim(zombie)
+    later = await ends.take_over(owner, claim)
+    fenced = {request.request_id: "fenced"}
+
+    assert await zombie.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == fenced
+    assert await zombie.publish([publication(claim, 2, 0, make_finished(claim))]) == fenced
+    assert await zombie.renew([claim]) == fenced
+    assert await zombie.release([claim]) == 0
+    assert zombie.num_fenced == 2
+
+    assert await owner.renew([later]) == {}
+    assert await owner.publish([publication(later, 1, 0, make_finished(later))]) == {}
+    assert await ends.next_events() == (make_finished(later),)
+
+
+async def test_a_zombie_does_not_take_the_lease_back_by_renewing(ends):
+    zombie, owner = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(zombie)
+    await ends.take_over(owner, claim)
+
+    await zombie.renew([claim])
+
+    [entry] = await ends.redis.xpending_range(ends.keys.queue(MODEL), GROUP, "-", "+", 10)
+    assert entry["consumer"] == b"b"
+
+
+async def test_a_renewed_lease_is_not_reclaimed(ends):
+    first, second = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(first)
+    await ends.let_lease_run_out(claim)
+
+    await first.renew([claim])
+
+    assert await second.reclaim(8) == []
+
+
+async def test_a_worker_does_not_reclaim_what_it_holds_itself(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.enqueue()
+    await ends.enqueue()
+    for held in await worker.read(2, 1.0):
+        await ends.redis.xclaim(
+            *(ends.keys.queue(MODEL), GROUP, "a", 0, [held.entry_id]), idle=3_600_000, justid=True
+        )
+    lost = await ends.enqueue()
+    claim = await ends.claim(ends.worker("b"))
+    await ends.let_lease_run_out(claim)
+
+    [later] = await worker.reclaim(1)
+
+    assert later.request == lost
+
+
+async def test_a_lost_request_is_found_behind_many_that_are_alive(ends):
+    holder = ends.worker("a")
+    await holder.create_group()
+    for _ in range(60):
+        await ends.enqueue()
+    claims = await holder.read(60, 1.0)
+    await ends.let_lease_run_out(claims[-1])
+
+    [later] = await ends.worker("b").reclaim(1)
+
+    assert later.request == claims[-1].request
+
+
+async def test_workers_that_reclaim_at_once_share_what_is_there(ends):
+    holder = ends.worker("a")
+    await holder.create_group()
+    for _ in range(6):
+        await ends.enqueue()
+    for claim in await holder.read(6, 1.0):
+        await ends.let_lease_run_out(claim)
+
+    taken = await asyncio.gather(*(ends.worker(name).reclaim(6) for name in "bcd"))
+
+    ids = [claim.request.request_id for claims in taken for claim in claims]
+    assert len(ids) == len(set(ids)) == 6
+
+
+async def test_finishing_twice_says_ok_and_is_heard_once(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    end = publication(claim, 1, 0, make_delta(claim, 0, 5), make_finished(claim, 1))
+
+    assert await worker.publish([end]) == {}
+    assert await worker.publish([end]) == {}
+
+    assert await ends.queue.events(MODEL, request.request_id) == end.events
+    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.redis.xlen(ends.keys.mailbox(MODEL, request.reply_to)) == 2  # opened, end
+
+
+async def test_a_second_end_of_another_kind_is_refused(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    await worker.publish([publication(claim, 1, 0, make_finished(claim))])
+
+    failed = Failed(request.request_id, 1, ErrorCode.DEADLINE_EXCEEDED, "late")
+
+    refused = await worker.publish([publication(claim, 2, 0, failed)])
+    assert refused == {request.request_id: "ended"}
+
+
+# Requests that cannot run
+
+
+async def test_a_request_past_its_deadline_is_failed_instead_of_claimed(ends):
+    request = await ends.enqueue()
+    await ends.redis.hset(ends.keys.request(MODEL, request.request_id), "deadline_ms", 1)
+    worker = ends.worker("a")
+    await worker.create_group()
+
+    assert await worker.read(1, 1.0) == []
+
+    [failed] = await ends.next_events()
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.DEADLINE_EXCEEDED
+    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.redis.xlen(ends.keys.dead(MODEL)) == 0
+
+
+async def come_further(worker: RequestClaims, claim: Claim, num_tokens: int) -> None:
+    index = len(claim.output_token_ids)
+    delta = make_delta(claim, index, *range(index, index + num_tokens))
+    assert await worker.publish([publication(claim, 1, index, delta)]) == {}
+
+
+async def test_losses_of_workers_that_others_may_have_ended_are_no_evidence(ends):
+    """Workers die again and again while it runs beside others: it goes on, far beyond its attempts."""
+    await ends.enqueue()
+    claim = await ends.claim(ends.worker("first"))
+    worker = ends.worker("a", max_attempts=2)
+    for _ in range(2 * LOSSES_PER_ATTEMPT - 2):
+        claim = await ends.take_over(worker, claim)
+        assert await worker.begin(claim)
+        assert claim.failures == 1
+        await come_further(worker, claim, CLEARED_AFTER_TOKENS)
+    last = await ends.take_over(worker, claim)
+    assert await worker.begin(last)
+    await come_further(worker, last, CLEARED_AFTER_TOKENS)
+    await ends.let_lease_run_out(last)
+
+    assert await worker.reclaim(1) == []
+
+    events = [e for _ in range(2 * LOSSES_PER_ATTEMPT) for e in await ends.next_events()]
+    assert isinstance(events[-1], Failed)
+    assert events[-1].code is ErrorCode.TOO_MANY_ATTEMPTS
+
+
+async def test_losses_before_a_suspect_is_cleared_are_evidence(ends):
+    await ends.enqueue()
+    worker = ends.worker("a", max_attempts=2)
+    claim = await ends.take_over(worker, await ends.claim(ends.worker("first")))
+    assert await worker.begin(claim)
+    await come_further(worker, claim, CLEARED_AFTER_TOKENS - 1)
+    await ends.let_lease_run_out(claim)
+
+    assert await worker.reclaim(1) == []
+
+    events = [e for _ in range(2) for e in await ends.next_events()]
+    assert isinstance(events[-1], Failed)
+    assert events[-1].code is ErrorCode.REQUEST_KILLS_WORKERS
+
+
+async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends):
+    request = await ends.enqueue()
+    claim = await ends.claim(ends.worker("a"))
+    chances = []
+    for name in ("b", "c"):
+        worker = ends.worker(name)
+        claim = await ends.take_over(worker, claim)
+        assert await worker.begin(claim)
+        chances.append(claim.is_last_chance)
+    await ends.let_lease_run_out(claim)
+
+    assert await ends.worker("d").reclaim(1) == []
+
+    assert chances == [False, True]
+    [failed] = await ends.next_events()
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
+    [(_, dead)] = await ends.redis.xrange(ends.keys.dead(MODEL))
+    assert dead == {
+        b"id": request.request_id.encode(),
+        b"reason": b"kills_workers",
+        b"attempt": b"4",
+        b"worker": b"d",
+    }
+
+
+async def test_an_unreadable_request_is_failed_and_remembered(ends):
+    request = await ends.enqueue()
+    key = ends.keys.request(MODEL, request.request_id)
+    await ends.redis.hset(key, "payload", b'{"version": 99}')
+    worker = ends.worker("a")
+    await worker.create_group()
+
+    assert await worker.read(1, 1.0) == []
+
+    [failed] = await ends.next_events()
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.INVALID_REQUEST
+    assert await ends.redis.xlen(ends.keys.dead(MODEL)) == 1
+
+
+async def test_an_entry_without_a_request_is_removed(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": "nobody"})
+
+    assert await worker.read(1, 1.0) == []
+    assert await ends.queue.depth(MODEL) == 0
+
+
+async def test_a_second_entry_of_the_same_request_runs_nothing(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.request_id})
+    await worker.create_group()
+
+    claims = await worker.read(8, 1.0)
+
+    assert [claim.request for claim in claims] == [request]
+    assert await ends.queue.depth(MODEL) == 1
+
+
+# Lost replies, release, groups
+
+
+async def test_an_entry_whose_delivery_was_lost_is_found_and_claimed(ends):
+    worker = ends.worker("a", ghost_after_s=0.001)
+    await worker.create_group()
+    request = await ends.enqueue()
+    # Redis delivers it to this consumer, but the reply never arrives.
+    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"})
+    await asyncio.sleep(0.005)
+
+    [claim] = await worker.reconcile()
+
+    assert claim.request == request
+    assert claim.failures == 0
+    assert await worker.reconcile() == []
+
+
+async def test_a_claim_whose_reply_was_lost_counts_once(ends, monkeypatch):
+    lost, worker = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    await ends.let_lease_run_out(await ends.claim(lost))
+    run = worker._sender.run
+    calls = []
+
+    async def lose_first_reply(script, keys, arguments):
+        reply = await run(script, keys, arguments)
+        calls.append(reply)
+        if len(calls) == 1:
+            raise RedisConnectionError
+        return reply
+
+    monkeypatch.setattr(worker._sender, "run", lose_first_reply)
+    [claim] = await worker.reclaim(1)
+
+    assert len(calls) == 2
+    assert (claim.attempt, claim.failures) == (2, 1)
+
+
+async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, monkeypatch):
+    worker = ends.worker("a", ghost_after_s=0.001)
+    await worker.create_group()
+    request = await ends.enqueue()
+    exchange = worker._reader.exchange
+
+    async def lose_reply(commands):
+        await exchange(commands)
+        raise RedisConnectionError
+
+    monkeypatch.setattr(worker._reader, "exchange", lose_reply)
+    with pytest.raises(RedisConnectionError):
+        await worker.read(1, 1.0)
+    assert (
+        await ends.redis.hget(ends.keys.request(MODEL, request.request_id), "state") == b"running"
+    )
+    await asyncio.sleep(0.005)
+
+    [claim] = await worker.reconcile()
+
+    assert claim.request == request
+    assert (claim.attempt, claim.failures) == (2, 0)
+
+
+async def test_the_next_read_brings_what_an_earlier_one_lost(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    requests = [await ends.enqueue() for _ in range(2)]
+    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"}, count=1)
+
+    claims = await worker.read(8, 1.0)
+
+    assert [claim.request for claim in claims] == requests
+    assert {(claim.attempt, claim.failures) for claim in claims} == {(1, 0)}
+
+
+async def test_a_redis_that_forgot_the_script_learns_it(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.script_flush()
+    for _ in range(2):
+        request = await ends.enqueue()
+        [claim] = await worker.read(1, 1.0)
+        assert (claim.request, claim.attempt) == (request, 1)
+
+
+async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
+    leaving, waiting = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(leaving)
+    await leaving.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))])
+    reading = asyncio.create_task(waiting.read(4, 30.0))
+    await asyncio.sleep(0.02)  # lets it block; nothing depends on it
+
+    assert await leaving.release([claim]) == 1
+
+    [later] = await asyncio.wait_for(reading, 2.0)
+    assert later.output_token_ids == (5,)
+    assert (later.attempt, later.failures) == (2, 0)
+    after = await leaving.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])
+    assert after == {claim.request.request_id: "fenced"}
+
+
+async def test_released_with_blame_counts_as_a_failure(ends):
+    leaving, other = ends.worker("a"), ends.worker("b")
+    await ends.enqueue()
+    claim = await ends.claim(leaving)
+
+    await leaving.release([claim], blame=True)
+    [later] = await other.reclaim(1)
+
+    assert later.failures == 1
+
+
+async def test_a_worker_that_leaves_gives_back_what_it_read_but_never_claimed(ends):
+    leaving, other = ends.worker("a"), ends.worker("b")
+    await leaving.create_group()
+    request = await ends.enqueue()
+    await ends.redis.xreadgroup(GROUP, "a", {ends.keys.queue(MODEL): ">"})
+    await asyncio.sleep(0.005)
+
+    await leaving.leave()
+
+    [claim] = await other.read(1, 1.0)
+    assert claim.request == request
+    consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
+    assert b"a" not in {consumer["name"] for consumer in consumers}
+
+
+async def test_a_claim_interrupted_by_a_stop_is_given_back_without_blame(ends, monkeypatch):
+    leaving, other = ends.worker("a"), ends.worker("b")
+    await leaving.create_group()
+    requests = [await ends.enqueue() for _ in range(3)]
+    [running] = await leaving.read(1, 1.0)
+    exchange = leaving._reader.exchange
+    claimed = asyncio.Event()
+
+    async def keep_reply(commands):
+        await exchange(commands)
+        claimed.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(leaving._reader, "exchange", keep_reply)
+    reading = asyncio.create_task(leaving.read(8, 1.0))
+    await asyncio.wait_for(claimed.wait(), 5.0)
+    reading.cancel()
+    await asyncio.wait([reading])
+
+    await leaving.give_back_strays([running])
+
+    later = await other.read(8, 1.0)
+    assert [claim.request for claim in later] == requests[1:]
+    assert {(claim.attempt, claim.failures) for claim in later} == {(2, 0)}
+    assert await leaving.renew([running]) == {}
+
+
+async def test_a_takeover_interrupted_by_a_stop_still_blames_the_one_that_was_lost(ends):
+    lost, leaving, other = ends.worker("a"), ends.worker("b"), ends.worker("c")
+    await ends.enqueue()
+    claim = await ends.claim(lost)
+    # The entry changed hands, but the stop came before the claim.
+    await ends.redis.xclaim(ends.keys.queue(MODEL), GROUP, "b", 0, [claim.entry_id])
+
+    await leaving.leave()
+
+    [later] = await other.read(1, 1.0)
+    assert (later.attempt, later.failures) == (2, 1)
+
+
+async def test_entries_of_an_unknown_kind_are_removed_and_told(ends, caplog):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"song": "la"})
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": b"\xff"})
+    request = await ends.enqueue()
+
+    [claim] = await worker.read(8, 1.0)
+
+    assert claim.request == request
+    assert await ends.queue.depth(MODEL) == 1
+    assert (await ends.redis.xpending(ends.keys.queue(MODEL), GROUP))["pending"] == 1
+    assert "song" in caplog.text
+
+
+async def test_a_consumer_that_holds_entries_is_never_forgotten(ends):
+    worker = ends.worker("a")
+    await ends.enqueue()
+    await ends.claim(worker)
+
+    await worker.reap("a")
+
+    consumers = await ends.redis.xinfo_consumers(ends.keys.queue(MODEL), GROUP)
+    assert [consumer["name"] for consumer in consumers] == [b"a"]
+
+
+async def test_a_queue_that_redis_lost_is_made_again(ends):
+    worker = ends.worker("a")
+    await worker.create_group()
+    await ends.redis.delete(ends.keys.queue(MODEL))
+
+    assert await worker.read(1, 0.01) == []
+    request = await ends.enqueue()
+
+    [claim] = await worker.read(1, 1.0)
+    assert claim.request == request
+
+
+async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+
+    gone = {request.request_id: "gone"}
+    assert await worker.renew([claim]) == gone
+    assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == gone
+    assert await worker.publish([publication(claim, 2, 0, make_finished(claim))]) == gone
+    assert await ends.queue.depth(MODEL) == 0
+
+
+async def test_three_racing_workers_run_every_request_once(ends):
+    requests = [await ends.enqueue() for _ in range(30)]
+    workers = [ends.worker(name) for name in "abc"]
+    await workers[0].create_group()
+    finished: list[str] = []
+
+    async def work(worker):
+        while claims := await worker.read(4, 0.2):
+            for claim in claims:
+                end = publication(claim, 1, 0, make_delta(claim, 0, 1), make_finished(claim, 1))
+                await worker.publish([end])
+                finished.append(claim.request.request_id)
+
+    await asyncio.gather(*(work(worker) for worker in workers))
+
+    assert sorted(finished) == sorted(request.request_id for request in requests)
+
+
+# State and hygiene
+
+
+async def test_the_state_follows_the_life_of_a_request(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+
+    async def state():
+        found = await ends.queue.state(MODEL, request.request_id)
+        return (found.state, found.attempt, found.num_output_tokens, found.remaining_s > 50)
+
+    assert await state() == ("queued", 0, 0, True)
+    claim = await ends.claim(worker)
+    await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
+    assert await state() == ("running", 1, 2, True)
+    await worker.publish([publication(claim, 2, 2, make_finished(claim, 2))])
+    assert (await state())[:3] == ("finished", 1, 2)
+    assert await ends.queue.state(MODEL, "unknown") is None
+
+
+async def test_every_key_expires(ends):
+    worker = ends.worker("a")
+    for _ in range(4):
+        await ends.enqueue()
+    await worker.create_group()
+    one, two, three, four = await worker.read(4, 1.0)
+    await worker.publish([publication(one, 1, 0, make_delta(one, 0, 5), make_finished(one, 1))])
+    await worker.publish([publication(two, 1, 0, make_delta(two, 0, 5))])
+    await ends.queue.cancel(MODEL, [three.request.request_id])
+    await worker.publish([giving_up(four, b"exhausted")])
+
+    keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
+
+    assert len(keys) >= 8
+    assert [key for key in keys if await ends.redis.ttl(key) < 0] == []
+
+
+async def test_types_of_events_survive_the_way(ends):
+    worker = ends.worker("a")
+    request = await ends.enqueue()
+    claim = await ends.claim(worker)
+    started = Started(request.request_id, 1, Usage(3, num_image_tokens=2))
+    said = publication(claim, 1, 0, started, make_delta(claim, 0, 5), make_finished(claim, 1))
+
+    await worker.publish([said])
+
+    events = await ends.next_events()
+    assert events == said.events
+    assert [type(event) for event in events] == [Started, Delta, Finished]

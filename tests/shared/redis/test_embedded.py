@@ -1,0 +1,157 @@
+"""The bundled server: it starts anywhere, keeps its data, and never outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import shared.redis.embedded
+from shared.redis.client import create_redis
+from shared.redis.embedded import (
+    MAX_SOCKET_PATH,
+    EmbeddedRedis,
+    EmbeddedRedisError,
+    find_redis_server,
+)
+from shared.settings.tree import RedisSettings
+
+
+async def ask(server: EmbeddedRedis, *command: str):
+    client = create_redis(RedisSettings(url=server.url))
+    try:
+        return await client.execute_command(*command)
+    finally:
+        await client.aclose()
+
+
+async def test_what_was_written_survives_a_killed_server(tmp_path):
+    server = EmbeddedRedis(tmp_path)
+    server.start()
+    await ask(server, "SET", "a", "1")
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+
+    with EmbeddedRedis(tmp_path) as again:
+        assert await ask(again, "GET", "a") == b"1"
+
+
+async def test_it_evicts_nothing_and_listens_on_no_port(tmp_path):
+    with EmbeddedRedis(tmp_path, max_memory_bytes=64 * 1024 * 1024) as server:
+        options = {
+            name: (await ask(server, "CONFIG", "GET", name))[1]
+            for name in (
+                "maxmemory",
+                "maxmemory-policy",
+                "appendonly",
+                "appendfsync",
+                "port",
+                "save",
+            )
+        }
+        assert server.socket_path.stat().st_mode & 0o777 == 0o700
+    assert options == {
+        "maxmemory": b"67108864",
+        "maxmemory-policy": b"noeviction",
+        "appendonly": b"yes",
+        "appendfsync": b"everysec",
+        "port": b"0",
+        "save": b"",
+    }
+
+
+async def test_a_long_path_is_no_obstacle(tmp_path):
+    with EmbeddedRedis(tmp_path / ("long" * 30)) as server:
+        assert len(str(server.socket_path)) <= MAX_SOCKET_PATH
+        assert await ask(server, "PING")
+        folder = server.socket_path.parent
+    assert not folder.exists()
+
+
+def test_a_directory_serves_one_server(tmp_path):
+    with EmbeddedRedis(tmp_path), pytest.raises(EmbeddedRedisError, match="another server uses"):
+        EmbeddedRedis(tmp_path).start()
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    (tmp_path / "appendonly.aof").write_bytes(b"this is no append only file" * 100)
+
+    with pytest.raises(EmbeddedRedisError, match="redis-server ended"):
+        EmbeddedRedis(tmp_path).start()
+
+
+def test_without_any_server_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr(shared.redis.embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    with pytest.raises(EmbeddedRedisError, match="VLM_REDIS_URL"):
+        find_redis_server()
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from shared.redis.embedded import EmbeddedRedis
+server = EmbeddedRedis(Path(sys.argv[1]))
+server.start()
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_ends_with_its_parent_even_if_that_is_killed(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+
+    parent.kill()
+    parent.communicate()
+
+    _, alive = psutil.wait_procs([server], timeout=10)
+    assert alive == [] or all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+CHILD = """
+import sys, time
+import shared.process
+if sys.argv[1] == "portable":
+    shared.process._prctl = None
+    shared.process.POLL_S = 0.05
+shared.process.die_with_parent()
+print("ready", flush=True)
+time.sleep(600)
+"""
+FATHER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", ["kernel", "portable"])
+def test_a_child_ends_with_its_parent(way):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FATHER, CHILD, way],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+
+    parent.kill()
+    parent.communicate()
+
+    give_up_at = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)

@@ -1,0 +1,236 @@
+"""The wire to Redis: commands share a write, nothing hangs, nothing is repeated behind one's back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.blobs.store import ImageStore
+from shared.queue.submit import RequestQueue
+from shared.redis.client import create_redis, retry_idempotent
+from shared.redis.link import RedisLink, RedisSender
+from shared.settings.tree import RedisSettings
+from tests.faults.proxy import run_proxy
+
+TIMEOUT_S = 0.5
+
+
+@asynccontextmanager
+async def slow_redis(redis_server: str, bytes_per_s: float) -> AsyncIterator[Redis]:
+    """A client with little patience behind a slow line."""
+    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
+        proxy.bytes_per_s = bytes_per_s
+        client = create_redis(RedisSettings(url=proxy.url, command_timeout_s=TIMEOUT_S))
+        yield client
+        await client.aclose()
+
+
+async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
+    """How long small commands took, one after another, until something else was done."""
+    longest_s = 0.0
+    while not until.done():
+        started_at = time.monotonic()
+        await sender.execute("PING")
+        longest_s = max(longest_s, time.monotonic() - started_at)
+    return longest_s
+
+
+async def test_many_pictures_at_once_each_have_their_time(redis_server, redis_prefix):
+    """60 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
+    async with slow_redis(redis_server, 20e6) as redis:
+        store, tokens = ImageStore(redis, redis_prefix), RedisSender(redis)
+        pictures = [bytes([number]) * 1_500_000 for number in range(40)]
+        named = {sha256(picture).hexdigest(): picture for picture in pictures}
+        putting = asyncio.ensure_future(store.put_all(named.items(), 60.0, "request"))
+        longest_s = await longest_answer_s(tokens, putting)
+        await putting
+        gets = [store.get(digest) for digest in named]
+        assert await asyncio.gather(*gets) == pictures
+        assert longest_s < 1.0  # all of them take 3 s
+        await store.close()
+        await tokens.close()
+
+
+async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_prefix):
+    async with slow_redis(redis_server, 3e6) as redis:
+        queue = RequestQueue(redis, redis_prefix)
+        names = [f"request-{number:05}-{'x' * 24}" for number in range(28_700)]
+        await asyncio.gather(
+            *(queue.cancel("m", names[first : first + 16]) for first in range(0, len(names), 16))
+        )
+        await queue.close()
+
+
+async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
+    """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
+    async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
+        client = create_redis(RedisSettings(url=proxy.url, command_timeout_s=TIMEOUT_S))
+        sender = RedisSender(client)
+        await sender.execute("PING")
+        proxy.freeze()
+        started_at = time.monotonic()
+        waiting = [sender.execute("ECHO", bytes(1_000_000)) for _ in range(20)]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(result) for result in results} == {RedisTimeoutError}
+        assert time.monotonic() - started_at < 4 * TIMEOUT_S
+        proxy.thaw()
+        assert await retry_idempotent(lambda: sender.execute("ECHO", "a")) == b"a"
+        await sender.close()
+        await client.aclose()
+
+
+async def test_each_reply_is_passed_on_as_it_comes(sender):
+    first = asyncio.ensure_future(sender.execute("ECHO", "a"))
+    second = asyncio.ensure_future(sender.execute("BLPOP", "nothing", 5))
+    assert await first == b"a"
+    assert not second.done()
+    second.cancel()
+
+
+@pytest.fixture
+async def sender(redis):
+    sender = RedisSender(redis)
+    yield sender
+    await sender.close()
+
+
+async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
+    await sender.execute("PING")  # connects
+    start = sender._link.start
+    batches = []
+
+    def watch(commands, done):
+        batches.append(len(commands))
+        return start(commands, done)
+
+    monkeypatch.setattr(sender._link, "start", watch)
+    replies = await asyncio.gather(*(sender.execute("ECHO", number) for number in range(10)))
+
+    assert replies == [str(number).encode() for number in range(10)]
+    assert batches == [10]
+
+
+async def test_commands_wait_for_the_round_trip_before_and_go_together(sender):
+    first = asyncio.create_task(sender.execute("BLPOP", "nothing", "0.05"))
+    await asyncio.sleep(0.01)
+    later = [asyncio.create_task(sender.execute("ECHO", number)) for number in range(5)]
+
+    assert await first is None
+    assert await asyncio.gather(*later) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_what_is_under_way_is_cancelled_by_closing(redis):
+    sender = RedisSender(redis)
+    await sender.execute("PING")
+    waiting = [asyncio.create_task(sender.execute("BLPOP", "nothing", 30)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    await sender.close()
+
+    await asyncio.wait(waiting, timeout=5)
+    assert all(task.cancelled() for task in waiting)
+
+
+async def test_an_error_reply_is_its_callers_alone(sender):
+    good, bad = await asyncio.gather(
+        sender.execute("PING"), sender.execute("NONSENSE"), return_exceptions=True
+    )
+
+    assert good == b"PONG"
+    assert isinstance(bad, ResponseError)
+
+
+async def test_a_caller_that_leaves_disturbs_no_other(sender):
+    leaving = asyncio.create_task(sender.execute("ECHO", "a"))
+    staying = asyncio.create_task(sender.execute("ECHO", "b"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+
+    assert await staying == b"b"
+
+
+async def test_an_interrupted_read_leaves_no_reply_for_the_next(redis_blocking):
+    link = RedisLink(redis_blocking)
+    reading = asyncio.create_task(link.execute("BLPOP", "nothing", 30))
+    await asyncio.sleep(0.02)
+    reading.cancel()
+    await asyncio.wait([reading])
+
+    assert await link.execute("ECHO", "b") == b"b"
+    link.close()
+
+
+async def test_a_connection_that_redis_closed_is_opened_again(redis, sender):
+    await sender.execute("PING")
+    await redis.client_kill_filter(_type="normal", skipme=True)
+
+    assert await retry_idempotent(lambda: sender.execute("PING")) == b"PONG"
+
+
+class FakeServer(asyncio.Protocol):
+    """Says one thing to whoever connects, and nothing after that."""
+
+    def __init__(self, greeting: bytes) -> None:
+        self.greeting = greeting
+
+    def connection_made(self, transport):
+        if self.greeting:
+            transport.write(self.greeting)
+
+
+@asynccontextmanager
+async def link_to_fake(tmp_path, greeting: bytes) -> AsyncIterator[RedisLink]:
+    path = str(tmp_path / "s")
+    loop = asyncio.get_running_loop()
+    server = await loop.create_unix_server(lambda: FakeServer(greeting), path)
+    client = create_redis(RedisSettings(url=f"unix://{path}", command_timeout_s=0.1))
+    link = RedisLink(client)
+    try:
+        yield link
+    finally:
+        link.close()
+        await client.aclose()
+        server.close()
+        await server.wait_closed()
+        await asyncio.sleep(0.01)  # lets both ends of the connection close
+
+
+async def test_a_silent_server_is_given_up_in_time(tmp_path):
+    async with link_to_fake(tmp_path, b"") as link:
+        started_at = time.monotonic()
+        with pytest.raises(RedisTimeoutError):
+            await link.execute("PING")
+        assert time.monotonic() - started_at < RedisSettings().command_timeout_s
+
+
+async def test_what_does_not_speak_redis_is_refused(tmp_path):
+    async with link_to_fake(tmp_path, b"HTTP/1.1 400 Bad Request\r\n\r\n") as link:
+        with pytest.raises(RedisConnectionError):
+            await link.execute("PING")
+
+
+async def test_only_lost_calls_are_repeated():
+    calls = []
+
+    async def fail_twice():
+        calls.append(1)
+        if len(calls) < 3:
+            raise RedisConnectionError
+        return "done"
+
+    async def refuse():
+        calls.append(1)
+        raise ResponseError
+
+    assert await retry_idempotent(fail_twice) == "done"
+    calls.clear()
+    with pytest.raises(ResponseError):
+        await retry_idempotent(refuse)
+    assert len(calls) == 1

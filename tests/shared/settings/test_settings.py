@@ -1,0 +1,106 @@
+"""Settings: where values come from, and that a wrong one stops the process by name."""
+
+import pytest
+
+from shared.settings.load import load_settings, to_environment
+from shared.settings.tree import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VLM_REDIS_URL", raising=False)
+
+
+def test_environment_overrides_defaults_and_keeps_its_neighbours(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__PORT", "8123")
+    settings = load_settings()
+    assert settings.gateway.port == 8123
+    assert settings.gateway.host == "127.0.0.1"
+
+
+def test_arguments_override_the_environment_field_by_field(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__PORT", "8123")
+    monkeypatch.setenv("VLM_GATEWAY__HOST", "::1")
+    settings = load_settings(gateway={"port": 0})
+    assert (settings.gateway.port, settings.gateway.host) == (0, "::1")
+
+
+def test_environment_overrides_the_configuration_file(monkeypatch, tmp_path):
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "gateway: {port: 1, host: '::1'}\nengine: {kind: mock, mock: {decode_s: 0.5}}\n"
+    )
+    monkeypatch.setenv("VLM_CONFIG", str(file))
+    monkeypatch.setenv("VLM_GATEWAY__PORT", "2")
+    settings = load_settings()
+    assert (settings.gateway.port, settings.gateway.host) == (2, "::1")
+    assert settings.engine.kind == "mock"
+    assert settings.engine.mock.decode_s == 0.5
+
+
+def test_dotenv_file_in_the_working_directory_is_read(tmp_path):
+    (tmp_path / ".env").write_text("VLM_WORKER__LEASE_S=3\n")
+    assert load_settings().worker.lease_s == 3
+
+
+def test_dotenv_file_may_hold_the_variables_of_other_programs(tmp_path):
+    (tmp_path / ".env").write_text("GATEWAY_PORT=9000\nHF_TOKEN=x\nVLM_GATEWAY__PORT=9001\n")
+    assert load_settings().gateway.port == 9001
+
+
+def test_an_unknown_setting_in_the_dotenv_file_is_refused_by_name(tmp_path):
+    (tmp_path / ".env").write_text("VLM_GATEWY__PORT=9000\n")
+    with pytest.raises(SettingsError, match="GATEWY"):
+        load_settings()
+
+
+def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one, sk-two")
+    keys = load_settings().gateway.api_keys
+    assert [key.get_secret_value() for key in keys] == ["sk-one", "sk-two"]
+    assert "sk-one" not in repr(keys)
+
+
+def test_redis_url_has_a_short_name(monkeypatch):
+    monkeypatch.setenv("VLM_REDIS_URL", "redis://example:6379/0")
+    assert load_settings().redis.url == "redis://example:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("VLM_GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
+        ("VLM_GATEWAY__PROT", "80", "VLM_GATEWAY__PROT"),
+        ("VLM_GATEWY__PORT", "80", "VLM_GATEWY__PORT"),
+        ("VLM_ENGINE__QUANTIZATION", "int3", "VLM_ENGINE__QUANTIZATION"),
+        ("VLM_ENGINE__MOCK__DECODE_S", "fast", "VLM_ENGINE__MOCK__DECODE_S"),
+        ("VLM_CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
+        ("VLM_WORKER__HEARTBEAT_S", "5.1", "VLM_WORKER__HEARTBEAT_S: .*half of worker.lease_s"),
+    ],
+)
+def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, named):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=named):
+        load_settings()
+
+
+def test_a_shorter_lease_needs_a_quicker_heartbeat():
+    assert load_settings(worker={"lease_s": 2, "heartbeat_s": 1}).worker.heartbeat_s == 1
+    with pytest.raises(SettingsError, match="VLM_WORKER__HEARTBEAT_S"):
+        load_settings(worker={"lease_s": 1.5})
+
+
+def test_settings_cannot_be_changed_after_they_are_made():
+    settings = load_settings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.gateway.port = 1
+
+
+def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one,sk-two")
+    parent = load_settings(gateway={"port": 0}, engine={"kind": "mock", "mock": {"decode_s": 0}})
+    monkeypatch.delenv("VLM_GATEWAY__API_KEYS")
+    for name, value in to_environment(parent).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == parent

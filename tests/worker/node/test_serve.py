@@ -1,0 +1,31 @@
+"""What `vlm serve` makes of the settings."""
+
+from pathlib import Path
+
+import yaml
+
+from shared.redis.client import create_redis
+from shared.settings.tree import RedisSettings, Settings
+from worker.node.serve import _start_redis
+
+ROOT = Path(__file__).parents[3]
+
+
+async def test_the_memory_of_its_redis_is_a_setting(tmp_path):
+    num_bytes = 64 * 1024 * 1024
+    settings = Settings(
+        _env_file=None,  # type: ignore[call-arg]
+        redis=RedisSettings(max_memory_bytes=num_bytes),
+    )
+    with _start_redis(settings, tmp_path) as server:
+        client = create_redis(RedisSettings(url=server.url))
+        options = await client.config_get("maxmemory")
+        await client.aclose()
+    assert int(options["maxmemory"]) == num_bytes
+
+
+def test_the_redis_of_compose_has_the_same_bound():
+    command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]["command"]
+    bound = command[command.index("--maxmemory") + 1]
+    default = RedisSettings().max_memory_bytes
+    assert bound == f"${{VLM_REDIS__MAX_MEMORY_BYTES:-{default}}}"

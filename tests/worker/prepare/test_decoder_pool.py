@@ -1,0 +1,215 @@
+"""Hostile pictures: each is refused at the door or in a child process, or shown as a viewer shows it."""
+
+import base64
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.base import InvalidImage
+from engines.child_process import can_filter
+from gateway.http.errors import InvalidRequest
+from gateway.images.loader import ImageLoader, ImageSource
+from shared.settings.limits import LimitSettings
+from tests.factories_hostile_pictures import CASES, SIZE, Case
+from tests.factories_pictures import encoded, ignore
+from tests.fuzzing import num_examples, takes_its_time
+from worker.prepare import decoder_pool
+from worker.prepare.decoder_pool import DecoderPool
+
+LIMITS = LimitSettings()
+TEXTS = (
+    decoder_pool.CANNOT_DECODE,
+    decoder_pool.TOO_LONG,
+    "The picture is of another size than its header says.",
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecoderPool]:
+    pool = DecoderPool(1, LIMITS.max_image_pixels, max_cpu_s=2.0)
+    yield pool
+    pool.close()
+
+
+def children() -> set[int]:
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if "decoder_child" in " ".join(child.cmdline())
+    }
+
+
+async def admit(data: bytes) -> tuple[int, int]:
+    """The size of a picture that the gateway lets in. Raises: InvalidRequest."""
+    loader = ImageLoader(LIMITS, None)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    try:
+        [image] = await loader.load_all([ImageSource(url, "p")], ignore)
+    finally:
+        loader.close()
+    return image.ref.width, image.ref.height
+
+
+def test_the_corpus_is_large_and_its_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES) >= 60
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_a_picture_has_the_end_that_is_written_beside_it(pool: DecoderPool, case: Case):
+    data = case.make()
+    if case.door is not None:
+        with pytest.raises(InvalidRequest) as raised:
+            await admit(data)
+        assert raised.value.code == case.door
+        assert "0x" not in raised.value.message
+        return
+    size = await admit(data)
+    if not case.decodes:
+        with pytest.raises(InvalidImage) as refused:
+            pool.decode(data, size)
+        assert str(refused.value) in TEXTS
+    else:
+        image = pool.decode(data, size)
+        assert (image.mode, image.size) == ("RGB", case.size or SIZE)
+        if case.pixel is not None:
+            found = image.getpixel((0, 0))
+            assert all(abs(a - b) <= 3 for a, b in zip(found, case.pixel, strict=True)), found  # type: ignore[arg-type]
+    assert pool.decode(encoded(), SIZE).size == SIZE  # the next one is none the worse
+
+
+@takes_its_time
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@settings(deadline=None, max_examples=num_examples(50))
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8)
+)
+async def test_a_picture_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool, form, edits):
+    data = bytearray(encoded(format=form))
+    for place, value in edits:
+        data[place % len(data)] = value
+    with contextlib.suppress(InvalidRequest, InvalidImage):
+        size = await admit(bytes(data))
+        image = pool.decode(bytes(data), size)
+        assert image.width * image.height == size[0] * size[1]
+
+
+def test_a_child_that_dies_costs_one_picture(pool: DecoderPool):
+    pool.decode(encoded(), SIZE)
+    [victim] = children()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(InvalidImage):
+        pool.decode(encoded(), SIZE)
+    assert pool.decode(encoded(), SIZE).size == SIZE
+    assert victim not in children()
+
+
+def test_a_child_that_hangs_costs_one_picture():
+    pool = DecoderPool(1, 10_000, max_cpu_s=1.0)
+    before = children()
+    pool.decode(encoded(), SIZE)
+    [victim] = children() - before
+    os.kill(victim, signal.SIGSTOP)
+    with pytest.raises(InvalidImage, match="too long"):
+        pool.decode(encoded(), SIZE)
+    assert victim not in children()
+    pool.close()
+    assert children() == before
+
+
+def test_a_child_is_replaced_after_many_pictures(monkeypatch):
+    monkeypatch.setattr(decoder_pool, "MAX_PICTURES", 2)
+    pool = DecoderPool(1, 10_000, max_cpu_s=5.0)
+    before = children()
+    seen = set()
+    for _ in range(4):
+        pool.decode(encoded(), SIZE)
+        seen |= children() - before
+    pool.close()
+    assert len(seen) == 3  # the last has nothing to do yet
+
+
+def test_a_child_knows_no_secrets(pool: DecoderPool, monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-secret")
+    fresh = DecoderPool(1, 10_000, max_cpu_s=5.0)
+    before = children()
+    fresh.decode(encoded(), SIZE)
+    [child] = children() - before
+    assert set(psutil.Process(child).environ()) <= {"PYTHONPATH", "LC_CTYPE"}
+    assert not psutil.Process(child).net_connections("inet")
+    fresh.close()
+    assert child not in children()
+
+
+#: What a hostile image that has taken over its decoder might do; each prints the error that it gets.
+BREAKOUT = """
+import ctypes, os, socket, subprocess, sys
+from engines.child_process import confine
+attempts = {
+    "environ": lambda: open(f"/proc/{os.getppid()}/environ").read(),
+    "file": lambda: open("/etc/passwd").read(),
+    "write": lambda: open("/tmp/decoder", "w"),
+    "tcp": lambda: socket.socket(),
+    "unix": lambda: socket.socket(socket.AF_UNIX),
+    "program": lambda: os.execv("/bin/true", ["true"]),
+    "signal": lambda: os.kill(os.getppid(), 0),
+}
+if not confine():
+    sys.exit(3)
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except PermissionError:
+        continue
+    except Exception as error:
+        print(name, error)
+    else:
+        print(name)
+"""
+
+
+def run_python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
+def test_a_confined_process_opens_no_file_and_no_socket():
+    done = run_python(BREAKOUT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
+def test_decoders_are_confined(pool: DecoderPool):
+    pool.decode(encoded(), SIZE)
+    for child in children():
+        status = Path(f"/proc/{child}/status").read_text()
+        assert "Seccomp:\t2" in status
+        assert "NoNewPrivs:\t1" in status
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_the_worker_hides_from_its_children():
+    code = """
+import ctypes
+from worker.prepare.decoder_pool import DecoderPool
+pool = DecoderPool(1, 10_000, max_cpu_s=1.0)
+pool.start()
+pool.close()
+print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+"""
+    assert run_python(code).stdout == "0\n"
+
+
+def test_memory_beyond_the_limit_is_not_given():
+    pool = DecoderPool(1, -15_000_000, max_cpu_s=5.0)
+    with pytest.raises(InvalidImage):
+        pool.decode(encoded(size=(6000, 5000)), (6000, 5000))
+    pool.close()

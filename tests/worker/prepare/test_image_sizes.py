@@ -1,0 +1,58 @@
+"""A worker decodes no picture of another size than it was told, and of none beyond its own limits."""
+
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from engines.base import InvalidImage
+from engines.mock.engine import MockProcessor
+from shared.blobs.store import ImageStore
+from shared.protocol import ImageRef
+from shared.queue.publication import Claim
+from shared.settings.limits import LimitSettings
+from tests.factories_pictures import encoded, two_headed_png
+from tests.factories_queue import make_request
+from worker.prepare.preparer import PictureRefused, Preprocessor
+
+
+@pytest.fixture
+async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[ImageStore]:
+    store = ImageStore(redis, redis_prefix)
+    yield store
+    await store.close()
+
+
+async def prepare(store: ImageStore, data: bytes, width: int, height: int, **limits: Any) -> None:
+    """Prepare a request with a picture that a gateway has found to be of a size."""
+    image = ImageRef(sha256(data).hexdigest(), "image/png", width, height, len(data))
+    await store.put_all([(image.sha256, data)], 60)
+    preprocessor = Preprocessor(MockProcessor(4), store, LimitSettings(**limits), 1)
+    claim = Claim(make_request(images=(image,)), b"0-1", 1, 0, False, (), 0.0, 60.0)
+    try:
+        await preprocessor.prepare(claim, "r")
+    finally:
+        preprocessor.close()
+
+
+async def test_a_picture_of_another_size_than_its_header_says_is_refused(store: ImageStore):
+    with pytest.raises(PictureRefused, match="another size") as raised:
+        await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
+    assert isinstance(raised.value.cause, InvalidImage)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_image_side": 79}, {"max_image_pixels": 1599}, {"max_image_aspect": 3.9}],
+    ids=str,
+)
+async def test_limits_hold_for_what_a_gateway_with_others_let_through(
+    store: ImageStore, limits: dict[str, Any]
+):
+    data = encoded(size=(80, 20))
+    await prepare(store, data, 80, 20)
+    with pytest.raises(PictureRefused, match="too large or too narrow") as raised:
+        await prepare(store, data, 80, 20, **limits)
+    assert isinstance(raised.value.cause, InvalidImage)

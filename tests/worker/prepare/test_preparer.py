@@ -1,0 +1,156 @@
+"""What one tenant's slow images delay: neither text nor another tenant's images."""
+
+import asyncio
+import threading
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from engines.core.runner import Prompt
+from engines.mock.engine import MockProcessor
+from shared.protocol import ChatMessage, GenerateRequest, ImageRef, TextPart
+from shared.queue.publication import Claim
+from shared.settings.limits import LimitSettings
+from tests.factories_queue import make_request
+from worker.prepare.fair_threads import FairThreads
+from worker.prepare.preparer import Preprocessor
+
+
+class Store:
+    """Stands in for the image store: an image's bytes are its own digest."""
+
+    async def get(self, digest: str) -> bytes:
+        return digest.encode()
+
+
+class SlowProcessor(MockProcessor):
+    """Images take a permit each; `order` has their names as they begin."""
+
+    is_quick = False
+
+    def __init__(self, names: dict[bytes, str]) -> None:
+        super().__init__(4)
+        self.names = names
+        self.permits = threading.Semaphore(0)
+        self.order: list[str] = []
+
+    def process_image(self, data: bytes, expected_size: Any, decode: Any = None) -> Any:
+        self.order.append(self.names[data])
+        assert self.permits.acquire(timeout=30)
+        return data
+
+    def build_prompt(self, messages: Any, images: Any) -> Prompt:
+        return Prompt([1])
+
+
+def image(name: str) -> ImageRef:
+    return ImageRef(sha256(name.encode()).hexdigest(), "image/png", 8, 8, 64)
+
+
+def claim(request: GenerateRequest) -> Claim:
+    return Claim(request, b"0-1", 1, 0, False, (), 0.0, 60.0)
+
+
+class Preparing:
+    """A preprocessor with one thread for images."""
+
+    def __init__(self) -> None:
+        self.names: dict[bytes, str] = {}
+        self.processor = SlowProcessor(self.names)
+        self.preprocessor = Preprocessor(self.processor, Store(), LimitSettings(), 1)  # type: ignore[arg-type]
+
+    def start(self, tenant: str, *names: str, text: str = "hi") -> "asyncio.Task[Any]":
+        images = tuple(image(name) for name in names)
+        for ref, name in zip(images, names, strict=True):
+            self.names[ref.sha256.encode()] = name
+        messages = (ChatMessage("user", (TextPart(text),)),)
+        request = make_request(images=images, cache_salt=tenant, messages=messages)
+        return asyncio.create_task(self.preprocessor.prepare(claim(request), "r"))
+
+    async def until_begun(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.processor.order) < count:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def preparing():
+    preparing = Preparing()
+    yield preparing
+    preparing.processor.permits.release(1000)
+    preparing.preprocessor.close()
+
+
+async def settle() -> None:
+    """Let every task come to where it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_text_does_not_wait_behind_images(preparing: Preparing):
+    slow = [preparing.start("a", *(f"{n}-{i}" for i in range(8))) for n in range(3)]
+    await preparing.until_begun(1)
+    async with asyncio.timeout(10):
+        await preparing.start("b", text="long " * 10_000)
+        await preparing.start("a", text="long " * 10_000)
+    assert len(preparing.processor.order) == 1
+    preparing.processor.permits.release(24)
+    await asyncio.gather(*slow)
+
+
+async def test_one_tenants_slow_images_do_not_delay_anothers(preparing: Preparing):
+    slow = [preparing.start("a", *(f"{n}-{i}" for i in range(8))) for n in range(3)]
+    await preparing.until_begun(1)
+    other = preparing.start("b", "of b")
+    await settle()
+    preparing.processor.permits.release(24 + 1)
+    await asyncio.gather(other, *slow)
+    assert (
+        preparing.processor.order.index("of b") <= 2
+    )  # behind the one that ran, and one that was promised
+
+
+async def test_waiting_tenants_take_turns():
+    threads = FairThreads(1, "test")
+    order: list[str] = []
+    gate = threading.Event()
+    running = [asyncio.create_task(threads.run("x", lambda: gate.wait(10)))]
+    for tenant in "aaabbc":
+        running.append(
+            asyncio.create_task(threads.run(tenant, lambda tenant=tenant: order.append(tenant)))
+        )
+    await settle()
+    gate.set()
+    await asyncio.gather(*running)
+    assert "".join(order) == "abcaba"
+    threads.close()
+
+
+async def test_a_tenant_that_leaves_costs_nobody_a_turn():
+    threads = FairThreads(1, "test")
+    gate = threading.Event()
+    first = asyncio.create_task(threads.run("a", lambda: gate.wait(10)))
+    waiting = [asyncio.create_task(threads.run(tenant, lambda: 1)) for tenant in "abb"]
+    await settle()
+    first.cancel()  # its thread goes on
+    waiting[1].cancel()
+    await settle()
+    assert not waiting[0].done()
+    gate.set()
+    async with asyncio.timeout(10):
+        assert await waiting[0] == await waiting[2] == 1
+        assert await threads.run("c", lambda: 2) == 2
+    threads.close()
+
+
+async def test_work_that_fails_frees_its_thread():
+    threads = FairThreads(1, "test")
+
+    def fail() -> None:
+        raise ValueError
+
+    for _ in range(3):
+        with pytest.raises(ValueError):
+            await threads.run("a", fail)
+    threads.close()

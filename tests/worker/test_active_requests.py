@@ -1,0 +1,12 @@
+"""What is in the air, without a worker around it."""
+
+import asyncio
+
+from worker.active_requests import Flights
+
+
+async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():
+    """A step without output may end what held others up, and says nothing of it."""
+    flights = Flights(None, None, None, 1, None)  # type: ignore[arg-type]
+    async with asyncio.timeout(5.0):
+        await flights.wait_for_change()

@@ -1,0 +1,139 @@
+"""The worker's part of a trace, as a collector sees it."""
+
+import time
+from itertools import pairwise
+from socket import socket
+
+import msgspec
+import pytest
+
+from shared.protocol import Finished, SamplingParams
+from shared.settings.tree import TraceSettings
+from shared.telemetry import spans
+from shared.telemetry.tracing import create_tracer, epoch_ns
+from tests.factories_queue import MODEL, make_request
+from tests.factories_worker import run_worker
+from tests.otlp_collector import run_collector
+from worker.trace import FlightTracer
+
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
+CONSUMER = 5
+
+
+@pytest.fixture
+def collector():
+    with run_collector() as collector:
+        yield collector
+
+
+@pytest.fixture
+def tracer(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    tracer = create_tracer(TraceSettings(export="otlp"), "worker", "w")
+    assert tracer is not None
+    yield tracer
+    tracer.close()
+
+
+def tree(spans):
+    [root] = [span for span in spans if span.kind == CONSUMER]
+    stages = [span for span in spans if span.parent_id == root.span_id]
+    return root, sorted(stages, key=lambda span: span.begin)
+
+
+async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, tracer, collector):
+    mock = {"vision_s": 0.002, "prefill_s_per_token": 0.0001, "decode_s": 0.002}
+    async with run_worker(ends, mock=mock, tracer=FlightTracer(tracer)):
+        request = await ends.enqueue(make_request("secret prompt", trace_parent=CALLER))
+        finished = (await answers.end(request))[-1]
+    tracer.close()
+    root, stages = tree(collector.spans)
+    assert (root.name, root.service) == ("generate tiny", "vlm-worker")
+    assert (root.trace_id, root.parent_id) == ("a" * 32, "b" * 16)
+    assert [s.name for s in stages] == ["queue", "preprocess", "queue", "prefill", "decode"]
+    assert [s.attributes.get("vlm.queue") for s in stages if s.name == "queue"] == [
+        "redis",
+        "engine",
+    ]
+    for before, after in pairwise(stages):
+        assert after.begin == pytest.approx(before.end, abs=2e-6)
+    assert stages[0].begin == root.begin
+    assert stages[-1].end <= root.end
+    assert isinstance(finished, Finished)
+    for name, seconds in msgspec.structs.asdict(finished.timings).items():
+        told = sum(s.duration for s in stages if f"{s.name}_s" == name)
+        assert told == pytest.approx(seconds, abs=2e-6), name
+    assert root.attributes["vlm.request.id"] == request.request_id
+    assert (root.attributes["vlm.outcome"], root.is_error) == ("ok", False)
+    assert not [body for body in collector.bodies if b"secret" in body]
+
+
+async def test_who_takes_over_goes_on_in_the_same_trace(ends, answers, tracer, collector):
+    mock = {"decode_s": 0.01, "num_output_tokens": 200}
+    request = make_request(
+        trace_parent=CALLER, sampling=SamplingParams(max_tokens=20, ignore_eos=True)
+    )
+    async with run_worker(ends, "a", lease_s=0.6, mock=mock) as first:
+        await ends.enqueue(request)
+        await answers.tokens(request, 3)
+        await first.vanish()
+        async with run_worker(ends, "b", lease_s=0.6, tracer=FlightTracer(tracer)):
+            await answers.end(request)
+    tracer.close()
+    root, stages = tree(collector.spans)
+    assert (root.parent_id, root.attributes["vlm.attempt"]) == ("b" * 16, 2)
+    assert stages[0].name == "queue"
+    assert stages[0].duration > 0.6  # what the first worker did is waiting for the second
+
+
+async def test_a_request_that_fails_is_told_as_far_as_it_came(ends, answers, tracer, collector):
+    async with run_worker(ends, tracer=FlightTracer(tracer)):
+        request = await ends.enqueue(make_request("x" * 20_000, trace_parent=CALLER))
+        await answers.end(request)
+    tracer.close()
+    root, stages = tree(collector.spans)
+    assert [span.name for span in stages] == ["queue", "preprocess"]
+    assert root.is_error
+    assert root.attributes["error.type"] == "context_length_exceeded"
+
+
+async def test_a_request_that_is_cancelled_is_told_once_and_is_no_error(
+    ends, answers, tracer, collector
+):
+    mock = {"decode_s": 0.01, "num_output_tokens": 200}
+    async with run_worker(ends, mock=mock, tracer=FlightTracer(tracer)) as running:
+        request = await ends.enqueue(
+            make_request(trace_parent=CALLER, sampling=SamplingParams(ignore_eos=True))
+        )
+        await answers.tokens(request, 1)
+        await ends.queue.cancel(MODEL, [request.request_id])
+        await running.stop()
+    tracer.close()
+    root, _ = tree(collector.spans)
+    assert (root.attributes["vlm.outcome"], root.is_error) == ("cancelled", False)
+
+
+@pytest.mark.parametrize("parent", [None, CALLER[:-2] + "00"])
+async def test_what_its_gateway_does_not_trace_leaves_no_span(
+    parent, ends, answers, tracer, collector
+):
+    async with run_worker(ends, tracer=FlightTracer(tracer)):
+        await answers.end(await ends.enqueue(make_request(trace_parent=parent)))
+    tracer.close()
+    assert collector.spans == []
+
+
+def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch):
+    else_s = spans.CLOSE_WITHIN_S
+    monkeypatch.setattr(spans, "CLOSE_WITHIN_S", 0.1)
+    with socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setenv(
+            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}"
+        )
+        tracer = create_tracer(TraceSettings(export="otlp"), "worker", "w")
+        assert tracer is not None
+        tracer.begin("generate", "consumer", CALLER, epoch_ns(0.0)).end(0.0, [])
+        began_at = time.monotonic()
+        tracer.close()
+    assert time.monotonic() - began_at < else_s

@@ -1,0 +1,1 @@
+"""The supervisor of one machine: starts, watches and drains its processes."""

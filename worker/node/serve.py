@@ -1,0 +1,193 @@
+"""`vlm serve`: a whole fleet on this machine, and one screen that says what to do with it.
+
+Called by the command line. It knows how the processes are put together; it must not know what they compute.
+"""
+
+import asyncio
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.panel import Panel
+
+from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
+from shared.settings.load import to_environment
+from shared.settings.tree import PREFIX, LogSettings, Settings
+from shared.telemetry.logs import setup_logging
+from worker.node.supervisor import (
+    Child,
+    Fleet,
+    FleetError,
+    check_port_free,
+    free_port,
+    stop_on_signals,
+)
+
+SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
+GRACE_S = 5.0
+
+SHARED_GROUPS = frozenset({"redis", "limits", "logs", "traces"})
+GATEWAY_GROUPS = SHARED_GROUPS | {"gateway"}
+WORKER_GROUPS = SHARED_GROUPS | {"worker", "engine"}
+#: Variables that only a worker reads, and that only a client on this machine does.
+HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"})
+CLIENT_SECRETS = frozenset({"API_KEY", "OPENAI_API_KEY"})
+
+console = Console(stderr=True, highlight=False)
+logger = logging.getLogger(__name__)
+
+
+def run_fleet(settings: Settings, num_workers: int, data_dir: Path | None) -> int:
+    """Run Redis (unless one is named), workers and a gateway until a signal. Returns the exit code."""
+    quiet = LogSettings(**{**settings.logs.model_dump(), **_quiet(settings)})
+    setup_logging(quiet, "serve")
+    try:
+        settings = settings.model_copy(update={"logs": quiet, "gateway": _with_port(settings)})
+        with ExitStack() as stack:
+            if not settings.redis.url:
+                settings = _with_url(
+                    settings, stack.enter_context(_start_redis(settings, data_dir))
+                )
+            asyncio.run(_run(settings, num_workers))
+    except (FleetError, EmbeddedRedisError) as error:
+        if str(error):
+            console.print(str(error), style="red", markup=False)
+        return error.exit_code if isinstance(error, FleetError) else 1
+    return 0
+
+
+def _quiet(settings: Settings) -> dict[str, str]:
+    """The screen is for the person: processes speak up from warnings on, unless a level is asked for."""
+    return {} if "level" in settings.logs.model_fields_set else {"level": "warning"}
+
+
+def _with_port(settings: Settings):
+    gateway = settings.gateway
+    if gateway.port == 0:
+        return gateway.model_copy(update={"port": free_port(gateway.host)})
+    check_port_free(gateway.host, gateway.port)
+    return gateway
+
+
+def _with_url(settings: Settings, redis: EmbeddedRedis) -> Settings:
+    return settings.model_copy(
+        update={"redis": settings.redis.model_copy(update={"url": redis.url})}
+    )
+
+
+def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    data_dir = data_dir or state / "vlm-fleet" / str(settings.gateway.port)
+    return EmbeddedRedis(data_dir, settings.redis.max_memory_bytes)
+
+
+async def _run(settings: Settings, num_workers: int) -> None:
+    fleet = create_fleet(settings, num_workers)
+    await stop_on_signals(fleet)
+    with console.status(f"starting {settings.engine.model} on {num_workers} worker(s) ..."):
+        started = asyncio.Event()
+        task = asyncio.ensure_future(fleet.run(started.set))
+        await asyncio.wait(
+            {task, asyncio.ensure_future(started.wait())}, return_when=asyncio.FIRST_COMPLETED
+        )
+    if started.is_set():
+        show_screen(settings, served_model(settings), num_workers)
+    await task
+    console.print("stopped")
+
+
+def create_fleet(settings: Settings, num_workers: int) -> Fleet:
+    """The processes that these settings ask for. Threads are shared out among the workers."""
+    worker_environment = child_environment(settings, WORKER_GROUPS)
+    gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
+    if num_workers > 1 and settings.engine.num_threads == 0:
+        threads = max(1, (os.cpu_count() or 1) // num_workers)
+        worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
+    workers = [
+        Child(f"worker {index + 1}", ["worker"], worker_environment, restart=True)
+        for index in range(num_workers)
+    ]
+    gateway = Child("gateway", ["gateway"], gateway_environment, restart=False)
+    drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
+    return Fleet([*workers, gateway], base_url(settings), drain_s + GRACE_S)
+
+
+def child_environment(
+    settings: Settings, groups: frozenset[str], secrets: frozenset[str] = frozenset()
+) -> dict[str, str]:
+    """The environment of a child: ours without `secrets` and clients' keys, and its groups of the settings.
+
+    A child reads no other source: `.env` and the file of `VLM_CONFIG` hold what is not its own.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(PREFIX) and name not in secrets | CLIENT_SECRETS
+    }
+    own = settings.model_copy(
+        update={
+            name: field.default
+            for name, field in type(settings).model_fields.items()
+            if name not in groups
+        }
+    )
+    return inherited | to_environment(own)
+
+
+def base_url(settings: Settings) -> str:
+    """Where a client on this machine reaches the gateway."""
+    host, port = settings.gateway.host, settings.gateway.port
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def served_model(settings: Settings) -> str:
+    """The name under which the gateway offers the model: the newest that has a worker comes first."""
+    keys = [key.get_secret_value() for key in settings.gateway.api_keys]
+    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    listing = httpx.get(f"{base_url(settings)}/v1/models", headers=headers, trust_env=False)
+    return listing.raise_for_status().json()["data"][0]["id"]
+
+
+def show_screen(settings: Settings, model: str, num_workers: int) -> None:
+    """Say what runs and how to use it; the curl works as it stands."""
+    url = base_url(settings)
+    console.print(
+        Panel(
+            f"[bold]{model}[/bold] on {num_workers} worker(s), engine {settings.engine.kind}\n"
+            f"{url}/          chat page\n"
+            f"{url}/v1        base_url of any OpenAI client\n"
+            f"{url}/metrics   Prometheus\n"
+            f"{url}/docs      API reference",
+            title="vlm-fleet is ready",
+            expand=False,
+        )
+    )
+    console.print("Ask about a picture from another terminal:\n")
+    console.print(
+        sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True
+    )
+    chat = f'vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
+    console.print(f"\nor: {chat}", soft_wrap=True)
+    console.print("\nCtrl-C stops everything.", style="dim")
+
+
+def sample_curl(url: str, model: str, needs_key: bool) -> str:
+    """A shell command that asks about the sample picture."""
+    key = ' -H "authorization: Bearer $API_KEY"' if needs_key else ""
+    picture = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
+    return (
+        f"curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d @- <<EOF\n"
+        f'{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": [\n'
+        f'  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,{picture}"}}}},\n'
+        f'  {{"type": "text", "text": "Describe the image."}}]}}]}}\n'
+        "EOF"
+    )
+
+
+def _short(path: Path) -> Path:
+    """The path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,1 @@
+"""From blobs to engine inputs."""

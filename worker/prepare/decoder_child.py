@@ -1,0 +1,80 @@
+"""A child process of the worker that decodes pictures of strangers, one after the other.
+
+It has no keys, no address of Redis and no more memory and time than a picture needs, and opens no file or socket where
+the kernel can keep it from it; it may die of one. On a socket:
+a request is size and admitted width and height, then the file; an answer is a status, width and height, then RGB
+pixels or an error's text.
+"""
+
+import io
+import resource
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+
+from PIL import Image, MpoImagePlugin, TiffImagePlugin  # noqa: F401 - Pillow loads them when first needed
+
+from engines.base import InvalidImage
+from engines.child_process import confine, receive, restrict
+from engines.image_decoder import FORMATS, decode_image
+
+READY = b"!"  #: the child's first word
+REQUEST = struct.Struct(">QII")  #: bytes of the file, width, height
+ANSWER = struct.Struct(">?QII")  #: whether it is pixels, bytes that follow, width, height
+
+
+def allow_cpu(max_cpu_s: int) -> None:
+    """Be killed after so many seconds of arithmetic from now on."""
+    used_s = time.process_time()
+    with suppress(ValueError, OSError):
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used_s) + 1 + max_cpu_s, hard))
+
+
+def answer(data: bytes, size: tuple[int, int]) -> tuple[bytes, bytes]:
+    """Head and body of the answer to a picture."""
+    try:
+        image = decode_image(data, size)
+    except InvalidImage as error:
+        text = str(error).encode()
+        return ANSWER.pack(False, len(text), 0, 0), text
+    pixels = image.tobytes()
+    return ANSWER.pack(True, len(pixels), image.width, image.height), pixels
+
+
+def serve(sock: socket.socket, max_cpu_s: int) -> None:
+    """Decode until the worker hangs up. Raises: EOFError, OSError."""
+    sock.sendall(READY)
+    while True:
+        num_bytes, width, height = REQUEST.unpack(receive(sock, REQUEST.size))
+        data = bytes(receive(sock, num_bytes))
+        allow_cpu(max_cpu_s)
+        for part in answer(data, (width, height)):
+            sock.sendall(part)
+
+
+def load_decoders() -> None:
+    """Let Pillow load what it loads when first needed."""
+    Image.init()
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    for form in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGBA" if form == "PNG" else "RGB", (8, 8)).save(file, form, exif=exif)
+        decode_image(file.getvalue(), (8, 8))
+
+
+def main() -> None:
+    """Serve on the socket whose number is the first argument; then come memory and time."""
+    number, max_bytes, max_cpu_s = (int(argument) for argument in sys.argv[1:4])
+    load_decoders()
+    restrict(max_bytes)
+    confine()
+    with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
+        serve(sock, max_cpu_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""From a claim to what the engine takes: fetch pictures, decode, resize, template, tokenize.
+
+Work runs in threads, those of images and those of text, off the event loop and off the engine's thread; `decode` may
+go to other processes. Tenants, told apart by their cache salts, take turns.
+It must not know the queue.
+"""
+
+import asyncio
+import hashlib
+import logging
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from engines.base import EngineError, EngineRequest, InvalidImage, InvalidRequest
+from engines.core.runner import Processor
+from engines.image_decoder import Decode, decode_image
+from shared.blobs.store import ImageStore
+from shared.protocol import GenerateRequest, ImageRef, TextPart
+from shared.queue.publication import Claim
+from shared.settings.limits import LimitSettings
+from worker.prepare.fair_threads import FairThreads
+from worker.prepare.pixel_cache import PixelCache
+
+logger = logging.getLogger(__name__)
+
+MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
+#: Up to that many characters, tokenizing takes less time than handing it to another thread.
+MAX_INLINE_CHARS = 2000
+NUM_TEXT_THREADS = 2  #: of their own, so that text never waits behind images
+FETCH_PAUSE_S = 0.2
+
+
+class ImageUnavailable(EngineError):
+    """The bytes of a picture are not in the image store."""
+
+
+class PictureRefused(EngineError):
+    """What is wrong with one of a request's pictures, and with which (by its index)."""
+
+    def __init__(self, picture: int, cause: EngineError) -> None:
+        super().__init__(str(cause))
+        self.picture = picture
+        self.cause = cause
+
+
+class Preprocessor:
+    """Prepares requests for one model."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        images: ImageStore,
+        limits: LimitSettings,
+        num_threads: int,
+        max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
+        decode: Decode = decode_image,
+    ) -> None:
+        self._processor = processor
+        self._images = images
+        self._limits = limits
+        self._image_threads = FairThreads(num_threads, "image")
+        self._text_threads = FairThreads(NUM_TEXT_THREADS, "text")
+        self._pixels = PixelCache(max_cache_bytes)
+        self._decode = decode
+
+    async def prepare(self, claim: Claim, engine_id: str) -> EngineRequest:
+        """The engine's request for a claim, known to it as `engine_id`. Raises: EngineError."""
+        request = claim.request
+        num_chars = check_limits(request, self._limits)
+        images = await asyncio.gather(
+            *(
+                self._image(index, image, request.cache_salt)
+                for index, image in enumerate(request.images)
+            )
+        )
+        build = self._processor.build_prompt
+        if self._processor.is_quick and num_chars <= MAX_INLINE_CHARS:
+            prompt = build(request.messages, images)
+        else:
+            prompt = await self._text_threads.run(
+                request.cache_salt, lambda: build(request.messages, images)
+            )
+        return EngineRequest(
+            request_id=engine_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=request.sampling,
+            images=prompt.images,
+            output_token_ids=claim.output_token_ids,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+
+    async def _image(self, index: int, image: ImageRef, cache_salt: str) -> tuple[str, Any]:
+        """A picture's identity in the caches, and its pixels. Raises: PictureRefused."""
+        image_hash = salted_hash(image.sha256, cache_salt)
+        try:
+            pixels = await self._pixels.get(
+                image_hash, lambda: self._make_pixels(image, cache_salt)
+            )
+        except EngineError as error:
+            raise PictureRefused(index, error) from error
+        return image_hash, pixels
+
+    async def _make_pixels(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
+        data = await self._fetch(image.sha256)
+        if len(data) > self._limits.max_image_bytes:
+            raise InvalidImage("a picture has too many bytes")
+        check_size(image, self._limits)
+        size = (image.width, image.height)
+        pixels = await self._image_threads.run(
+            tenant, lambda: self._processor.process_image(data, size, self._decode)
+        )
+        return pixels, getattr(pixels, "nbytes", len(data))
+
+    async def _fetch(self, sha256: str) -> bytes:
+        """The bytes of a picture; waits out an outage of Redis. Raises: ImageUnavailable."""
+        while True:
+            try:
+                data = await self._images.get(sha256)
+                break
+            except RedisError as error:
+                logger.warning("cannot fetch a picture: %s", error)
+                await asyncio.sleep(FETCH_PAUSE_S)
+        if data is None:
+            raise ImageUnavailable("a picture of the request is no longer stored")
+        return data
+
+    def close(self) -> None:
+        """End the threads; work that has not begun is dropped."""
+        self._image_threads.close()
+        self._text_threads.close()
+
+
+def salted_hash(sha256: str, cache_salt: str) -> str:
+    """A picture's identity in the caches: tenants with different salts share nothing."""
+    if not cache_salt:
+        return sha256
+    return hashlib.sha256(f"{cache_salt}\0{sha256}".encode()).hexdigest()
+
+
+def check_size(image: ImageRef, limits: LimitSettings) -> None:
+    """Look again at a size that a gateway with other settings may have let through. Raises: InvalidImage."""
+    short, long = sorted((image.width, image.height))
+    if (
+        long > limits.max_image_side
+        or long * short > limits.max_image_pixels
+        or long > short * limits.max_image_aspect
+    ):
+        raise InvalidImage(
+            f"A picture of {image.width} x {image.height} is too large or too narrow."
+        )
+
+
+def check_limits(request: GenerateRequest, limits: LimitSettings) -> int:
+    """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest.
+
+    Returns the characters of all texts.
+    """
+    sampling = request.sampling
+    num_chars = sum(
+        len(part.text)
+        for message in request.messages
+        for part in message.parts
+        if isinstance(part, TextPart)
+    )
+    checks = (
+        ("messages", len(request.messages), limits.max_messages),
+        ("text characters", num_chars, limits.max_text_chars),
+        ("pictures", len(request.images), limits.max_images),
+        ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
+        ("stop strings", len(sampling.stop), limits.max_stop_strings),
+        ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),
+        ("logprobs", sampling.num_logprobs or 0, limits.max_top_logprobs),
+    )
+    for what, count, most in checks:
+        if count > most:
+            raise InvalidRequest(f"{count} {what} are more than the {most} allowed")
+    return num_chars
