@@ -31,7 +31,7 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
-fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage pictures and frames as often
+fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage images and frames as often
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \
 		tests/worker/prepare/test_decoder_pool.py -s $(ARGS)
 

@@ -158,7 +158,7 @@ def chat(
         str | None, typer.Argument(help="What to ask; without it, a conversation.")
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option("--image", "-i", help="A picture; may be repeated.")
+        list[Path] | None, typer.Option("--image", "-i", help="A image; may be repeated.")
     ] = None,
     url: Annotated[str, typer.Option(help="Where the gateway listens.")] = "http://127.0.0.1:8000",
     model: Annotated[
@@ -170,7 +170,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
-    """Ask a question about pictures and watch the answer come, with the time of each stage."""
+    """Ask a question about images and watch the answer come, with the time of each stage."""
     chat_module = import_module("loadtest.chat")
     try:
         chat_module.run_chat(url, model, api_key, image or [], question, max_tokens, temperature)

@@ -27,7 +27,7 @@ class PromptTooLong(EngineError):
 
 
 class InvalidImage(EngineError):
-    """A picture's bytes cannot be decoded or are of no use to the model."""
+    """A image's bytes cannot be decoded or are of no use to the model."""
 
 
 class InvalidRequest(EngineError):
@@ -73,14 +73,14 @@ class EngineConfig:
     max_model_len: int | None = None  #: None: the checkpoint's own
     enable_prefix_cache: bool = True
     encoder_cache_bytes: int = 256 * 1024 * 1024
-    max_images_per_step: int = 8  #: pictures that one step encodes at most
+    max_images_per_step: int = 8  #: images that one step encodes at most
     overlap_steps: bool | None = None
     """Launch a step before the tokens of the one before it are known; None: where a device computes beside the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """A picture in a prompt: it fills `num_tokens` token positions from `offset`.
+    """A image in a prompt: it fills `num_tokens` token positions from `offset`.
 
     `image_hash` identifies it in every cache; `pixels` is whatever the runner's own image processor made.
     """
@@ -125,7 +125,7 @@ class EngineOutput:
 
 @dataclass(slots=True)
 class EngineStats:
-    """A picture of the engine now, and counts since its start."""
+    """A image of the engine now, and counts since its start."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""Child processes without rights, for pictures that strangers have made.
+"""Child processes without rights, for images that strangers have made.
 
 A child has one socket to its parent, an empty environment, and limits that it takes on itself before it reads
 anything: of memory, and, where the kernel filters system calls, no files, sockets, programs or other processes. It may die of what it reads. Used by the worker's decoders; it must not know them.

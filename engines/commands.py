@@ -32,8 +32,8 @@ def bench_engine(
         Literal["fast", "exact", "off"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
     ] = "fast",
     scenarios: Annotated[
-        str, typer.Option(help="Comma-separated: decode, prefill, picture, repeat, mixed.")
-    ] = "decode,prefill,picture,repeat,mixed",
+        str, typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed.")
+    ] = "decode,prefill,image,repeat,mixed",
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
@@ -65,7 +65,7 @@ def bench_peers(
         "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
     ),
     workloads: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "decode-1,decode-4,decode-16,prefill,picture,first-token,repeat"
+        "decode-1,decode-4,decode-16,prefill,image,first-token,repeat"
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each system.")] = 2,
@@ -73,7 +73,7 @@ def bench_peers(
     results: Annotated[
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Directory for pictures (SVG).")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Directory for images (SVG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""

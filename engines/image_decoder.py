@@ -1,4 +1,4 @@
-"""Encoded pictures to RGB. The bytes come from strangers: three formats, fixed error texts, first frames only.
+"""Encoded images to RGB. The bytes come from strangers: three formats, fixed error texts, first frames only.
 
 Runs in the worker's threads, or in child processes of it that have nothing to lose. It must not know torch or numpy.
 """
@@ -10,13 +10,13 @@ from PIL import Image, ImageOps
 
 from engines.base import InvalidImage
 
-#: Bytes and the (width, height) that was admitted, to an RGB picture. Raises: InvalidImage.
+#: Bytes and the (width, height) that was admitted, to an RGB image. Raises: InvalidImage.
 Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 128_000_000  # the last defence of memory; gateways allow less
-CANNOT_DECODE = "The picture cannot be decoded; PNG, JPEG and WebP are understood."
-_OTHER_SIZE = "The picture is of another size than its header says."
+CANNOT_DECODE = "The image cannot be decoded; PNG, JPEG and WebP are understood."
+_OTHER_SIZE = "The image is of another size than its header says."
 _ALPHA_BANDS = frozenset("Aa")
 
 
@@ -31,7 +31,7 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
             if expected_size is not None and image.size != expected_size:
                 raise InvalidImage(_OTHER_SIZE)
             if image.width * image.height > MAX_PIXELS:
-                raise InvalidImage(f"The picture has more than {MAX_PIXELS} pixels.")
+                raise InvalidImage(f"The image has more than {MAX_PIXELS} pixels.")
             image.seek(0)
             image.load()
             return _to_rgb(_upright(image))
@@ -44,13 +44,13 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
 def _upright(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # broken metadata is no reason to refuse a sound picture
+    except Exception:  # broken metadata is no reason to refuse a sound image
         return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
-        # Pillow clips 16-bit grey to white; the upper byte is the picture.
+        # Pillow clips 16-bit grey to white; the upper byte is the image.
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if _ALPHA_BANDS & set(image.getbands()) or image.info.get("transparency") is not None:
         image = image.convert("RGBA")

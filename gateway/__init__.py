@@ -1,1 +1,1 @@
-"""HTTP in, SSE out. Knows pictures as bytes and requests as text; imports neither torch nor engines."""
+"""HTTP in, SSE out. Knows images as bytes and requests as text; imports neither torch nor engines."""

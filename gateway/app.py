@@ -73,7 +73,7 @@ def create_app(services: Services) -> FastAPI:
             services.models,
             services.queue,
             services.metrics,
-            services.afterwards,
+            services.deferred_tasks,
         )
     )
     app.openapi = lambda: create_openapi(app, settings.limits)
@@ -104,7 +104,7 @@ def create_chat(services: Services, streams: Streams) -> ChatCompletions:
         services.intake,
         streams,
         services.metrics,
-        services.afterwards,
+        services.deferred_tasks,
         services.tracer,
         system_fingerprint=_fingerprint(),
     )

@@ -7,9 +7,9 @@ from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.intake import Intake
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.models import ModelDirectory
-from gateway.calls.refunds import Settlements
+from gateway.calls.refunds import Refunds
 from gateway.http.admission import Admission
-from gateway.http.deferred import Afterwards
+from gateway.http.deferred import DeferredTasks
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from shared.blobs.store import ImageStore
@@ -32,7 +32,7 @@ class Services:
         self._redis = create_redis(settings.redis)
         self._blocking_redis = create_redis(settings.redis, blocking=True)
         self.metrics = GatewayMetrics()
-        self.afterwards = Afterwards()
+        self.deferred_tasks = DeferredTasks()
         self.tracer = create_tracer(settings.traces, "gateway", self.gateway_id)
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
@@ -49,7 +49,7 @@ class Services:
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
         )
-        self.settlements = Settlements(self.queue)
+        self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)
         self.intake = self._create_intake()
@@ -65,7 +65,7 @@ class Services:
             loader=self.loader,
             image_store=self.image_store,
             dispatcher=self.dispatcher,
-            settlements=self.settlements,
+            refunds=self.refunds,
             metrics=self.metrics,
         )
 
@@ -76,7 +76,7 @@ class Services:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""
         await asyncio.gather(self.queue.open(), self.image_store.open(), return_exceptions=True)
         self.dispatcher.start()
-        self.settlements.start()
+        self.refunds.start()
         self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")
 
     async def stop(self) -> None:
@@ -85,7 +85,7 @@ class Services:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
         await self.dispatcher.stop()
-        await self.settlements.stop()
+        await self.refunds.stop()
         await self.mailbox.close()
         for part in (self.queue, self.image_store, self.registry):
             await part.close()
@@ -94,13 +94,13 @@ class Services:
         self.loader.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
-        self.afterwards.run()
+        self.deferred_tasks.run()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
 
 def create_fetcher(settings: Settings) -> ImageFetcher | None:
-    """The fetcher of remote pictures, where the operator allows it."""
+    """The fetcher of remote images, where the operator allows it."""
     if not settings.gateway.remote_images:
         return None
     return ImageFetcher(

@@ -1,7 +1,7 @@
-"""Pictures and what to ask about them, with the right answers where somebody knows them.
+"""Images and what to ask about them, with the right answers where somebody knows them.
 
 Called by the scenarios. Noise suits any model and any size; the samples of the built-in model are scenes
-whose answers are known. A new picture has bytes that no cache has seen, and costs no drawing.
+whose answers are known. A new image has bytes that no cache has seen, and costs no drawing.
 """
 
 import random
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from loadtest.pictures import NumberedUrls, noise_jpeg, numbered_png, to_png_url
+from loadtest.images import NumberedUrls, noise_jpeg, numbered_png, to_png_url
 
 SAMPLES = Path(__file__).parent.parent / "engines" / "packages" / "shapes" / "samples"
 NUMBERS_OF_A_RUN = 10**6
@@ -69,28 +69,28 @@ PAIR_FACTS: dict[tuple[str, str], tuple[Fact, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Pictures as data URLs, and what can be asked about them."""
+    """Images as data URLs, and what can be asked about them."""
 
     urls: tuple[str, ...]
     facts: tuple[Fact, ...]
 
 
 class Album:
-    """A source of pictures. `run`: a number that makes this run's new pictures new to every cache."""
+    """A source of images. `run`: a number that makes this run's new images new to every cache."""
 
     def __init__(self, run: int) -> None:
         self._numbers = count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
 
     def fixed(self) -> Group:
-        """The one picture that is always the same."""
+        """The one image that is always the same."""
         raise NotImplementedError
 
     def new(self, draw: random.Random) -> Group:
-        """A picture that nobody asked about before."""
+        """A image that nobody asked about before."""
         raise NotImplementedError
 
     def several(self, draw: random.Random) -> Group:
-        """Several new pictures."""
+        """Several new images."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class NoiseAlbum(Album):
         return Group((self._urls.url(next(self._numbers)),), self.FACTS)
 
     def several(self, draw: random.Random) -> Group:
-        """2 to MAX_GROUP pictures."""
+        """2 to MAX_GROUP images."""
         urls = [self._urls.url(next(self._numbers)) for _ in range(draw.randint(2, MAX_GROUP))]
         return Group(tuple(urls), (("Compare the images.", None),))
 

@@ -26,7 +26,7 @@ class Asker:
         self.order = order
         self._report = report
         self._run = random.SystemRandom().randrange(NUM_RUNS)
-        album = create_album(order.target.model, self._run, order.workload.picture_bytes)
+        album = create_album(order.target.model, self._run, order.workload.image_bytes)
         self._scenarios = {name: create(album) for name, create in SCENARIOS.items()}
         self._idle: list[ChatClient] = []
         self._zero_at = time.perf_counter() + order.plan.warmup_s

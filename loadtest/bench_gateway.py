@@ -34,12 +34,12 @@ from loadtest.comparison import (
 )
 from loadtest.fleet import Server, ServerError, free_port, run_fleet, run_server
 from loadtest.http_load import Job, Result, run_job
+from loadtest.images import noise_jpeg, numbered, to_data_url
 from loadtest.machine import machine, measure_round_trip_s
-from loadtest.pictures import noise_jpeg, numbered, to_data_url
 from loadtest.report import show
-from loadtest.scenarios import picture_part, text_part, to_body
+from loadtest.scenarios import image_part, text_part, to_body
 
-PICTURE_BYTES = 60_000
+IMAGE_BYTES = 60_000
 INSTANT = {
     "VLM_ENGINE__MOCK__VISION_S": "0",
     "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
@@ -47,7 +47,7 @@ INSTANT = {
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
 }
 MOST_WARMUP_S = 0.3
-#: Of new pictures: a million for each job.
+#: Of new images: a million for each job.
 FIRST_NUMBERS = count(10**6, 10**6)
 
 
@@ -111,13 +111,13 @@ def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
 
 
 def create_bodies() -> list[Body]:
-    """Text, a new picture with every request, and the same picture again and again."""
-    picture = picture_part(to_data_url(numbered(noise_jpeg(PICTURE_BYTES), 0)))
+    """Text, a new image with every request, and the same image again and again."""
+    image = image_part(to_data_url(numbered(noise_jpeg(IMAGE_BYTES), 0)))
     question = text_part(QUESTIONS[0])
     return [
         Body("text", [text_part("Tell me about a lighthouse.")]),
-        Body("new 60 kB picture", [picture, question], is_new=True),
-        Body("repeated 60 kB picture", [picture, question]),
+        Body("new 60 kB image", [image, question], is_new=True),
+        Body("repeated 60 kB image", [image, question]),
     ]
 
 
@@ -154,7 +154,7 @@ def create_job(cell: Cell, target: Target, seconds: float, first_number: int) ->
         seconds=seconds,
         warmup_s=min(MOST_WARMUP_S, seconds / 5),
         stream=cell.stream,
-        picture_at=text.index("base64,") + len("base64,") if cell.body.is_new else None,
+        image_at=text.index("base64,") + len("base64,") if cell.body.is_new else None,
         first_number=first_number,
         expected_text=None if cell.body.is_new else answer.text,
     )

@@ -34,7 +34,7 @@ class Conversation:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, question: str, images: list[Path]) -> Iterator[str]:
-        """Ask with pictures; yields the answer's text as it comes. Raises: ChatError."""
+        """Ask with images; yields the answer's text as it comes. Raises: ChatError."""
         self.messages.append({"role": "user", "content": to_content(question, images)})
         pieces: list[str] = []
         for piece in self._stream():
@@ -75,7 +75,7 @@ class Conversation:
 
 
 def to_content(question: str, images: list[Path]) -> list[dict[str, Any]]:
-    """The parts of a user's message: pictures as data URLs, then the text. Raises: ChatError."""
+    """The parts of a user's message: images as data URLs, then the text. Raises: ChatError."""
     parts: list[dict[str, Any]] = []
     for path in images:
         try:

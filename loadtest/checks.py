@@ -16,7 +16,7 @@ def fault_of(
 ) -> str:
     """What is wrong with an answer; empty: nothing that anyone could know.
 
-    `is_salted`: an API key was given, so that the hashes of pictures are the server's secret.
+    `is_salted`: an API key was given, so that the hashes of images are the server's secret.
     """
     if answer.finish_reason not in ("stop", "length"):
         return f"the answer ended with {answer.finish_reason}"
@@ -24,7 +24,7 @@ def fault_of(
         return "the answer is longer than was asked for"
     if answer.finish_reason == "length" and answer.num_tokens < max_tokens:
         return "the answer is cut"
-    if model == MOCK and not (is_salted and _has_pictures(question.messages)):
+    if model == MOCK and not (is_salted and _has_images(question.messages)):
         return _fault_of_mock(answer, question.messages)
     if question.expected is not None and answer.text.strip() != question.expected:
         return "the answer is wrong"
@@ -38,5 +38,5 @@ def _fault_of_mock(answer: Answer, messages: list[Message]) -> str:
     return ""
 
 
-def _has_pictures(messages: list[Message]) -> bool:
+def _has_images(messages: list[Message]) -> bool:
     return any("image_url" in part for message in messages for part in message["content"])

@@ -54,8 +54,8 @@ def loadtest(
         float, typer.Option(min=0.0, max=1.0, help="Share of streamed answers.")
     ] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an answer.")] = 16,
-    picture_bytes: Annotated[
-        int, typer.Option(min=1000, max=16_000_000, help="Size of a picture of noise.")
+    image_bytes: Annotated[
+        int, typer.Option(min=1000, max=16_000_000, help="Size of a image of noise.")
     ] = 60_000,
     think_time: Annotated[
         float, typer.Option(min=0.0, help="Mean pause of a user, seconds.")
@@ -79,7 +79,7 @@ def loadtest(
         profile=profile,
         stream_ratio=stream_ratio,
         max_tokens=max_tokens,
-        picture_bytes=picture_bytes,
+        image_bytes=image_bytes,
         think_s=think_time,
         seed=seed,
     )

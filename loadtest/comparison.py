@@ -18,7 +18,7 @@ ROLES = ("gateway", "worker", "redis-server")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """A kind of request. `is_new`: each one shows a picture that was not seen before."""
+    """A kind of request. `is_new`: each one shows a image that was not seen before."""
 
     name: str
     content: list[dict[str, Any]]

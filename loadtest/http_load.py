@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from loadtest.client import PATH
-from loadtest.pictures import HEAD_BYTES, picture_head
+from loadtest.images import HEAD_BYTES, image_head
 from loadtest.report import percentile
 
 GRACE_S = 15.0
@@ -30,7 +30,7 @@ FINISH_REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 class Job:
     """What to send, where, and for how long.
 
-    `picture_at` is where in the body a picture's base64 begins, if each request shall show a new one;
+    `image_at` is where in the body a image's base64 begins, if each request shall show a new one;
     `expected_text` is the answer, if it is always the same.
     """
 
@@ -40,7 +40,7 @@ class Job:
     seconds: float
     warmup_s: float = 0.2
     stream: bool = False
-    picture_at: int | None = None
+    image_at: int | None = None
     first_number: int = 0
     expected_text: str | None = None
     host: str = "127.0.0.1"
@@ -76,12 +76,12 @@ class Load:
     latencies_s: list[float] = field(default_factory=list)
 
     def next_request(self) -> list[bytes]:
-        """The bytes of the next request; a new picture costs the encoding of its first bytes."""
+        """The bytes of the next request; a new image costs the encoding of its first bytes."""
         before, after = self.parts
-        if self.job.picture_at is None:
+        if self.job.image_at is None:
             return [before, after]
         self.number += 1
-        return [before, base64.b64encode(picture_head(self.number)), after]
+        return [before, base64.b64encode(image_head(self.number)), after]
 
     def record(self, sent_at: float, now: float, answer: bytes) -> None:
         """Count a complete answer, and the server-sent events that it came in."""
@@ -209,6 +209,6 @@ def to_parts(job: Job) -> tuple[bytes, bytes]:
         f"POST {PATH} HTTP/1.1\r\nhost: {job.host}:{job.port}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     ).encode()
-    if job.picture_at is None:
+    if job.image_at is None:
         return head, body
-    return head + body[: job.picture_at], body[job.picture_at + HEAD_CHARS :]
+    return head + body[: job.image_at], body[job.image_at + HEAD_CHARS :]

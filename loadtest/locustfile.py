@@ -1,4 +1,4 @@
-"""Locust users: text, one picture, a repeated picture, several pictures, a long conversation.
+"""Locust users: text, one image, a repeated image, several images, a long conversation.
 
     locust -f loadtest/locustfile.py --host http://127.0.0.1:8000
 
@@ -22,9 +22,9 @@ from loadtest.record import LATENCIES, Order, Plan, Record, Target, Workload
 from loadtest.scenarios import (
     PROFILES,
     Conversation,
-    OnePicture,
-    RepeatedPicture,
-    SeveralPictures,
+    OneImage,
+    RepeatedImage,
+    SeveralImages,
     Text,
 )
 
@@ -65,22 +65,22 @@ class TextUser(ChatUser):
     scenario = Text.name
 
 
-class PictureUser(ChatUser):
-    """A new picture with every question."""
+class ImageUser(ChatUser):
+    """A new image with every question."""
 
-    scenario = OnePicture.name
-
-
-class RepeatedPictureUser(ChatUser):
-    """Many questions about the one picture."""
-
-    scenario = RepeatedPicture.name
+    scenario = OneImage.name
 
 
-class SeveralPicturesUser(ChatUser):
-    """Several new pictures with every question."""
+class RepeatedImageUser(ChatUser):
+    """Many questions about the one image."""
 
-    scenario = SeveralPictures.name
+    scenario = RepeatedImage.name
+
+
+class SeveralImagesUser(ChatUser):
+    """Several new images with every question."""
+
+    scenario = SeveralImages.name
 
 
 class ConversationUser(ChatUser):
@@ -93,9 +93,9 @@ USERS = {
     user.scenario: user
     for user in (
         TextUser,
-        PictureUser,
-        RepeatedPictureUser,
-        SeveralPicturesUser,
+        ImageUser,
+        RepeatedImageUser,
+        SeveralImagesUser,
         ConversationUser,
     )
 }
@@ -112,7 +112,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         "--max-tokens", type=int, default=usual.max_tokens, help="Output tokens of an answer."
     )
     parser.add_argument(
-        "--picture-bytes", type=int, default=usual.picture_bytes, help="Size of a picture."
+        "--image-bytes", type=int, default=usual.image_bytes, help="Size of a image."
     )
     parser.add_argument(
         "--stream-ratio", type=float, default=usual.stream_ratio, help="Share of streamed answers."
@@ -138,7 +138,7 @@ def find_whom_to_ask(environment: Environment, **_: Any) -> None:
     workload = Workload(
         seed=options.seed,
         max_tokens=options.max_tokens,
-        picture_bytes=options.picture_bytes,
+        image_bytes=options.image_bytes,
         stream_ratio=options.stream_ratio,
         think_s=options.think_time,
     )

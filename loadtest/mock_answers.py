@@ -1,6 +1,6 @@
 """What the mock engine must answer: its published rule, written down a second time by a stranger.
 
-Called by the checks of answers. The words are a SHAKE-128 stream of prompt and pictures, so that one lost,
+Called by the checks of answers. The words are a SHAKE-128 stream of prompt and images, so that one lost,
 doubled or foreign token, or another request's prompt, is noticed.
 """
 
@@ -16,9 +16,9 @@ SYLLABLES = tuple(a + b for a, b in zip("bdfghjklmnprstvz", "aeiouaeiouaeioua", 
 
 
 def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) -> str:
-    """The first words of the greedy answer. The usage tells how many slots a picture takes."""
-    pictures = [part for message in messages for part in _parts(message) if "image_url" in part]
-    num_slots = _num_image_tokens(usage) // max(1, len(pictures))
+    """The first words of the greedy answer. The usage tells how many slots a image takes."""
+    images = [part for message in messages for part in _parts(message) if "image_url" in part]
+    num_slots = _num_image_tokens(usage) // max(1, len(images))
     token_ids: list[int] = []
     hashes: list[tuple[int, str]] = []
     for message in messages:

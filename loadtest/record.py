@@ -11,7 +11,7 @@ import msgspec
 
 Latency = Literal["TTFT", "TPOT", "ITL", "E2E"]
 LATENCIES: tuple[Latency, ...] = get_args(Latency)
-Profile = Literal["mixed", "text", "picture", "repeated", "several", "conversation"]
+Profile = Literal["mixed", "text", "image", "repeated", "several", "conversation"]
 
 
 class Record(msgspec.Struct, omit_defaults=True):
@@ -68,7 +68,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile = "mixed"
     stream_ratio: float = 0.5
     max_tokens: int = 16
-    picture_bytes: int = 60_000
+    image_bytes: int = 60_000
     think_s: float = 0.0  #: mean pause of a user of the closed loop between answer and question
     seed: int = 0
 

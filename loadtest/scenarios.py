@@ -58,38 +58,38 @@ class Text(Scenario):
         return Question([user_message([text_part(text)])])
 
 
-class OnePicture(Scenario):
-    """One picture that nobody asked about before, and a question."""
+class OneImage(Scenario):
+    """One image that nobody asked about before, and a question."""
 
-    name = "picture"
+    name = "image"
 
     def next_question(self, draw: random.Random) -> Question:
-        """A new picture and one of its questions."""
+        """A new image and one of its questions."""
         return _about(self._album.new(draw), draw)
 
 
-class RepeatedPicture(Scenario):
-    """The same picture for everybody, and many questions about it."""
+class RepeatedImage(Scenario):
+    """The same image for everybody, and many questions about it."""
 
-    name = "repeated picture"
+    name = "repeated image"
 
     def next_question(self, draw: random.Random) -> Question:
-        """The picture and one of its questions."""
+        """The image and one of its questions."""
         return _about(self._album.fixed(), draw)
 
 
-class SeveralPictures(Scenario):
-    """Several new pictures in one message."""
+class SeveralImages(Scenario):
+    """Several new images in one message."""
 
-    name = "several pictures"
+    name = "several images"
 
     def next_question(self, draw: random.Random) -> Question:
-        """New pictures and a question about them together."""
+        """New images and a question about them together."""
         return _about(self._album.several(draw), draw)
 
 
 class Conversation(Scenario):
-    """Question after question about one picture, each with all that was said before.
+    """Question after question about one image, each with all that was said before.
 
     An answered turn is followed by the next one of the same conversation; a failed one ends it. Who asks
     while all conversations wait for an answer begins another.
@@ -105,12 +105,12 @@ class Conversation(Scenario):
         """The next turn of a conversation that rests, or the first turn of a new one."""
         if self._resting:
             said, facts = self._resting.popleft()
-            pictures = []
+            images = []
         else:
             group = self._album.new(draw)
-            said, facts, pictures = [], group.facts, list(map(picture_part, group.urls))
+            said, facts, images = [], group.facts, list(map(image_part, group.urls))
         text, expected = draw.choice(facts)
-        messages = [*said, user_message([*pictures, text_part(text)])]
+        messages = [*said, user_message([*images, text_part(text)])]
         return Question(messages, expected, partial(self._go_on, messages, facts))
 
     def _go_on(self, messages: list[Message], facts: tuple[Fact, ...], text: str) -> None:
@@ -120,28 +120,28 @@ class Conversation(Scenario):
 
 def _about(group: Group, draw: random.Random) -> Question:
     text, expected = draw.choice(group.facts)
-    parts = [*map(picture_part, group.urls), text_part(text)]
+    parts = [*map(image_part, group.urls), text_part(text)]
     return Question([user_message(parts)], expected)
 
 
 SCENARIOS: dict[str, type[Scenario]] = {
     scenario.name: scenario
-    for scenario in (Text, OnePicture, RepeatedPicture, SeveralPictures, Conversation)
+    for scenario in (Text, OneImage, RepeatedImage, SeveralImages, Conversation)
 }
 
 #: By profile how often each scenario is asked, relative to the others.
 PROFILES: dict[Profile, dict[str, int]] = {
     "mixed": {
         Text.name: 3,
-        OnePicture.name: 2,
-        RepeatedPicture.name: 2,
-        SeveralPictures.name: 1,
+        OneImage.name: 2,
+        RepeatedImage.name: 2,
+        SeveralImages.name: 1,
         Conversation.name: 2,
     },
     "text": {Text.name: 1},
-    "picture": {OnePicture.name: 1},
-    "repeated": {RepeatedPicture.name: 1},
-    "several": {SeveralPictures.name: 1},
+    "image": {OneImage.name: 1},
+    "repeated": {RepeatedImage.name: 1},
+    "several": {SeveralImages.name: 1},
     "conversation": {Conversation.name: 1},
 }
 
@@ -156,8 +156,8 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def picture_part(url: str) -> dict[str, Any]:
-    """A picture part of a message."""
+def image_part(url: str) -> dict[str, Any]:
+    """A image part of a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 

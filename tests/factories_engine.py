@@ -30,7 +30,7 @@ def make_request(
     priority: Priority = Priority.INTERACTIVE,
     **sampling: object,
 ) -> EngineRequest:
-    """Positions of pictures are overwritten with picture slots."""
+    """Positions of images are overwritten with image slots."""
     token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     for image in images:
         token_ids[image.offset : image.offset + image.num_tokens] = [IMAGE_ID] * image.num_tokens

@@ -228,7 +228,7 @@ def make_request(
     output_token_ids: tuple[int, ...] = (),
     **sampling: Any,
 ) -> EngineRequest:
-    """`parts` in order: lists of text tokens, and pictures as the seeds of their pixels."""
+    """`parts` in order: lists of text tokens, and images as the seeds of their pixels."""
     token_ids: list[int] = []
     images: list[ImageInput] = []
     for part in parts:

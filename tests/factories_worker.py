@@ -18,7 +18,7 @@ from shared.settings.tree import WorkerSettings
 from tests.factories_queue import MODEL, Ends
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.prepare.preparer import Preprocessor
-from worker.trace import FlightTracer
+from worker.trace import RequestTracer
 from worker.worker import Worker
 
 
@@ -105,7 +105,7 @@ class RunningWorker:
 @asynccontextmanager
 async def run_worker(
     ends: Ends, worker_id: str = "w", *, max_num_seqs: int = 8, mock: dict[str, Any] | None = None,
-    tracer: FlightTracer | None = None, **settings: Any,
+    tracer: RequestTracer | None = None, **settings: Any,
 ) -> AsyncIterator[RunningWorker]:  # fmt: skip
     """Run a worker until the block ends."""
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
@@ -114,7 +114,7 @@ async def run_worker(
         running: list[RunningWorker] = []
         thread = EngineThread(
             lambda: load_mock(max_num_seqs, **(mock or {})),
-            lambda news: running[0].worker.hear(news),
+            lambda events: running[0].worker.on_events(events),
         )
         stack.push_async_callback(thread.close)
         loaded = await thread.start()

@@ -25,7 +25,7 @@ from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class ActiveRequest:
     """A claim and where it stands. Instants are of `time.monotonic`."""
 
     claim: Claim
@@ -40,7 +40,7 @@ class Flight:
     preparation: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, claim: Claim, now: float) -> "Flight":
+    def of(cls, claim: Claim, now: float) -> "ActiveRequest":
         """A flight that begins now."""
         return cls(claim, now, now + claim.remaining_s, num_tokens=len(claim.output_token_ids))
 
@@ -69,11 +69,11 @@ class Flight:
         """The event that ends it in an error. `param` names what is to blame in the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
-    def place_of_picture(self, picture: int) -> str | None:
-        """Where the client put a picture, in the words of the wire."""
+    def place_of_image(self, index: int) -> str | None:
+        """Where the client put a image, in the words of the wire."""
         for i, message in enumerate(self.claim.request.messages):
             for j, part in enumerate(message.parts):
-                if isinstance(part, ImagePart) and part.image == picture:
+                if isinstance(part, ImagePart) and part.image == index:
                     return f"messages.[{i}].content.[{j}].image_url"
         return None
 

@@ -14,11 +14,11 @@ from contextlib import suppress
 from engines.base import EngineError, EngineOutput, InvalidImage, PromptTooLong
 from shared.protocol import ErrorCode
 from shared.queue.publication import Claim
-from worker.active_request import Flight
-from worker.engine_thread import Added, EngineThread, News
+from worker.active_request import ActiveRequest
+from worker.engine_thread import Added, EngineEvent, EngineThread
 from worker.outbox import Outbox
-from worker.prepare.preparer import ImageUnavailable, PictureRefused, Preprocessor
-from worker.trace import FlightTracer
+from worker.prepare.preparer import ImageRefused, ImageUnavailable, Preprocessor
+from worker.trace import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _CODES: tuple[tuple[type[EngineError], ErrorCode], ...] = (
 )
 
 
-class Flights:
+class ActiveRequests:
     """What is in the air. `changed` is set whenever room may have come or the last one may have landed."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Flights:
         outbox: Outbox,
         max_num_seqs: int,
         begin: Callable[[Claim], Awaitable[bool]],
-        tracer: FlightTracer | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._engine = engine
         self._preprocessor = preprocessor
@@ -50,40 +50,42 @@ class Flights:
         self._max_num_seqs = max_num_seqs
         self._tracer = tracer
         self._begin = begin  # says that a suspect starts; whether it is still ours
-        self._flights: dict[str, Flight] = {}  # by request id
-        self._by_engine_id: dict[str, Flight] = {}
-        self._parked: deque[Flight] = deque()  # claimed, to be started when the way is clear
+        self._active_requests: dict[str, ActiveRequest] = {}  # by request id
+        self._by_engine_id: dict[str, ActiveRequest] = {}
+        self._parked: deque[ActiveRequest] = deque()  # claimed, to be started when the way is clear
         self.changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._active_requests)
 
-    def all(self) -> list[Flight]:
+    def all(self) -> list[ActiveRequest]:
         """All of them now."""
-        return list(self._flights.values())
+        return list(self._active_requests.values())
 
-    def find(self, claim: Claim) -> Flight | None:
+    def find(self, claim: Claim) -> ActiveRequest | None:
         """The flight of this very claim, if it is still in the air."""
-        flight = self._flights.get(claim.request.request_id)
-        return flight if flight is not None and flight.claim is claim else None
+        active = self._active_requests.get(claim.request.request_id)
+        return active if active is not None and active.claim is claim else None
 
     def room(self) -> int:
         """How many more requests the engine can start soon; batch work makes way."""
         stats = self._engine.stats
         if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
-        num_batch = sum(flight.is_batch for flight in self._flights.values())
-        return max(0, self._max_num_seqs - len(self._flights) + num_batch)
+        num_batch = sum(active.is_batch for active in self._active_requests.values())
+        return max(0, self._max_num_seqs - len(self._active_requests) + num_batch)
 
     def batch_room(self) -> int:
         """How many more it can start without any that makes way."""
         if self.is_held_up() or self._engine.stats.num_waiting > 0:
             return 0
-        return max(0, self._max_num_seqs - len(self._flights))
+        return max(0, self._max_num_seqs - len(self._active_requests))
 
     def is_held_up(self) -> bool:
         """Whether a suspect runs alone, or waits to."""
-        return bool(self._parked) or any(flight.is_alone for flight in self._flights.values())
+        return bool(self._parked) or any(
+            active.is_alone for active in self._active_requests.values()
+        )
 
     async def wait_for_change(self) -> None:
         """Until room may have come, or the last one may have landed; a step that says nothing changes it too."""
@@ -92,120 +94,122 @@ class Flights:
             async with asyncio.timeout(LOOK_AGAIN_S):
                 await self.changed.wait()
 
-    def take_off(self, claims: Iterable[Claim]) -> None:
+    def start(self, claims: Iterable[Claim]) -> None:
         """Begin to work on claims."""
         for claim in claims:
-            earlier = self._flights.get(claim.request.request_id)
+            earlier = self._active_requests.get(claim.request.request_id)
             if earlier is not None:  # it was taken from us, and its new owner lost it to us
                 self.forget(earlier)
-            flight = Flight.of(claim, time.monotonic())
-            self._flights[flight.request_id] = flight
-            self._by_engine_id[flight.engine_id] = flight
-            self._parked.append(flight)
-        if any(flight.claim.is_suspect for flight in self._parked):  # they wait for all others
-            self._parked = deque(sorted(self._parked, key=lambda flight: flight.claim.is_suspect))
+            active = ActiveRequest.of(claim, time.monotonic())
+            self._active_requests[active.request_id] = active
+            self._by_engine_id[active.engine_id] = active
+            self._parked.append(active)
+        if any(active.claim.is_suspect for active in self._parked):  # they wait for all others
+            self._parked = deque(sorted(self._parked, key=lambda active: active.claim.is_suspect))
         self._start_parked()
 
     def _start_parked(self) -> None:
         """Start what may run."""
         while self._parked and self._may_start(self._parked[0].claim):
-            flight = self._parked.popleft()
-            flight.started_at = time.monotonic()
-            flight.preparation = asyncio.create_task(self._prepare(flight))
+            active = self._parked.popleft()
+            active.started_at = time.monotonic()
+            active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
         """A suspect begins alone or beside cleared ones: if it kills, it kills no other's first attempt."""
-        started = [flight for flight in self._flights.values() if flight.started_at]
-        if any(flight.is_alone for flight in started):
+        started = [active for active in self._active_requests.values() if active.started_at]
+        if any(active.is_alone for active in started):
             return False
         if claim.is_last_chance:
             return not started
-        return not claim.is_suspect or all(flight.claim.is_suspect for flight in started)
+        return not claim.is_suspect or all(active.claim.is_suspect for active in started)
 
-    async def _prepare(self, flight: Flight) -> None:
+    async def _prepare(self, active: ActiveRequest) -> None:
         try:
-            if flight.claim.is_suspect and not await self._begin(flight.claim):
-                self.let_go(flight, "taken back before it began")
+            if active.claim.is_suspect and not await self._begin(active.claim):
+                self.let_go(active, "taken back before it began")
                 return
-            request = await self._preprocessor.prepare(flight.claim, flight.engine_id)
+            request = await self._preprocessor.prepare(active.claim, active.engine_id)
         except EngineError as error:
-            self._refuse(flight, error)
+            self._refuse(active, error)
         except Exception:
-            logger.exception("could not prepare request %s", flight.request_id)
-            self.fail(flight, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
+            logger.exception("could not prepare request %s", active.request_id)
+            self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
         else:
             self._engine.add(request)
 
-    def hear(self, news: list[News]) -> None:
+    def on_events(self, events: list[EngineEvent]) -> None:
         """Take what the engine's thread has to say; what several steps said of a request is told at once."""
         outputs: dict[str, list[EngineOutput]] = {}
-        for item in news:
+        for item in events:
             if isinstance(item, EngineOutput):
                 outputs.setdefault(item.request_id, []).append(item)
-            elif (flight := self._by_engine_id.get(item.request_id)) is None:
+            elif (active := self._by_engine_id.get(item.request_id)) is None:
                 continue
             elif isinstance(item, Added):
-                flight.added_at = item.at
+                active.added_at = item.at
             else:
-                self._refuse(flight, item.error)
+                self._refuse(active, item.error)
         for engine_id, said in outputs.items():
-            if (flight := self._by_engine_id.get(engine_id)) is not None:
-                self._pass_on(flight, said)
+            if (active := self._by_engine_id.get(engine_id)) is not None:
+                self._pass_on(active, said)
         self.changed.set()
         if self._parked:  # whoever ran alone may be cleared now
             self._start_parked()
 
-    def _pass_on(self, flight: Flight, outputs: list[EngineOutput]) -> None:
+    def _pass_on(self, active: ActiveRequest, outputs: list[EngineOutput]) -> None:
         """Post what the engine has said of a request, in its order."""
-        for event in flight.events(outputs):
-            self._outbox.post(flight, event)
+        for event in active.events(outputs):
+            self._outbox.post(active, event)
         last = outputs[-1]
         if self._tracer is not None and last.timings is not None:
             outcome = "ok" if last.error is None else ErrorCode.ENGINE_FAILURE.value
-            self._tracer.trace(flight, last.timings, outcome)
+            self._tracer.trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
-            del self._by_engine_id[flight.engine_id]
+            del self._by_engine_id[active.engine_id]
 
-    def _refuse(self, flight: Flight, error: EngineError) -> None:
-        cause = error.cause if isinstance(error, PictureRefused) else error
+    def _refuse(self, active: ActiveRequest, error: EngineError) -> None:
+        cause = error.cause if isinstance(error, ImageRefused) else error
         code = next(code for kind, code in _CODES if isinstance(cause, kind))
         param = None
-        if isinstance(error, PictureRefused):
-            param = flight.place_of_picture(error.picture)
+        if isinstance(error, ImageRefused):
+            param = active.place_of_image(error.index)
         elif isinstance(error, PromptTooLong):
             param = "messages"
-        self.fail(flight, code, str(cause), param)
+        self.fail(active, code, str(cause), param)
 
-    def fail(self, flight: Flight, code: ErrorCode, message: str, param: str | None = None) -> None:
+    def fail(
+        self, active: ActiveRequest, code: ErrorCode, message: str, param: str | None = None
+    ) -> None:
         """End a request in an error; it lands when that is published."""
-        self._outbox.post(flight, flight.failed(code, message, param))
-        self._tell(flight, code.value)
-        self._stop_work(flight)
+        self._outbox.post(active, active.failed(code, message, param))
+        self._tell(active, code.value)
+        self._stop_work(active)
 
-    def let_go(self, flight: Flight, why: str) -> None:
+    def let_go(self, active: ActiveRequest, why: str) -> None:
         """Stop work on a request that is not ours any more."""
         log = logger.info if why == "cancelled" else logger.warning
-        log("request %s is no longer ours: %s", flight.request_id, why)
-        self._tell(flight, why)
-        self.forget(flight)
+        log("request %s is no longer ours: %s", active.request_id, why)
+        self._tell(active, why)
+        self.forget(active)
 
-    def _tell(self, flight: Flight, outcome: str) -> None:
+    def _tell(self, active: ActiveRequest, outcome: str) -> None:
         if self._tracer is not None:
-            self._tracer.trace(flight, None, outcome)
+            self._tracer.trace(active, None, outcome)
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, active: ActiveRequest) -> None:
         """Land: nothing more is done or said about it."""
-        self._stop_work(flight)
-        self._outbox.drop(flight)
-        if self.find(flight.claim) is flight:
-            del self._flights[flight.request_id]
+        self._stop_work(active)
+        self._outbox.drop(active)
+        if self.find(active.claim) is active:
+            del self._active_requests[active.request_id]
         self.changed.set()
         self._start_parked()
 
-    def _stop_work(self, flight: Flight) -> None:
-        if flight in self._parked:
-            self._parked.remove(flight)
-        if flight.preparation is not None and flight.preparation is not asyncio.current_task():
-            flight.preparation.cancel()
-        if self._by_engine_id.pop(flight.engine_id, None) is not None:
-            self._engine.abort(flight.engine_id)
+    def _stop_work(self, active: ActiveRequest) -> None:
+        if active in self._parked:
+            self._parked.remove(active)
+        if active.preparation is not None and active.preparation is not asyncio.current_task():
+            active.preparation.cancel()
+        if self._by_engine_id.pop(active.engine_id, None) is not None:
+            self._engine.abort(active.engine_id)

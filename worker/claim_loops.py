@@ -9,7 +9,7 @@ import time
 from shared.queue.claims import RequestClaims
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
-from worker.active_requests import Flights
+from worker.active_requests import ActiveRequests
 from worker.engine_thread import EngineThread
 from worker.repeat import repeat
 
@@ -28,12 +28,12 @@ class ClaimLoops:
         settings: WorkerSettings,
         claims: RequestClaims,
         engine: EngineThread,
-        flights: Flights,
+        active_requests: ActiveRequests,
     ) -> None:
         self._settings = settings
         self._claims = claims
         self._engine = engine
-        self._flights = flights
+        self._active_requests = active_requests
         self._batch_waits = asyncio.Event()
         self._num_passed = 0
         self._last_reap_at = time.monotonic()
@@ -43,10 +43,10 @@ class ClaimLoops:
         await repeat(self._claim_once, "claim requests")
 
     async def _claim_once(self) -> None:
-        while (room := self._limit(self._flights.room())) == 0:
-            await self._flights.wait_for_change()
+        while (room := self._limit(self._active_requests.room())) == 0:
+            await self._active_requests.wait_for_change()
         claims = await self._claims.read(room, BLOCK_S)
-        self._flights.take_off(claims)
+        self._active_requests.start(claims)
         if self._claims.entries.num_batch_left:
             await self._let_batch_work_in(len(claims))
 
@@ -66,9 +66,9 @@ class ClaimLoops:
         while not self._claims.entries.num_batch_left:
             self._batch_waits.clear()
             await self._batch_waits.wait()
-        while (room := self._limit(self._flights.batch_room())) == 0:
-            await self._flights.wait_for_change()
-        self._flights.take_off(await self._claims.take(room))
+        while (room := self._limit(self._active_requests.batch_room())) == 0:
+            await self._active_requests.wait_for_change()
+        self._active_requests.start(await self._claims.take(room))
 
     def _limit(self, room: int) -> int:
         """A few at a time, and none while a step drags on: others may be quicker."""
@@ -84,17 +84,19 @@ class ClaimLoops:
     async def _reclaim_in_turn(self) -> None:
         """One by one, each as soon as the one before needs to be alone no longer: others try other suspects meanwhile."""
         until = time.monotonic() + self._settings.heartbeat_s
-        while self._limit(self._flights.room()) and (claims := await self._claims.reclaim(1)):
-            self._flights.take_off(claims)
-            while self._flights.is_held_up() and time.monotonic() < until:
-                await self._flights.wait_for_change()
+        while self._limit(self._active_requests.room()) and (
+            claims := await self._claims.reclaim(1)
+        ):
+            self._active_requests.start(claims)
+            while self._active_requests.is_held_up() and time.monotonic() < until:
+                await self._active_requests.wait_for_change()
 
     async def _reclaim_once(self) -> None:
         await self._claims.entries.look_at_backlog()
         if self._claims.entries.num_batch_left:
             self._batch_waits.set()
         await self._reclaim_in_turn()
-        self._flights.take_off(await self._claims.reconcile())
+        self._active_requests.start(await self._claims.reconcile())
         if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
             self._last_reap_at = time.monotonic()
             await self._claims.reap()

@@ -44,7 +44,7 @@ class Rejected:
     error: EngineError
 
 
-News = Added | Rejected | EngineOutput
+EngineEvent = Added | Rejected | EngineOutput
 Command = EngineRequest | str | None  #: to add; the id of what to abort; None: end
 
 
@@ -52,15 +52,15 @@ class EngineThread:
     """Makes the engine, adds, aborts and steps, all in one thread. Methods are called on the loop."""
 
     def __init__(
-        self, create: Callable[[], LoadedEngine], on_news: Callable[[list[News]], None]
+        self, create: Callable[[], LoadedEngine], on_events: Callable[[list[EngineEvent]], None]
     ) -> None:
         self._create = create
-        self._on_news = on_news
+        self._on_events = on_events
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[LoadedEngine] = self._loop.create_future()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._news: deque[News] = deque()
+        self._events: deque[EngineEvent] = deque()
         self._is_waking = False  # the loop was woken and has not looked at the news yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
@@ -119,14 +119,14 @@ class EngineThread:
             if commands is None:
                 return
             self.step_started_at = now = time.monotonic()  # adding may hang as well
-            news = [answer for command in commands if (answer := _apply(engine, command))]
+            events = [answer for command in commands if (answer := _apply(engine, command))]
             if engine.has_work():
-                news += engine.step()
+                events += engine.step()
             has_work = engine.has_work()
             if not has_work or now - looked_at > STATS_EVERY_S:
                 self.stats, looked_at = engine.stats(), now
             self.step_started_at = None
-            self._tell(news)
+            self._tell(events)
 
     def _next_commands(self, has_work: bool) -> list[EngineRequest | str] | None:
         """What has arrived; waits for something if there is no work. None: the thread is to end."""
@@ -138,10 +138,10 @@ class EngineThread:
             commands.append(command)
         return commands
 
-    def _tell(self, news: list[News]) -> None:
+    def _tell(self, events: list[EngineEvent]) -> None:
         """Leave news for the loop; wake it only if an earlier wake-up is not still to come."""
-        self._news.extend(news)
-        if news and not self._is_waking:
+        self._events.extend(events)
+        if events and not self._is_waking:
             self._is_waking = True
             self._call(self._deliver)
 
@@ -153,10 +153,10 @@ class EngineThread:
 
     def _deliver(self) -> None:
         self._is_waking = False  # first: what is told from now on wakes the loop again
-        self._on_news([self._news.popleft() for _ in range(len(self._news))])
+        self._on_events([self._events.popleft() for _ in range(len(self._events))])
 
 
-def _apply(engine: Engine, command: EngineRequest | str) -> News | None:
+def _apply(engine: Engine, command: EngineRequest | str) -> EngineEvent | None:
     if isinstance(command, str):
         engine.abort(command)
         return None

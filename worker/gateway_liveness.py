@@ -10,7 +10,7 @@ from collections.abc import Iterable
 GONE_AFTER_S = 10.0
 
 
-class Absence:
+class GatewayLiveness:
     """How long each gateway's mailbox has been missing. Units: readings of one monotonic clock."""
 
     def __init__(self) -> None:

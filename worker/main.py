@@ -28,12 +28,12 @@ from shared.redis.client import create_redis
 from shared.settings.engine import EngineSettings
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.tracing import create_tracer
-from worker.engine_thread import EngineBroken, EngineThread, News
+from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
 from worker.health import HealthServer
 from worker.metrics import create_registry
 from worker.prepare.decoder_pool import DecoderPool
 from worker.prepare.preparer import Preprocessor
-from worker.trace import FlightTracer
+from worker.trace import RequestTracer
 from worker.watchdog import Watchdog
 from worker.worker import Worker
 
@@ -157,7 +157,7 @@ class WorkerProcess:
 
     async def _load_engine(self, stack: AsyncExitStack) -> LoadedEngine:
         spec = engine_spec(self._settings.engine)
-        engine = EngineThread(lambda: create_engine(spec), self._hear)
+        engine = EngineThread(lambda: create_engine(spec), self._on_events)
         self._engine = engine
         stack.push_async_callback(engine.close)
         watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)
@@ -165,12 +165,12 @@ class WorkerProcess:
         stack.callback(watchdog.stop)
         return await engine.start()
 
-    def _hear(self, news: list[News]) -> None:
+    def _on_events(self, events: list[EngineEvent]) -> None:
         if self._worker is not None:
-            self._worker.hear(news)
+            self._worker.on_events(events)
 
     def _start_decoders(self, stack: AsyncExitStack) -> Decode:
-        """Where pictures are decoded; the mock engine looks at none."""
+        """Where images are decoded; the mock engine looks at none."""
         settings = self._settings
         if not settings.worker.decode_processes or settings.engine.kind == "mock":
             return decode_image
@@ -230,9 +230,9 @@ class WorkerProcess:
             self._create_tracer(stack, worker_id),
         )
 
-    def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> FlightTracer | None:
+    def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> RequestTracer | None:
         tracer = create_tracer(self._settings.traces, "worker", worker_id)
         if tracer is None:
             return None
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        return FlightTracer(tracer)
+        return RequestTracer(tracer)

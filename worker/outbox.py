@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shared.protocol import Delta, Failed, Finished, GenerateEvent, Started
 from shared.queue.publication import Publication
-from worker.active_request import Flight, to_delta
+from worker.active_request import ActiveRequest, to_delta
 
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
 HOLD_S = 0.25
@@ -54,25 +54,25 @@ class Outbox:
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
-        self._held: dict[Flight, _Draft] = {}  # for later
-        self._due: dict[Flight, _Draft] = {}  # for now
-        # Flights whose end was posted and that are not yet dropped.
-        self._ended: set[Flight] = set()
+        self._held: dict[ActiveRequest, _Draft] = {}  # for later
+        self._due: dict[ActiveRequest, _Draft] = {}  # for now
+        # ActiveRequests whose end was posted and that are not yet dropped.
+        self._ended: set[ActiveRequest] = set()
         self._filled = asyncio.Event()
 
-    def post(self, flight: Flight, event: GenerateEvent) -> None:
+    def post(self, active: ActiveRequest, event: GenerateEvent) -> None:
         """Say something about a request; nothing counts after its terminal event."""
-        if flight in self._ended:
+        if active in self._ended:
             return
         now = time.monotonic()
-        draft = self._due.get(flight) or self._held.pop(flight, None) or _Draft(now)
+        draft = self._due.get(active) or self._held.pop(active, None) or _Draft(now)
         draft.add(event)
         if draft.terminal is not None:
-            self._ended.add(flight)
-        elif not flight.claim.request.stream and now - draft.begun_at < self._hold_s:
-            self._held[flight] = draft
+            self._ended.add(active)
+        elif not active.claim.request.stream and now - draft.begun_at < self._hold_s:
+            self._held[active] = draft
             return
-        self._due[flight] = draft
+        self._due[active] = draft
         self._filled.set()
 
     async def take(self) -> list[Publication]:
@@ -81,19 +81,19 @@ class Outbox:
             self._filled.clear()
             await self._filled.wait()
         drafts, self._due = self._due, {}
-        return [_publication(flight, draft) for flight, draft in drafts.items()]
+        return [_publication(active, draft) for active, draft in drafts.items()]
 
-    def drop(self, flight: Flight) -> None:
+    def drop(self, active: ActiveRequest) -> None:
         """Forget a request."""
-        self._held.pop(flight, None)
-        self._due.pop(flight, None)
-        self._ended.discard(flight)
+        self._held.pop(active, None)
+        self._due.pop(active, None)
+        self._ended.discard(active)
 
 
-def _publication(flight: Flight, draft: _Draft) -> Publication:
-    flight.num_publications += 1
+def _publication(active: ActiveRequest, draft: _Draft) -> Publication:
+    active.num_publications += 1
     publication = Publication(
-        flight.claim, flight.num_publications, flight.num_tokens, draft.events()
+        active.claim, active.num_publications, active.num_tokens, draft.events()
     )
-    flight.num_tokens += publication.num_new_tokens
+    active.num_tokens += publication.num_new_tokens
     return publication

@@ -1,7 +1,7 @@
 """The worker's spans of a request: one for all that it did, and below it queue, preprocess, vision, prefill, decode.
 
 Made when a request ends, from the readings that its `StageTimings` come from. They hang below the gateway's span,
-whose name is in the request's record. No text and no pictures.
+whose name is in the request's record. No text and no images.
 """
 
 import time
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shared.protocol import StageTimings
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, epoch_ns, lay_out
-from worker.active_request import Flight
+from worker.active_request import ActiveRequest
 
 if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer
@@ -18,20 +18,20 @@ _IN_REDIS: Attributes = {"vlm.queue": "redis"}
 _IN_ENGINE: Attributes = {"vlm.queue": "engine"}
 
 
-class FlightTracer:
+class RequestTracer:
     """Tells of flights that have ended."""
 
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
 
-    def trace(self, flight: Flight, engine: StageTimings | None, outcome: str) -> None:
+    def trace(self, active: ActiveRequest, engine: StageTimings | None, outcome: str) -> None:
         """A span from the time the request was queued until now. `outcome`: ok, cancelled or a code."""
-        request, waited_s = flight.claim.request, flight.claim.waited_s
-        if flight.is_traced or request.trace_parent is None:  # told already; or nobody asked
+        request, waited_s = active.claim.request, active.claim.waited_s
+        if active.is_traced or request.trace_parent is None:  # told already; or nobody asked
             return
-        flight.is_traced = True
+        active.is_traced = True
         now = time.monotonic()
-        duration_s = waited_s + now - flight.claimed_at
+        duration_s = waited_s + now - active.claimed_at
         span = self._tracer.begin(
             f"generate {request.model}", "consumer", request.trace_parent, epoch_ns(duration_s)
         )
@@ -41,23 +41,23 @@ class FlightTracer:
             {
                 "gen_ai.request.model": request.model,
                 "vlm.request.id": request.request_id,
-                "vlm.attempt": flight.claim.attempt,
+                "vlm.attempt": active.claim.attempt,
                 "vlm.image.count": len(request.images),
                 "vlm.outcome": outcome,
             }
         )
         error = None if outcome in NOT_FAILURES else outcome
-        span.end(duration_s, lay_out(_durations(flight, engine, now)), error)
+        span.end(duration_s, lay_out(_durations(active, engine, now)), error)
 
 
 def _durations(
-    flight: Flight, engine: StageTimings | None, now: float
+    active: ActiveRequest, engine: StageTimings | None, now: float
 ) -> list[tuple[str, float, Attributes]]:
     """The stages in their order, as far as the request came. Units: seconds."""
-    started_at = flight.started_at or now
-    durations = [("queue", flight.claim.waited_s + started_at - flight.claimed_at, _IN_REDIS)]
-    if flight.started_at:
-        durations.append(("preprocess", (flight.added_at or now) - started_at, {}))
+    started_at = active.started_at or now
+    durations = [("queue", active.claim.waited_s + started_at - active.claimed_at, _IN_REDIS)]
+    if active.started_at:
+        durations.append(("preprocess", (active.added_at or now) - started_at, {}))
     if engine is not None:
         durations += [
             ("queue", engine.queue_s, _IN_ENGINE),

@@ -19,14 +19,14 @@ from shared.queue.publication import Claim, Publication
 from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.engine import EngineSettings
 from shared.settings.tree import WorkerSettings
-from worker.active_requests import Flights
+from worker.active_requests import ActiveRequests
 from worker.claim_loops import ClaimLoops
-from worker.engine_thread import EngineBroken, EngineThread, News
-from worker.gateway_liveness import Absence
+from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
+from worker.gateway_liveness import GatewayLiveness
 from worker.outbox import Outbox
 from worker.prepare.preparer import Preprocessor
 from worker.repeat import repeat
-from worker.trace import FlightTracer
+from worker.trace import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Worker:
         claims: RequestClaims,
         registry: Registry,
         preprocessor: Preprocessor,
-        tracer: FlightTracer | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._settings = settings
@@ -58,14 +58,14 @@ class Worker:
         self.claims = claims
         self._registry = registry
         self._outbox = Outbox()
-        self._flights = Flights(
+        self._active_requests = ActiveRequests(
             engine, preprocessor, self._outbox, engine_settings.max_num_seqs, self._begin, tracer
         )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
-        self._absence = Absence()
+        self._gateway_liveness = GatewayLiveness()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._taking = ClaimLoops(settings, claims, engine, self._flights)
+        self._taking = ClaimLoops(settings, claims, engine, self._active_requests)
         self._last_contact_at = 0.0
 
     # Life
@@ -108,10 +108,10 @@ class Worker:
     async def _give_back_strays(self) -> None:
         """Others take at once what was being claimed at this moment, rather than after a lease."""
         with suppress(RedisError):  # there is another try at the end
-            await self.claims.give_back_strays([f.claim for f in self._flights.all()])
+            await self.claims.give_back_strays([f.claim for f in self._active_requests.all()])
 
     async def _drain(self) -> None:
-        logger.info("stopping; %d requests run", len(self._flights))
+        logger.info("stopping; %d requests run", len(self._active_requests))
         waiting = {
             asyncio.create_task(self._wait_until_empty()),
             asyncio.create_task(self._hurrying.wait()),
@@ -122,18 +122,18 @@ class Worker:
         _cancel(pending)
 
     async def _wait_until_empty(self) -> None:
-        while self._flights:
-            await self._flights.wait_for_change()
+        while self._active_requests:
+            await self._active_requests.wait_for_change()
 
     async def _leave(self, *, blame: bool) -> None:
         """Give back what is left, so that others continue it at once, and say goodbye."""
-        flights = self._flights.all()
-        for flight in flights:
-            self._flights.forget(flight)
+        active_requests = self._active_requests.all()
+        for active in active_requests:
+            self._active_requests.forget(active)
         with suppress(RedisError):
-            released = await self.claims.release([f.claim for f in flights], blame=blame)
-            if flights:
-                logger.info("gave %d of %d requests back", released, len(flights))
+            released = await self.claims.release([f.claim for f in active_requests], blame=blame)
+            if active_requests:
+                logger.info("gave %d of %d requests back", released, len(active_requests))
             await self.claims.leave()
             await self._registry.withdraw(self.worker_id)
 
@@ -143,9 +143,9 @@ class Worker:
         silent_s = time.monotonic() - self._last_contact_at
         return not self._stopping.is_set() and silent_s < self._record_ttl_s
 
-    def hear(self, news: list[News]) -> None:
+    def on_events(self, events: list[EngineEvent]) -> None:
         """Take what the engine's thread has to say."""
-        self._flights.hear(news)
+        self._active_requests.on_events(events)
 
     # Loops
 
@@ -167,38 +167,40 @@ class Worker:
         refused = await self.claims.publish(self._unsent)
         sent, self._unsent = self._unsent, []
         for publication in sent:
-            flight = self._flights.find(publication.claim)
-            if flight is None:
+            active = self._active_requests.find(publication.claim)
+            if active is None:
                 continue
-            if flight.request_id in refused:
-                self._flights.let_go(flight, refused[flight.request_id])
+            if active.request_id in refused:
+                self._active_requests.let_go(active, refused[active.request_id])
             elif publication.terminal is not None:
-                self._flights.forget(flight)
+                self._active_requests.forget(active)
 
     async def renew_leases(self) -> None:
         """Keep the leases, however long a step takes that the watchdog allows. Learn what was cancelled."""
         await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
 
     async def _renew_once(self) -> None:
-        flights = self._flights.all()
-        if not flights or self._is_wedged:
+        active_requests = self._active_requests.all()
+        if not active_requests or self._is_wedged:
             return
-        refused = await self.claims.renew([flight.claim for flight in flights])
-        for flight in flights:
-            if flight.request_id in refused and self._flights.find(flight.claim):
-                self._flights.let_go(flight, refused[flight.request_id])
+        refused = await self.claims.renew([active.claim for active in active_requests])
+        for active in active_requests:
+            if active.request_id in refused and self._active_requests.find(active.claim):
+                self._active_requests.let_go(active, refused[active.request_id])
         await self._cancel_deserted()
 
     async def _cancel_deserted(self) -> None:
         """End what nobody waits for: the requests of gateways that are gone."""
-        waited_for = [f for f in self._flights.all() if not f.claim.request.is_detached]
-        names = {flight.claim.request.reply_to for flight in waited_for}
-        gone = self._absence.note(await self.claims.publisher.listening(names), time.monotonic())
-        deserted = [flight for flight in waited_for if flight.claim.request.reply_to in gone]
+        waited_for = [f for f in self._active_requests.all() if not f.claim.request.is_detached]
+        names = {active.claim.request.reply_to for active in waited_for}
+        gone = self._gateway_liveness.note(
+            await self.claims.publisher.listening(names), time.monotonic()
+        )
+        deserted = [active for active in waited_for if active.claim.request.reply_to in gone]
         if deserted:
-            await self.claims.cancel([flight.claim for flight in deserted])
-            for flight in deserted:
-                self._flights.let_go(flight, "cancelled")
+            await self.claims.cancel([active.claim for active in deserted])
+            for active in deserted:
+                self._active_requests.let_go(active, "cancelled")
 
     @property
     def _is_wedged(self) -> bool:
@@ -211,10 +213,10 @@ class Worker:
         while True:
             await asyncio.sleep(DEADLINE_CHECK_S)
             now = time.monotonic()
-            for flight in self._flights.all():
-                if now >= flight.deadline_at:
+            for active in self._active_requests.all():
+                if now >= active.deadline_at:
                     code, message = ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed"
-                    self._flights.fail(flight, code, message)
+                    self._active_requests.fail(active, code, message)
 
     async def announce(self) -> None:
         """Tell the gateways that this worker is there, and how busy."""

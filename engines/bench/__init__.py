@@ -1,1 +1,1 @@
-"""The engine measured alone: no HTTP, no queue, no pictures to decode."""
+"""The engine measured alone: no HTTP, no queue, no images to decode."""

@@ -3,7 +3,7 @@
 Used by the benchmark. Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
 copies that this engine makes are not counted, for a better engine could do without.
 
-Shape letters: C decoder width, F its inner width, T tokens of a picture in the tower.
+Shape letters: C decoder width, F its inner width, T tokens of a image in the tower.
 """
 
 from dataclasses import dataclass
@@ -46,10 +46,10 @@ class ModelCost:
         self._head_flops = 2 * text.vocab_size * text.hidden_size
         self._attention_flops = 4 * text.num_layers * text.num_heads * text.head_dim
         self._kv_bytes = 2 * text.num_layers * text.num_kv_heads * text.head_dim * kv_dtype.itemsize
-        self._picture_flops = picture_flops(model.config)
+        self._image_flops = image_flops(model.config)
 
-    def step(self, batch: Batch, num_pictures: int) -> Work:
-        """A step that also encodes so many pictures."""
+    def step(self, batch: Batch, num_images: int) -> Work:
+        """A step that also encodes so many images."""
         num_tokens = batch.num_tokens
         num_drawn = sum(item.samples for item in batch.items)
         context = seen = 0
@@ -63,13 +63,13 @@ class ModelCost:
         )
         if num_drawn:
             work += Work(self._head_bytes, self._head_flops * num_drawn)
-        if num_pictures:
-            work += Work(self._vision_bytes, self._picture_flops * num_pictures)
+        if num_images:
+            work += Work(self._vision_bytes, self._image_flops * num_images)
         return work
 
 
-def picture_flops(config: VLMConfig) -> int:
-    """One picture through tower and projector."""
+def image_flops(config: VLMConfig) -> int:
+    """One image through tower and projector."""
     vision, width = config.vision, config.text.hidden_size
     num_tokens = vision.num_patches + 1
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size

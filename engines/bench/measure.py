@@ -37,10 +37,10 @@ class WorkCounter:
         step = self._runner.launch(batch)
         return _CountedStep(self, batch, step, self._num_encoded() - before)
 
-    def count(self, batch: Batch, result: StepResult, num_pictures: int) -> None:
-        """Note a step that encoded so many pictures."""
+    def count(self, batch: Batch, result: StepResult, num_images: int) -> None:
+        """Note a step that encoded so many images."""
         computed = [i for i in batch.items if i.sequence.request_id not in result.deferred]
-        self.steps.append(self._cost.step(Batch(computed), num_pictures))
+        self.steps.append(self._cost.step(Batch(computed), num_images))
 
     def _num_encoded(self) -> int:
         num_queries, num_hits, _ = self._runner.encoder_cache_counts()
@@ -52,7 +52,7 @@ class _CountedStep:
     counter: WorkCounter
     batch: Batch
     step: RunningStep
-    num_pictures: int
+    num_images: int
 
     @property
     def can_be_followed(self) -> bool:
@@ -60,7 +60,7 @@ class _CountedStep:
 
     def wait(self) -> StepResult:
         result = self.step.wait()
-        self.counter.count(self.batch, result, self.num_pictures)
+        self.counter.count(self.batch, result, self.num_images)
         return result
 
 
@@ -71,7 +71,7 @@ class Run:
     elapsed_s: float
     token_times: dict[str, list[float]]
     num_prompt_tokens: int
-    num_pictures: int
+    num_images: int
     steps: list[Work] = field(default_factory=list)
     late: "Late | None" = None
 
@@ -111,12 +111,12 @@ class Run:
         return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
 
     def rates(self) -> dict[str, float]:
-        """Per second: output tokens, all tokens, requests, pictures, bytes, operations."""
+        """Per second: output tokens, all tokens, requests, images, bytes, operations."""
         amounts = {
             "output_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "requests": len(self.token_times),
-            "images": self.num_pictures,
+            "images": self.num_images,
             "bytes": sum(work.num_bytes for work in self.steps),
             "flops": sum(work.num_flops for work in self.steps),
         }
@@ -157,7 +157,7 @@ def run_requests(
         elapsed_s=time.perf_counter() - started,
         token_times=times,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-        num_pictures=sum(len(request.images) for request in requests),
+        num_images=sum(len(request.images) for request in requests),
         steps=counter.steps,
     )
 
@@ -188,7 +188,7 @@ def run_beside(
         elapsed_s=now,
         token_times=times,
         num_prompt_tokens=sum(len(each.prompt_token_ids) for each in (*streams, late)),
-        num_pictures=len(late.images),
+        num_images=len(late.images),
         steps=counter.steps,
         late=Late(late.request_id, added_s, now),
     )

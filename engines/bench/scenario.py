@@ -1,7 +1,7 @@
-"""What the benchmark asks of an engine: requests of random tokens and random pictures, all added at once.
+"""What the benchmark asks of an engine: requests of random tokens and random images, all added at once.
 
-Every request is new, so that no cache helps, but in `repeat`, which asks again what `picture` would. Answers are
-greedy, of one length, and ignore the end token. Pictures come as pixels: decoding them is not the engine's.
+Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are
+greedy, of one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from shared.protocol import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Numbers of prompt tokens (beside the picture's) and of output tokens; None: as many as were asked for."""
+    """Numbers of prompt tokens (beside the image's) and of output tokens; None: as many as were asked for."""
 
     name: str
     num_text_tokens: int
     num_output_tokens: int | None = None
-    has_picture: bool = False
+    has_image: bool = False
     is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
 
@@ -31,9 +31,9 @@ SCENARIOS = {
     for scenario in (
         Scenario("decode", 16),
         Scenario("prefill", 512, num_output_tokens=1),
-        Scenario("picture", 32, has_picture=True),
-        Scenario("repeat", 32, has_picture=True, is_repeated=True),
-        Scenario("mixed", 32, num_output_tokens=1, has_picture=True, is_late=True),
+        Scenario("image", 32, has_image=True),
+        Scenario("repeat", 32, has_image=True, is_repeated=True),
+        Scenario("mixed", 32, num_output_tokens=1, has_image=True, is_late=True),
     )
 }
 
@@ -59,12 +59,12 @@ class RequestMaker:
         )
 
     def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
-        num_slots = self._config.tokens_per_image if scenario.has_picture else 0
+        num_slots = self._config.tokens_per_image if scenario.has_image else 0
         num_tokens = min(scenario.num_output_tokens or num_tokens, max(2, self._max_model_len // 2))
         num_text = min(scenario.num_text_tokens, self._max_model_len - num_tokens - num_slots)
         request_id = self._next_id()
         images = ()
-        if scenario.has_picture:
+        if scenario.has_image:
             images = (ImageInput(0, num_slots, request_id, self._pixels()),)
         token_ids = [self._config.image_token_id] * num_slots + self._text(max(num_text, 1))
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

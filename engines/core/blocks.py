@@ -2,7 +2,7 @@
 
 Called by the scheduler. It must not know tensors, budgets or queues: blocks are numbers, prefixes
 chains of hashes. A hash covers all that a block's keys and values depend on: the blocks before it,
-its token ids, every picture that touches it and where, and the tenant's salt at the root.
+its token ids, every image that touches it and where, and the tenant's salt at the root.
 """
 
 from array import array
@@ -36,7 +36,7 @@ def hash_block(
 ) -> bytes:
     """The hash of a block whose first token has position `start`, behind a block hashed `parent`.
 
-    A picture counts by its hash and its place relative to the block, for its slots have one id.
+    A image counts by its hash and its place relative to the block, for its slots have one id.
     """
     digest = blake2b(parent, digest_size=32)
     digest.update(array("q", token_ids))

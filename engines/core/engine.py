@@ -56,7 +56,7 @@ class BatchingEngine(Engine):
         overlaps = config.overlap_steps
         self.pipeline = StepPipeline(
             self.scheduler,
-            is_overlapping=runner.computes_aside if overlaps is None else overlaps,
+            is_overlapping=runner.runs_async if overlaps is None else overlaps,
         )
         self.max_model_len = min(
             runner.max_model_len,
@@ -135,7 +135,7 @@ class BatchingEngine(Engine):
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_waiting_batch=sum(s.yields for s in self.scheduler.waiting.values()),
+            num_waiting_batch=sum(s.is_preemptible for s in self.scheduler.waiting.values()),
             num_steps=self._num_steps,
             kv_usage_ratio=1 - blocks.num_free_blocks / blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
@@ -187,10 +187,10 @@ class BatchingEngine(Engine):
         end = 0
         for image in request.images:
             if image.offset < end or image.num_tokens < 1:
-                raise InvalidRequest("picture slots overlap or are out of order")
+                raise InvalidRequest("image slots overlap or are out of order")
             end = image.offset + image.num_tokens
         if end > num_prompt_tokens:
-            raise InvalidRequest("picture slots reach beyond the prompt")
+            raise InvalidRequest("image slots reach beyond the prompt")
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
         """As many as asked for, and as the context holds beside the prompt."""
@@ -224,7 +224,7 @@ class BatchingEngine(Engine):
     def _note_prefill(
         self, generation: Generation, item: ScheduledSequence, vision_s: float, started_at: float
     ) -> None:
-        """First scheduling, and the time of pictures that the share reads."""
+        """First scheduling, and the time of images that the share reads."""
         if generation.scheduled_at is None:
             generation.scheduled_at = started_at
             self._num_prompt_tokens += generation.sequence.num_prompt_tokens

@@ -53,7 +53,7 @@ class PrefillLimit:
         return max(min(_SMALLEST_CHUNK, self.num_tokens), num_tokens)
 
     def note(self, num_streams: int, num_prompt_tokens: int, seconds: float) -> None:
-        """What a step without pictures took."""
+        """What a step without images took."""
         if num_prompt_tokens == 0:
             self._note_alone(num_streams, seconds)
             return

@@ -1,7 +1,7 @@
 """The seam between the scheduler and the arithmetic: protocols that the mock and torch both keep.
 
 A backend is a `ModelRunner` (computes steps, called by the engine thread alone), and a `Processor` (turns
-messages and picture bytes into engine inputs; thread-safe, called from a pool).
+messages and image bytes into engine inputs; thread-safe, called from a pool).
 """
 
 from collections.abc import Sequence as Items
@@ -27,8 +27,8 @@ class TokenChoice:
 class StepResult:
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
-    `vision_s` is the part of the step that went into encoding pictures. `deferred` are the requests whose share
-    was left for a later step, because of a picture of theirs; of these, `late` are the ones whose picture is not
+    `vision_s` is the part of the step that went into encoding images. `deferred` are the requests whose share
+    was left for a later step, because of a image of theirs; of these, `late` are the ones whose image is not
     encoded yet, so that the next step beside streams leaves them too.
     """
 
@@ -70,7 +70,7 @@ class ModelRunner(Protocol):
     num_blocks: int
     max_model_len: int
     vocab_size: int
-    computes_aside: bool  #: whether a device computes beside the host, which goes on meanwhile
+    runs_async: bool  #: whether a device computes beside the host, which goes on meanwhile
 
     def launch(self, batch: Batch) -> RunningStep:
         """Begin to compute every scheduled token and to draw the next one where a sequence has caught up.
@@ -90,7 +90,7 @@ class ModelRunner(Protocol):
         ...
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Pictures asked for, found in the cache, and bytes now held."""
+        """Images asked for, found in the cache, and bytes now held."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
@@ -120,14 +120,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids with one run of picture slots per picture; `images` come in the order of the parts."""
+    """Token ids with one run of image slots per image; `images` come in the order of the parts."""
 
     token_ids: list[int]
     images: tuple[ImageInput, ...] = ()
 
 
 class Processor(Protocol):
-    """Messages and pictures to a prompt. Thread-safe: called from a pool, off the engine thread."""
+    """Messages and images to a prompt. Thread-safe: called from a pool, off the engine thread."""
 
     tokenizer: Tokenizer
     max_model_len: int
@@ -139,9 +139,9 @@ class Processor(Protocol):
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
     ) -> Any:
-        """Decode and resize one picture.
+        """Decode and resize one image.
 
-        `expected_size` is the (width, height) that was admitted; a picture of another is refused before it
+        `expected_size` is the (width, height) that was admitted; a image of another is refused before it
         is decoded. `decode` says where that is done. Raises: InvalidImage.
         """
         ...

@@ -44,8 +44,8 @@ class Scheduler:
         self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
-        self._encoding: set[str] = set()  # hashes of the pictures that this step encodes
-        self._late: Set[str] = frozenset()  # requests whose pictures the step before did not finish
+        self._encoding: set[str] = set()  # hashes of the images that this step encodes
+        self._late: Set[str] = frozenset()  # requests whose images the step before did not finish
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind all others that do not yield to it."""
@@ -126,7 +126,7 @@ class Scheduler:
         if self._has_room_for_next():
             return True
         first, youngest = next(iter(self.waiting.values())), next(reversed(self.running.values()))
-        return youngest.yields and not first.yields
+        return youngest.is_preemptible and not first.is_preemptible
 
     def check_integrity(self) -> None:
         """Compare queues, states and blocks with each other. Raises: AssertionError."""
@@ -134,7 +134,7 @@ class Scheduler:
         for sequence in self.running.values():
             assert sequence.status is SequenceStatus.RUNNING
         for queue in (self.running, self.waiting):
-            ranks = [sequence.yields for sequence in queue.values()]
+            ranks = [sequence.is_preemptible for sequence in queue.values()]
             assert ranks == sorted(ranks)
         for sequence in self.waiting.values():
             assert sequence.status is SequenceStatus.WAITING
@@ -149,9 +149,9 @@ class Scheduler:
 
         For one a step, whose prompt may take all of it; from nobody if all of theirs would be too little.
         """
-        if next(iter(self.waiting.values())).yields:
+        if next(iter(self.waiting.values())).is_preemptible:
             return
-        victims = list(takewhile(lambda s: s.yields, reversed(self.running.values())))
+        victims = list(takewhile(lambda s: s.is_preemptible, reversed(self.running.values())))
         num_held = sum(len(victim.block_ids) for victim in victims)
         if not (victims and self._has_room_for_next(len(victims), num_held)):
             return
@@ -227,19 +227,19 @@ class Scheduler:
 
     def _note_pass(self, started: Sequence) -> None:
         """Whoever was started has passed the first batch sequence that waits, and the first within its prompt."""
-        if started.yields:
+        if started.is_preemptible:
             return
         begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
         for queue, sequences in ((self.running, begun), (self.waiting, self.waiting.values())):
-            passed = next((s for s in sequences if s.yields), None)
+            passed = next((s for s in sequences if s.is_preemptible), None)
             if passed is not None:
                 passed.num_passes += 1
                 _enter(queue, passed)
 
     def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
-        """Shorten a share so that it does not reach into a picture that this step cannot encode.
+        """Shorten a share so that it does not reach into a image that this step cannot encode.
 
-        A running sequence's runner still holds the picture in whose middle it stopped.
+        A running sequence's runner still holds the image in whose middle it stopped.
         """
         for image in sequence.images:
             if image.offset >= start + num_new:
@@ -280,11 +280,12 @@ def _is_stream(sequence: Sequence) -> bool:
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
     """Put a sequence into its place: behind all interactive ones if it yields, and last or first among its kind."""
-    yields = sequence.yields
+    is_preemptible = sequence.is_preemptible
     passed = [
         request_id
         for request_id, other in queue.items()
-        if (other.yields and not yields) or (first and other.yields == yields)
+        if (other.is_preemptible and not is_preemptible)
+        or (first and other.is_preemptible == is_preemptible)
     ]
     queue[sequence.request_id] = sequence
     for request_id in passed:

@@ -64,7 +64,7 @@ class Sequence:
         )
 
     @property
-    def yields(self) -> bool:
+    def is_preemptible(self) -> bool:
         """Whether it lets interactive sequences pass: batch work does, until enough have."""
         return self.priority is Priority.BATCH and self.num_passes < MAX_PASSES
 
@@ -113,7 +113,7 @@ class ScheduledSequence:
 
     @property
     def images(self) -> list[ImageInput]:
-        """The pictures whose features this share reads, in order of their offsets."""
+        """The images whose features this share reads, in order of their offsets."""
         start, end = self.start, self.end
         return [
             image

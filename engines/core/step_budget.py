@@ -34,7 +34,7 @@ class StepBudget:
             num_images = max(min(len(images), num_images) // 2, 1)
         self._set(batch.num_tokens // 2, num_images)
         logger.warning(
-            "out of memory: steps of %d tokens and %d pictures from now on",
+            "out of memory: steps of %d tokens and %d images from now on",
             self._scheduler.max_num_batched_tokens,
             self._scheduler.max_images_per_step,
         )

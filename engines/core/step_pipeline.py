@@ -2,7 +2,7 @@
 
 Used by the engine. While the device computes a step, the one behind it is planned and launched if it can be known
 (`lookahead`), so that the device does not rest while the host handles tokens. Whatever else has to happen - prompts,
-pictures, newcomers, preemption, failures - happens when no step is under way. It must not know text or clocks.
+images, newcomers, preemption, failures - happens when no step is under way. It must not know text or clocks.
 """
 
 from contextlib import suppress

@@ -2,7 +2,7 @@
 
 For tests, load tests and the development of everything around the engine. It must not know torch.
 An answer is the SHAKE-128 stream of its prompt, read as words, so that a token depends on prompt,
-pictures, seed and position alone: batched, preempted or taken over, the answer is the same.
+images, seed and position alone: batched, preempted or taken over, the answer is the same.
 """
 
 import io
@@ -39,7 +39,7 @@ FEATURE_BYTES_PER_TOKEN = 1024
 class MockConfig:
     """What the mock pretends. Units: seconds, tokens."""
 
-    vision_s: float = 0.0  #: time to encode one picture
+    vision_s: float = 0.0  #: time to encode one image
     prefill_s_per_token: float = 0.0
     decode_s: float = 0.0  #: time of a step, whatever is in it
     jitter_ratio: float = 0.0  #: a step takes up to this share more or less
@@ -70,7 +70,7 @@ class MockTokenizer:
 
 
 class MockProcessor:
-    """Prompts in a template of its own. Pictures are opened, not decoded: no pixel is looked at."""
+    """Prompts in a template of its own. Images are opened, not decoded: no pixel is looked at."""
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
@@ -87,15 +87,15 @@ class MockProcessor:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 size = image.size
         except Exception as error:  # whatever a parser raises on strange bytes, they are the reason
-            raise InvalidImage("the picture cannot be decoded") from error
+            raise InvalidImage("the image cannot be decoded") from error
         if size != expected_size:
-            raise InvalidImage("The picture is of another size than its header says.")
+            raise InvalidImage("The image is of another size than its header says.")
         return size
 
     def build_prompt(
         self, messages: Items[ChatMessage], images: Items[tuple[str, tuple[int, int]]]
     ) -> Prompt:
-        """`role: text` lines with one run of picture slots per picture."""
+        """`role: text` lines with one run of image slots per image."""
         token_ids: list[int] = []
         inputs: list[ImageInput] = []
         for message in messages:
@@ -130,11 +130,11 @@ class MockStep:
 
 
 class MockRunner:
-    """Pretends to compute steps: draws words, counts pictures, takes as long as a model."""
+    """Pretends to compute steps: draws words, counts images, takes as long as a model."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = MAX_MODEL_LEN
-    computes_aside = False
+    runs_async = False
 
     def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
         self.block_size = config.block_size
@@ -142,8 +142,8 @@ class MockRunner:
         self._mock = mock
         self._random = Random(mock.seed)
         self._answers: dict[str, bytes] = {}  # by request: its stream of words, as far as drawn
-        self._held_images: dict[str, set[str]] = {}  # by request: pictures whose features it holds
-        self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by picture, oldest first
+        self._held_images: dict[str, set[str]] = {}  # by request: images whose features it holds
+        self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
         self._encoder_cache_limit = config.encoder_cache_bytes
         self._encoder_cache_bytes = 0
         self._num_encoder_queries = 0
@@ -178,7 +178,7 @@ class MockRunner:
         self._held_images.pop(request_id, None)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Pictures asked for, found in the cache, and bytes now held."""
+        """Images asked for, found in the cache, and bytes now held."""
         return self._num_encoder_queries, self._num_encoder_hits, self._encoder_cache_bytes
 
     def memory_bytes(self) -> dict[str, int]:
@@ -221,7 +221,7 @@ class MockRunner:
         return stream[position]
 
     def _encode_images(self, item: ScheduledSequence) -> int:
-        """Pretend to encode the pictures that a share reads; returns how many no cache had."""
+        """Pretend to encode the images that a share reads; returns how many no cache had."""
         num_encoded = 0
         for image in item.images:
             held = self._held_images.setdefault(item.sequence.request_id, set())
@@ -246,10 +246,10 @@ class MockRunner:
 
 
 def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
-    """The start of an answer: a pure function of prompt, pictures and, unless greedy, seed."""
+    """The start of an answer: a pure function of prompt, images and, unless greedy, seed."""
     seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else None
-    pictures = [(image.offset, image.image_hash) for image in sequence.images]
-    stream = shake_128(repr((seed, sequence.num_prompt_tokens, pictures)).encode())
+    image_keys = [(image.offset, image.image_hash) for image in sequence.images]
+    stream = shake_128(repr((seed, sequence.num_prompt_tokens, image_keys)).encode())
     stream.update(array("q", sequence.token_ids[: sequence.num_prompt_tokens]))
     return stream.digest(num_bytes)
 

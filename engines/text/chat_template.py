@@ -48,7 +48,7 @@ class ChatTemplate:
         self._renderer = CompiledTemplate(source, dict(variables or {}))
         self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
         if self._content == "string" and not self._is_probe_rendered(f"{image_token}\n{_PROBE}"):
-            raise UnusableTemplate("the chat template has no place for pictures")
+            raise UnusableTemplate("the chat template has no place for images")
 
     def render(self, messages: Sequence[ChatMessage], texts: Sequence[Sequence[str]]) -> str:
         """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`.

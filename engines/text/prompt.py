@@ -1,8 +1,8 @@
-"""Conversations to token ids with slots for pictures.
+"""Conversations to token ids with slots for images.
 
 Called by the torch processor. The law of this module: only the chat template can write a control token. A
 user's `<image>` or `</s>` stays ordinary text, in one message part or spread over several, and there are as
-many runs of picture slots as picture parts. It must not know tensors, files or the wire.
+many runs of image slots as image parts. It must not know tensors, files or the wire.
 
 How: where a user's text spells a control token, a random guard is put inside; the rendered prompt is cut at
 the control tokens that are left, which are the template's; the guards are taken out, and the pieces between
@@ -63,13 +63,13 @@ class PromptBuilder:
         self._spelling = ControlSpelling(tokenizer.control_tokens)
 
     def build(self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]) -> Prompt:
-        """Token ids and picture offsets. `images[i]` is (image hash, pixels) of the part with index i.
+        """Token ids and image offsets. `images[i]` is (image hash, pixels) of the part with index i.
 
         Raises: InvalidRequest.
         """
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(images) for index in order):
-            raise InvalidRequest("A message names a picture that the request does not hold.")
+            raise InvalidRequest("A message names a image that the request does not hold.")
         texts = [[p.text for p in m.parts if isinstance(p, TextPart)] for m in messages]
         guard = _draw_guard(texts)
         protected = [[self._spelling.protect(text, guard) for text in group] for group in texts]
@@ -77,8 +77,8 @@ class PromptBuilder:
         token_ids, offsets = self._encode(rendered, guard)
         if len(offsets) != len(order):
             raise InvalidRequest(
-                f"The model's chat template places {len(offsets)} of the {len(order)} pictures "
-                "of this conversation; only user messages may hold pictures."
+                f"The model's chat template places {len(offsets)} of the {len(order)} images "
+                "of this conversation; only user messages may hold images."
             )
         inputs = (
             ImageInput(offset, self._tokens_per_image, *images[index])
@@ -87,7 +87,7 @@ class PromptBuilder:
         return Prompt(token_ids, tuple(inputs))
 
     def _encode(self, rendered: str, guard: str) -> tuple[list[int], list[int]]:
-        """Ids of a rendered prompt, and where its pictures begin."""
+        """Ids of a rendered prompt, and where its images begin."""
         tokenizer = self._tokenizer
         bos = tokenizer.bos_token
         adds_special = not (bos and rendered.startswith(bos))

@@ -45,7 +45,7 @@ _DROPPED_GLOBALS = ("lipsum",)
 
 
 class UnusableTemplate(Exception):
-    """The template cannot be compiled, or puts pictures nowhere; the message says which."""
+    """The template cannot be compiled, or puts images nowhere; the message says which."""
 
 
 class TemplateRefusal(Exception):

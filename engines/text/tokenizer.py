@@ -47,7 +47,7 @@ class HfTokenizer:
         self._texts = {index: text for text, index in self._ids.items()}
         if image_token_id not in self._texts:
             raise UnsupportedCheckpoint(
-                f"the tokenizer has no token with the picture's id {image_token_id}"
+                f"the tokenizer has no token with the image's id {image_token_id}"
             )
         self.image_token = self._texts[image_token_id]
         self.vocab_size = max(self._texts) + 1

@@ -1,4 +1,4 @@
-"""Computes steps with PyTorch: pictures, then the decoder over the paged KV cache, then the next tokens.
+"""Computes steps with PyTorch: images, then the decoder over the paged KV cache, then the next tokens.
 
 The torch `ModelRunner`; called by the engine thread alone. Which tokens a step computes, and in which blocks
 they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
@@ -28,7 +28,7 @@ from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
-from engines.torch_backend.multimodal.image_encoder import PictureEncoder
+from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.cpu.decoder import CpuDecoder
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.sampling.sampler import needs_host, sample
@@ -39,7 +39,7 @@ _ONE_THREAD_BYTES = 32 * 2**20
 
 
 class TorchRunner:
-    """One LLaVA on one device, with its KV cache and its picture cache."""
+    """One LLaVA on one device, with its KV cache and its image cache."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TorchRunner:
         self._dtype = dtype
         self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
-        is_cuda = self.computes_aside = is_served(device)
+        is_cuda = self.runs_async = is_served(device)
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
         self._kv_pool = create_pool(text, num_blocks, self.block_size, dtype, device)
         self._cuda = (
@@ -91,9 +91,9 @@ class TorchRunner:
             None if kernels is None else CpuDecoder(model.language_model, text, kernels, dtype)
         )
         self._limit: PrefillLimit | None = None
-        self._drawn: list[TokenChoice | None] = []  # by the last step that was computed at once
+        self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
-        self._pictures = PictureEncoder(
+        self._images = ImageEncoder(
             self.model, self._encoder_cache, config.max_images_per_step, device, dtype, kernels
         )
 
@@ -122,7 +122,7 @@ class TorchRunner:
     def _note_time(
         self, batch: Batch, result: StepResult, seconds: float, limit: PrefillLimit
     ) -> None:
-        """Let the limit know what a step without pictures took, if all its streams are to be kept smooth."""
+        """Let the limit know what a step without images took, if all its streams are to be kept smooth."""
         if result.vision_s or result.deferred:
             return
         streams = [item for item in batch.items if item.num_new_tokens == 1]
@@ -130,14 +130,14 @@ class TorchRunner:
             return
         num_streams = len(streams)
         limit.note(num_streams, batch.num_tokens - num_streams, seconds)
-        self.limit_pictures(limit.spare_s)
+        self.limit_images(limit.spare_s)
 
     def release(self, request_id: str) -> None:
-        """Let go of the pictures that a request holds."""
+        """Let go of the images that a request holds."""
         self._encoder_cache.release(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
-        """Pictures asked for, found in the cache, and bytes now held."""
+        """Images asked for, found in the cache, and bytes now held."""
         cache = self._encoder_cache
         return cache.num_queries, cache.num_hits, cache.num_bytes
 
@@ -152,30 +152,30 @@ class TorchRunner:
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("model", "_cpu_decoder", "_cuda", "_pictures", "_kv_pool", "_rotary"):
+        for name in ("model", "_cpu_decoder", "_cuda", "_images", "_kv_pool", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def follow(self, limit: PrefillLimit) -> None:
-        """Tell the limit from now on what steps take, and encode pictures in parts of the time that it leaves.
+        """Tell the limit from now on what steps take, and encode images in parts of the time that it leaves.
 
         On a CPU: a GPU's streams are computed by graphs, its prompts are not, and neither says how long the other takes.
         """
         if self._device.type != "cpu":
             return
         self._limit = limit
-        self.limit_pictures(limit.spare_s)
+        self.limit_images(limit.spare_s)
 
-    def limit_pictures(self, seconds: float | None) -> None:
-        """Encode pictures beside running streams in parts of so many seconds; on a GPU they are fast enough."""
+    def limit_images(self, seconds: float | None) -> None:
+        """Encode images beside running streams in parts of so many seconds; on a GPU they are fast enough."""
         if self._device.type == "cpu":
-            self._pictures.seconds_beside_streams = seconds
+            self._images.seconds_beside_streams = seconds
 
     def warm_up(self) -> None:
-        """Compute one picture, one prompt and one token, so that the first request finds everything ready.
+        """Compute one image, one prompt and one token, so that the first request finds everything ready.
 
-        What it leaves in the KV cache belongs to nobody; the picture cache is empty afterwards.
+        What it leaves in the KV cache belongs to nobody; the image cache is empty afterwards.
         """
         vision, num_slots = self.model.config.vision, self.model.config.tokens_per_image
         num_blocks = min(self.num_blocks, -(-(num_slots + 2) // self.block_size))
@@ -200,7 +200,7 @@ class TorchRunner:
         if self._cuda is not None and (step := self._cuda.decode(items)) is not None:
             return step
         result = self._compute(items)
-        self._drawn = result.choices
+        self._sampled = result.choices
         # what stays on the device are the tokens of graphs alone; the sampler needs all earlier ones
         can_be_followed = self._cuda is None and not (
             result.deferred or any(needs_host(item.sequence.sampling) for item in items)
@@ -211,7 +211,7 @@ class TorchRunner:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s, deferred, late = self._pictures.encode_missing(ordered)
+        vision_s, deferred, late = self._images.encode_missing(ordered)
         if deferred:
             order = [p for p in order if items[p].sequence.request_id not in deferred]
             ordered = [items[place] for place in order]
@@ -220,11 +220,11 @@ class TorchRunner:
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
         hidden = self._forward(ordered, plan)
-        drawn = self._sample(ordered, spans, hidden)
+        sampled = self._sample(ordered, spans, hidden)
         choices: list[TokenChoice | None] = [None] * len(items)
-        for place, choice in zip(order, drawn, strict=True):
+        for place, choice in zip(order, sampled, strict=True):
             choices[place] = choice
-        self._pictures.let_go(ordered)
+        self._images.let_go(ordered)
         return StepResult(choices, vision_s, deferred, late)
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
@@ -233,7 +233,7 @@ class TorchRunner:
         if plan.fresh_blocks is not None:
             self._kv_pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
-        embeddings = self.model.embed(token_ids, self._pictures.place(items, plan.spans))
+        embeddings = self.model.embed(token_ids, self._images.place(items, plan.spans))
         if self._cpu_decoder is not None:
             return self._cpu_decoder(embeddings, self._rotary.at(positions), self._kv_pool, plan)
         if self._cuda is not None:
@@ -254,7 +254,7 @@ class TorchRunner:
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
         if item.follows is None:
             return item.sequence.token_ids[item.start : item.end]
-        choice = self._drawn[item.follows]
+        choice = self._sampled[item.follows]
         assert choice is not None
         return [choice.token_id]
 
@@ -273,8 +273,8 @@ class TorchRunner:
         logits = decoder.logits(hidden)
         sampled = [items[place] for place in sampling]
         positions = [item.output_position for item in sampled]
-        drawn = sample(logits, [item.sequence for item in sampled], positions)
-        for place, choice in zip(sampling, drawn, strict=True):
+        sampled = sample(logits, [item.sequence for item in sampled], positions)
+        for place, choice in zip(sampling, sampled, strict=True):
             choices[place] = choice
         return choices
 

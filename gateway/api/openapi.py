@@ -86,7 +86,7 @@ def _chat_operation(limits: LimitSettings) -> dict[str, Any]:
     )
     return {
         "operationId": "create_chat_completion",
-        "summary": "Answer a conversation about text and pictures",
+        "summary": "Answer a conversation about text and images",
         "tags": ["chat"],
         "requestBody": {"description": body, "required": True, "content": request},
         "responses": {"200": {"description": "The answer", "content": answers}, **errors},
@@ -112,7 +112,7 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
     texts["maxItems"] = limits.max_stop_strings
     _branch(properties["logit_bias"], "object")["maxProperties"] = limits.max_logit_bias
     properties["messages"]["description"] = (
-        f"At most {limits.max_text_chars} characters of text and {limits.max_images} pictures together; a picture: "
+        f"At most {limits.max_text_chars} characters of text and {limits.max_images} images together; a image: "
         f"PNG, JPEG or WebP of at most {limits.max_image_bytes} bytes, {limits.max_image_pixels} pixels, "
         f"{limits.max_image_side} on a side, sides that differ by at most {limits.max_image_aspect:g} times."
     )

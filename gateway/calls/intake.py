@@ -1,6 +1,6 @@
 """A request's way in: from its body to queued requests, with every check on the way.
 
-The order is from cheap to dear: headers, JSON, parameters, model, pictures, Redis. It must not know how the answer
+The order is from cheap to dear: headers, JSON, parameters, model, images, Redis. It must not know how the answer
 goes back.
 """
 
@@ -22,7 +22,7 @@ from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.key_limits import KeyLimits, PossibleTokens, possible_tokens
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import Generation
-from gateway.calls.refunds import Settlements, Taken
+from gateway.calls.refunds import Refunds, Reservation
 from gateway.calls.timings import StageClock
 from gateway.http.admission import HeldBody
 from gateway.http.body import decode_request, find_model_name, read_body
@@ -37,7 +37,7 @@ from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
 from shared.telemetry.metrics import GatewayMetrics
 
-#: Pictures that nobody releases outlive their request's deadline by that much.
+#: Images that nobody releases outlive their request's deadline by that much.
 _IMAGE_GRACE_S = 60.0
 
 
@@ -55,7 +55,7 @@ class Intake:
         loader: ImageLoader,
         image_store: ImageStore,
         dispatcher: Dispatcher,
-        settlements: Settlements,
+        refunds: Refunds,
         metrics: GatewayMetrics,
     ) -> None:
         self.gateway_id = gateway_id
@@ -66,7 +66,7 @@ class Intake:
         self.loader = loader
         self.image_store = image_store
         self.dispatcher = dispatcher
-        self.settlements = settlements
+        self.refunds = refunds
         self.metrics = metrics
         self._holder_numbers = itertools.count()
 
@@ -130,12 +130,12 @@ class Intake:
         possible = possible_tokens(generate, card)
         if not images:
             return await self._enqueue(requests, possible, clock)
-        pictures = {image.ref.sha256: image.data for image in images}
-        digests = list(pictures)  # the bytes need not live as long as the request
+        data_by_digest = {image.ref.sha256: image.data for image in images}
+        digests = list(data_by_digest)  # the bytes need not live as long as the request
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
-            await self.image_store.put_all(pictures.items(), ttl_s, holder)
+            await self.image_store.put_all(data_by_digest.items(), ttl_s, holder)
             generation = await self._enqueue(requests, possible, clock)
         except BaseException as error:
             may_run = context.is_detached and isinstance(error, QueueUnavailable)
@@ -158,14 +158,14 @@ class Intake:
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, first.model, first.cache_salt) from None
         if bounds.max_tenant_tokens_per_minute:
-            taken = Taken(
+            taken = Reservation(
                 first.model,
                 first.cache_salt,
                 tuple(request.request_id for request in requests),
                 possible.num_answer_tokens,
                 bounds.max_tenant_tokens_per_minute,
             )
-            generation.when_closed(lambda _: self.settlements.add(taken))
+            generation.when_closed(lambda _: self.refunds.add(taken))
         return generation
 
     async def _load_images(

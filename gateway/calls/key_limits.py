@@ -1,6 +1,6 @@
 """What a request may come to, what may be open of one model in the whole fleet, and what the refused are told.
 
-Tokens are those that a request may come to: its text at four characters a token, its pictures, and the longest answer
+Tokens are those that a request may come to: its text at four characters a token, its images, and the longest answer
 that it allows. Redis counts, in the call that queues the request, so that any number of gateways admit as much as one;
 of a key's minute an answer takes in the end what it came to (`settlements`).
 A key beyond its own limits gets 429, a fleet beyond its own 503. It must not know HTTP or Redis.
@@ -17,7 +17,7 @@ from shared.queue.submit import Bounds, QueueRefused
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4
-TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose pictures vary
+TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose images vary
 #: Of an answer whose length the client leaves open, until it has ended.
 OPEN_ANSWER_TOKENS = 512
 #: Tenants of models that are remembered as refused.

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Reservation:
     """What the answers of one request were taken to come to, each, of a tenant with so many tokens a minute."""
 
     model: str
@@ -28,12 +28,12 @@ class Taken:
     tokens_per_minute: int
 
 
-class Settlements:
+class Refunds:
     """The requests of this gateway that are not settled yet. One task, one look at a time."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
-        self._open: set[Taken] = set()
+        self._open: set[Reservation] = set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class Settlements:
         """Requests whose clients have gone and that are not settled."""
         return len(self._open)
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: Reservation) -> None:
         """Settle a request as soon as its answers have ended."""
         self._open.add(taken)
 

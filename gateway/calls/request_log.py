@@ -1,6 +1,6 @@
 """One line in the log for each chat request that has ended: what was asked of whom, how it ended, where the time went.
 
-Never the prompt, the answer, a key or a picture. The tenant is a short hash of its key; of the client's own labels
+Never the prompt, the answer, a key or a image. The tenant is a short hash of its key; of the client's own labels
 there is a short hash of `user`, by which one user's requests are found without naming them. It must not know how a request is served.
 """
 

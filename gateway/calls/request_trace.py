@@ -1,7 +1,7 @@
 """The gateway's span of a chat request, and those of its own stages: ingest, image_decode, relay.
 
 The worker's stages hang below the same span, as its name travels with the request. Attributes are OpenTelemetry's
-GenAI conventions and a few of our own (`vlm.`): numbers and names of ours; never text, pictures, stop strings or keys.
+GenAI conventions and a few of our own (`vlm.`): numbers and names of ours; never text, images, stop strings or keys.
 """
 
 import time

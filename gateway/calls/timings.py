@@ -22,7 +22,7 @@ class StageClock:
 
     @property
     def ingest_s(self) -> float:
-        """Received until queued, without the pictures."""
+        """Received until queued, without the images."""
         return max(0.0, self.submitted_at - self.received_at - self.image_decode_s)
 
     @property

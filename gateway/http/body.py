@@ -1,7 +1,7 @@
 """From the bytes of a request to a checked `ChatCompletionRequest`, or to an error that names the field.
 
 The good path is one bounded read and one strict decode. Where that fails, the slow path finds the place:
-`messages.[0].content.[1].image_url`. It must not know models, pictures or limits of single fields.
+`messages.[0].content.[1].image_url`. It must not know models, images or limits of single fields.
 """
 
 import asyncio

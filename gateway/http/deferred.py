@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 0.02
 
 
-class Afterwards:
+class DeferredTasks:
     """Calls in the order in which they came. Used on the event loop alone."""
 
     def __init__(self) -> None:

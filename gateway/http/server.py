@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileReserve:
-    """Keeps the last file descriptors from clients: they are for Redis, remote pictures and files."""
+    """Keeps the last file descriptors from clients: they are for Redis, remote images and files."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""A picture's format and size from its first bytes, without decoding it: PNG, JPEG and WebP.
+"""A image's format and size from its first bytes, without decoding it: PNG, JPEG and WebP.
 
 Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
 decoder has the last word on the rest. Formats are told by content, never by the client's media type.
@@ -25,7 +25,7 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
 class ImageRefused(Exception):
-    """The picture is of no use; the message is fit for the client's eyes."""
+    """The image is of no use; the message is fit for the client's eyes."""
 
     def __init__(self, message: str, code: str = "invalid_image") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The pictures of a request: from their URLs to checked bytes and the references that travel in the queue.
+"""The images of a request: from their URLs to checked bytes and the references that travel in the queue.
 
 Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices, as decoding
 holds the interpreter lock. It must not know Redis or the model.
@@ -27,7 +27,7 @@ _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """A picture as the client sent it. `param` names its place in the request."""
+    """A image as the client sent it. `param` names its place in the request."""
 
     url: str
     param: str
@@ -35,14 +35,14 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """A picture's checked bytes and the reference that stands for them."""
+    """A image's checked bytes and the reference that stands for them."""
 
     ref: ImageRef
     data: bytes
 
 
 class ImageLoader:
-    """Turns picture URLs into bytes, within the limits. `fetcher` is None where remote URLs are off."""
+    """Turns image URLs into bytes, within the limits. `fetcher` is None where remote URLs are off."""
 
     def __init__(self, limits: LimitSettings, fetcher: ImageFetcher | None) -> None:
         self.limits = limits

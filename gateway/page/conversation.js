@@ -21,8 +21,8 @@ export class Conversation {
   }
 }
 
-/** `{text, pictures}` as a user's turn: pictures first, as models were trained. */
-function toMessage({ text, pictures }) {
-  const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+/** `{text, images}` as a user's turn: images first, as models were trained. */
+function toMessage({ text, images }) {
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   return { role: "user", content: [...parts, { type: "text", text }] };
 }

@@ -3,7 +3,7 @@
 import { ApiError, listModels, streamAnswer } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { askForKey } from "./key_dialog.js";
-import { PictureTray } from "./pictures.js";
+import { ImageTray } from "./images.js";
 import { describeModel, readSettings, showModels } from "./settings.js";
 import { Turn } from "./turn.js";
 import { showWelcome } from "./welcome.js";
@@ -14,7 +14,7 @@ const main = find("#main");
 const question = find("#question");
 const hint = find("#hint");
 const settings = find("#settings");
-const tray = new PictureTray(find("#tray"), () => showHint(""));
+const tray = new ImageTray(find("#tray"), () => showHint(""));
 
 let conversation = new Conversation();
 let models = [];
@@ -120,7 +120,7 @@ async function submit() {
   const text = question.value.trim();
   if (running) return;
   if (!text) {
-    showHint(tray.pictures.length ? "What would you like to know about it?" : "Type a question first.");
+    showHint(tray.images.length ? "What would you like to know about it?" : "Type a question first.");
     question.focus();
     return;
   }
@@ -129,14 +129,14 @@ async function submit() {
     return;
   }
   showHint("");
-  if (await ask({ text, pictures: tray.pictures })) {
+  if (await ask({ text, images: tray.images })) {
     tray.take();
     question.value = "";
     fitQuestion();
   }
 }
 
-// --- pictures -------------------------------------------------------------------------------------------------------
+// --- images -------------------------------------------------------------------------------------------------------
 
 async function addFiles(files) {
   for (const file of files) {
@@ -244,8 +244,8 @@ document.addEventListener("keydown", (event) => {
 });
 
 showWelcome(
-  { pictures: find("#samples"), questions: find("#suggestions") },
-  { hasPicture: () => tray.pictures.length > 0, onPicture: addSample, onQuestion: askSuggested },
+  { images: find("#samples"), questions: find("#suggestions") },
+  { hasImage: () => tray.images.length > 0, onImage: addSample, onQuestion: askSuggested },
 );
 refreshModels();
 setInterval(() => document.hidden || refreshModels(), REFRESH_PAUSE_MS);

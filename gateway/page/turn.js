@@ -1,6 +1,6 @@
 // One turn on the page: the question, and the answer as it grows. Text is only ever text.
 
-import { toImage } from "./pictures.js";
+import { toImage } from "./images.js";
 import { showTimings } from "./timings.js";
 
 export class Turn {
@@ -12,14 +12,14 @@ export class Turn {
     this.showQuestion(question);
   }
 
-  showQuestion({ text, pictures }) {
+  showQuestion({ text, images }) {
     const asked = this.element.querySelector(".question");
-    const list = asked.querySelector(".pictures");
+    const list = asked.querySelector(".images");
     asked.querySelector(".text").textContent = text;
-    list.hidden = pictures.length === 0;
-    for (const picture of pictures) {
+    list.hidden = images.length === 0;
+    for (const image of images) {
       const item = document.createElement("li");
-      item.append(toImage(picture));
+      item.append(toImage(image));
       list.append(item);
     }
   }

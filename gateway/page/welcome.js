@@ -1,4 +1,4 @@
-// What an empty page offers: sample pictures and questions. The built-in model "shapes" was made for them.
+// What an empty page offers: sample images and questions. The built-in model "shapes" was made for them.
 
 const SAMPLES = [
   { path: "page/samples/shapes.png", name: "Sample: star, circle and square on white" },
@@ -7,14 +7,14 @@ const SAMPLES = [
 ];
 const SUGGESTIONS = ["Describe the image.", "How many shapes are there?", "What is in the center?"];
 
-/** Fill the lists; `onPicture` gets a blob and its name, `onQuestion` a text, after a picture if there was none. */
-export function showWelcome({ pictures, questions }, { hasPicture, onPicture, onQuestion }) {
-  const take = async ({ path, name }) => onPicture(await (await fetch(path)).blob(), name);
+/** Fill the lists; `onImage` gets a blob and its name, `onQuestion` a text, after a image if there was none. */
+export function showWelcome({ images, questions }, { hasImage, onImage, onQuestion }) {
+  const take = async ({ path, name }) => onImage(await (await fetch(path)).blob(), name);
   const ask = async (text) => {
-    if (!hasPicture()) await take(SAMPLES[0]);
+    if (!hasImage()) await take(SAMPLES[0]);
     onQuestion(text);
   };
-  pictures.replaceChildren(...SAMPLES.map((sample) => toButton(toImage(sample), () => take(sample))));
+  images.replaceChildren(...SAMPLES.map((sample) => toButton(toImage(sample), () => take(sample))));
   questions.replaceChildren(...SUGGESTIONS.map((text) => toButton(text, () => ask(text))));
 }
 

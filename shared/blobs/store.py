@@ -1,4 +1,4 @@
-"""Encoded pictures beside the queue, by the SHA-256 of their bytes, for as long as a request needs them.
+"""Encoded images beside the queue, by the SHA-256 of their bytes, for as long as a request needs them.
 
 Called by the gateway (put, release) and the worker (get). It must not know formats or pixels.
 """
@@ -25,7 +25,7 @@ MAX_INLINE_BYTES = 256 * 1024
 
 
 class ImageStore:
-    """The pictures under one key prefix."""
+    """The images under one key prefix."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         self._keys = RedisKeys(prefix)
@@ -36,7 +36,7 @@ class ImageStore:
     async def put_all(
         self, images: Iterable[tuple[str, bytes]], ttl_s: float, holder: str = ""
     ) -> None:
-        """Keep pictures until `holder` releases them, or else for at least `ttl_s`.
+        """Keep images until `holder` releases them, or else for at least `ttl_s`.
 
         Bytes that are there already are not sent again. Raises: RedisError.
         """
@@ -66,9 +66,9 @@ class ImageStore:
             del self._known[next(iter(self._known))]
 
     async def release(self, digests: Iterable[str], holder: str) -> None:
-        """Say that a request needs its pictures no longer; what no other holds goes soon.
+        """Say that a request needs its images no longer; what no other holds goes soon.
 
-        Raises: RedisError; the pictures go at the end of their time then.
+        Raises: RedisError; the images go at the end of their time then.
         """
         arguments = (holder, to_ms(IMAGE_LINGER_S))
         calls = (
@@ -79,9 +79,7 @@ class ImageStore:
 
     def release_soon(self, digests: Iterable[str], holder: str) -> None:
         """`release`, for callers that do not wait; what Redis does not hear goes at the end of its time."""
-        task = asyncio.create_task(
-            self._try_release(list(digests), holder), name="release pictures"
-        )
+        task = asyncio.create_task(self._try_release(list(digests), holder), name="release images")
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
 
@@ -89,10 +87,10 @@ class ImageStore:
         try:
             await self.release(digests, holder)
         except RedisError as error:
-            logger.warning("cannot release %d pictures: %s", len(digests), error)
+            logger.warning("cannot release %d images: %s", len(digests), error)
 
     async def get(self, digest: str) -> bytes | None:
-        """A picture's bytes; None if they are not there or not those of the hash. Raises: RedisError."""
+        """A image's bytes; None if they are not there or not those of the hash. Raises: RedisError."""
         data = await retry_idempotent(lambda: self._sender.execute("GET", self._keys.image(digest)))
         if data is None:
             return None
@@ -103,7 +101,7 @@ class ImageStore:
         return data if actual == digest else None
 
     async def open(self) -> None:
-        """Connect now rather than at the first picture. Raises: RedisError."""
+        """Connect now rather than at the first image. Raises: RedisError."""
         await self._sender.execute("TIME")
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class TextPart(Message, frozen=True, tag_field="type", tag="text"):
 
 
 class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
-    """One picture: an index into `GenerateRequest.images`."""
+    """One image: an index into `GenerateRequest.images`."""
 
     image: int
 
@@ -100,7 +100,7 @@ class ChatMessage(Message, frozen=True):
 
 
 class ImageRef(Message, frozen=True):
-    """A picture by the SHA-256 (hex) of its encoded bytes, which lie in the image store."""
+    """A image by the SHA-256 (hex) of its encoded bytes, which lie in the image store."""
 
     sha256: str
     media_type: str
@@ -110,7 +110,7 @@ class ImageRef(Message, frozen=True):
 
 
 class GenerateRequest(Message, frozen=True, omit_defaults=True):
-    """One answer to make. `n` choices are `n` requests that share their pictures."""
+    """One answer to make. `n` choices are `n` requests that share their images."""
 
     request_id: str
     reply_to: str  #: the gateway's id, which names its mailbox
@@ -131,7 +131,7 @@ class GenerateRequest(Message, frozen=True, omit_defaults=True):
 
 
 class Usage(Report, frozen=True, omit_defaults=True):
-    """Token counts of one request; the prompt's include its picture and cached tokens."""
+    """Token counts of one request; the prompt's include its image and cached tokens."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0

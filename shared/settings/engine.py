@@ -23,7 +23,7 @@ GpuKernel = Literal[
 class MockSettings(Group):
     """What the mock engine pretends."""
 
-    vision_s: float = Field(default=0.02, ge=0, description="Simulated time to encode one picture.")
+    vision_s: float = Field(default=0.02, ge=0, description="Simulated time to encode one image.")
     prefill_s_per_token: float = Field(
         default=0.00002, ge=0, description="Simulated time per prompt token."
     )
@@ -32,7 +32,7 @@ class MockSettings(Group):
         default=0.0, ge=0, le=1, description="Random share of the simulated times."
     )
     seed: int = Field(default=0, description="Seed of that randomness.")
-    tokens_per_image: int = Field(default=64, ge=1, description="Picture slots of one picture.")
+    tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
     num_output_tokens: int = Field(
         default=24, ge=1, description="Length of an answer when nothing else ends it."
     )
@@ -85,7 +85,7 @@ class EngineSettings(Group):
         default=True, description="Share KV blocks of equal prefixes."
     )
     encoder_cache_bytes: int = Field(
-        default=256 * MIB, ge=0, description="Size of the picture feature cache."
+        default=256 * MIB, ge=0, description="Size of the image feature cache."
     )
     num_threads: int = Field(
         default=0,

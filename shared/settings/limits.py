@@ -35,13 +35,11 @@ class LimitSettings(Group):
     max_text_chars: int = Field(
         default=200_000, ge=1, description="Characters of all texts of a request."
     )
-    max_images: int = Field(default=8, ge=0, description="Pictures of a request.")
-    max_image_bytes: int = Field(
-        default=16 * MIB, ge=1, description="Bytes of one encoded picture."
-    )
-    max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one picture.")
+    max_images: int = Field(default=8, ge=0, description="Images of a request.")
+    max_image_bytes: int = Field(default=16 * MIB, ge=1, description="Bytes of one encoded image.")
+    max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one image.")
     max_image_side: int = Field(
-        default=16_384, ge=1, description="Longer side of a picture, in pixels."
+        default=16_384, ge=1, description="Longer side of a image, in pixels."
     )
     max_image_aspect: float = Field(
         default=200.0, ge=1, description="Longer side over shorter side."

@@ -87,7 +87,7 @@ class GatewaySettings(Group):
         "`any-public`. None: no fetching.",
     )
     image_fetch_timeout_s: float = Field(
-        default=10.0, gt=0, description="Whole time for fetching one picture."
+        default=10.0, gt=0, description="Whole time for fetching one image."
     )
 
     @field_validator("api_keys", "remote_images", mode="before")
@@ -144,18 +144,18 @@ class WorkerSettings(Group):
         default=60.0, gt=0, description="End the process when a step takes longer."
     )
     preprocess_threads: int = Field(
-        default=2, ge=1, le=64, description="Threads that decode and resize pictures."
+        default=2, ge=1, le=64, description="Threads that decode and resize images."
     )
     decode_processes: int = Field(
         default=2,
         ge=0,
         le=64,
-        description="Processes without rights that decode pictures; 0: the threads do it themselves.",
+        description="Processes without rights that decode images; 0: the threads do it themselves.",
     )
     decode_timeout_s: float = Field(
         default=2.0,
         ge=1,
-        description="CPU time for decoding a picture; a third of the whole time.",
+        description="CPU time for decoding a image; a third of the whole time.",
     )
 
     @field_validator("heartbeat_s")
@@ -185,7 +185,7 @@ class RedisSettings(Group):
     max_memory_bytes: int = Field(
         default=1024 * MIB,
         ge=16 * MIB,
-        description="Memory of the Redis that `vlm serve` starts; a full one refuses pictures.",
+        description="Memory of the Redis that `vlm serve` starts; a full one refuses images.",
     )
 
 

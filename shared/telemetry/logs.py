@@ -1,6 +1,6 @@
 """Log lines for people (text) or machines (JSON), with the request's id when there is one.
 
-Called once by each process's `main`. Prompts, answers, keys and pictures are never logged.
+Called once by each process's `main`. Prompts, answers, keys and images are never logged.
 """
 
 import json

@@ -78,8 +78,8 @@ GATEWAY_METRICS = (
     Metric("vlm_inter_token_latency_seconds", "histogram",
            "ITL: time between consecutive tokens.", ("model",), TOKEN_BUCKETS),
     Metric("vlm_prompt_tokens_total", "counter",
-           "Prompt tokens, those of pictures and of caches included.", ("model",)),
-    Metric("vlm_image_tokens_total", "counter", "Prompt tokens that are picture slots.", ("model",)),
+           "Prompt tokens, those of images and of caches included.", ("model",)),
+    Metric("vlm_image_tokens_total", "counter", "Prompt tokens that are image slots.", ("model",)),
     Metric("vlm_cached_tokens_total", "counter",
            "Prompt tokens that the prefix cache gave.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
@@ -90,7 +90,7 @@ GATEWAY_METRICS = (
     Metric("vlm_open_requests", "gauge", "Requests that this gateway keeps open."),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
-    Metric("vlm_images_total", "counter", "Pictures in requests: accepted or refused.", ("outcome",)),
+    Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events from workers that no open request wanted (it had ended or was superseded)."),
 )  # fmt: skip
@@ -101,9 +101,9 @@ WORKER_METRICS = (
     Metric("vlm_kv_cache_usage_ratio", "gauge", "Share of the KV blocks in use, 0 to 1."),
     Metric("vlm_prefix_cache_query_tokens_total", "counter", "Prompt tokens looked up in the prefix cache."),
     Metric("vlm_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found there."),
-    Metric("vlm_encoder_cache_queries_total", "counter", "Pictures looked up in the feature cache."),
-    Metric("vlm_encoder_cache_hits_total", "counter", "Pictures found there."),
-    Metric("vlm_encoder_cache_bytes", "gauge", "Bytes of picture features kept."),
+    Metric("vlm_encoder_cache_queries_total", "counter", "Images looked up in the feature cache."),
+    Metric("vlm_encoder_cache_hits_total", "counter", "Images found there."),
+    Metric("vlm_encoder_cache_bytes", "gauge", "Bytes of image features kept."),
     Metric("vlm_preemptions_total", "counter", "Sequences whose blocks were taken back."),
     Metric("vlm_engine_steps_total", "counter", "Forward passes."),
     Metric("vlm_memory_bytes", "gauge", "Memory by use.", ("use",)),
@@ -180,7 +180,7 @@ class GatewayMetrics:
         self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
 
     def record_image(self, outcome: str) -> None:
-        """Count a picture of a request: `accepted` or `refused`."""
+        """Count a image of a request: `accepted` or `refused`."""
         self._set.counters["vlm_images_total"].labels(outcome).inc()
 
     def record_dropped_events(self, count: int) -> None:

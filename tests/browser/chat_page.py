@@ -88,18 +88,18 @@ class ChatPage:
         """The chosen model, once the fleet has told its models."""
         return self.wait_for(lambda: self.find("#model").get_property("value"))
 
-    def attach(self, *pictures: Path) -> None:
-        self.find("#files").send_keys("\n".join(map(str, pictures)))
+    def attach(self, *images: Path) -> None:
+        self.find("#files").send_keys("\n".join(map(str, images)))
 
     def give(self, kind: str, base64: str, name: str, media_type: str) -> None:
         """Drop or paste a file."""
         self.browser.execute_script(GIVE_FILES, kind, name, media_type, base64)
 
-    def ask(self, question: str, *pictures: Path) -> None:
+    def ask(self, question: str, *images: Path) -> None:
         """Type a question and press enter."""
-        if pictures:
-            self.attach(*pictures)
-            self.wait_for(lambda: len(self.find_all("#tray img")) == len(pictures))
+        if images:
+            self.attach(*images)
+            self.wait_for(lambda: len(self.find_all("#tray img")) == len(images))
         self.find("#question").send_keys(question, Keys.ENTER)
 
     @property

@@ -21,7 +21,7 @@ from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
 
 
-def test_an_answer_about_a_picture_streams_in_and_tells_where_its_time_went(page: ChatPage):
+def test_an_answer_about_a_image_streams_in_and_tells_where_its_time_went(page: ChatPage):
     page.ask("What is it?", SAMPLE)
     beginning = page.wait_for(lambda: page.answer_text)
     assert page.answer.get_attribute("aria-busy") == "true"
@@ -86,7 +86,7 @@ def test_escape_stops_too(page: ChatPage):
     assert page.note == "Stopped."
 
 
-def test_pictures_are_dropped_pasted_and_taken_out_again(page: ChatPage):
+def test_images_are_dropped_pasted_and_taken_out_again(page: ChatPage):
     data = base64.b64encode(SAMPLE.read_bytes()).decode()
     page.give("drop", data, "dropped.png", "image/png")
     page.wait_for(lambda: len(page.find_all("#tray img")) == 1)
@@ -102,14 +102,14 @@ def test_pictures_are_dropped_pasted_and_taken_out_again(page: ChatPage):
     assert len(page.find_all(".question img")) == 2
 
 
-def test_other_formats_are_drawn_anew_and_what_is_no_picture_is_said_kindly(page: ChatPage):
+def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: ChatPage):
     gif = "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
     page.give("drop", gif, "dot.gif", "image/gif")
     page.wait_for(lambda: len(page.find_all("#tray img")) == 1)
     assert page.find("#tray img").get_attribute("src").startswith("data:image/png;base64,")
     page.give("drop", base64.b64encode(b"hello").decode(), "notes.txt", "text/plain")
     hint = page.wait_for(lambda: page.find("#hint").text)
-    assert hint == "notes.txt is not a picture that this browser can read."
+    assert hint == "notes.txt is not a image that this browser can read."
     page.find("#tray button").click()
     page.find("#send").click()
     assert page.find("#hint").text == "Type a question first."
@@ -203,7 +203,7 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
     names.append(element.accessible_name)
     assert all(names), names
     assert names.index("Settings") < names.index("Describe the image.") < names.index("Question")
-    assert {"Add pictures", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
+    assert {"Add images", "Remove Sample: star, circle and square on white", "Send"} <= set(names)
 
 
 def test_it_fits_a_phone_and_the_dark(page: ChatPage):

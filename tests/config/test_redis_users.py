@@ -39,7 +39,7 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
 )
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.factories_queue import make_delta, make_finished, make_request, publication
 from tests.faults.processes import Process
 
@@ -78,7 +78,7 @@ async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process
         await process.end()
 
 
-def ask_about_a_picture(**changes) -> dict:
+def ask_about_a_image(**changes) -> dict:
     content = [
         {"type": "image_url", "image_url": {"url": data_url()}},
         {"type": "text", "text": "What is it?"},
@@ -94,7 +94,7 @@ def content_of(stream: str) -> str:
 async def follow(gateway: RunningGateway, has_begun: asyncio.Event) -> str:
     """The text of a stream that takes its time."""
     lines = []
-    body = ask_about_a_picture(max_tokens=100, stream=True)
+    body = ask_about_a_image(max_tokens=100, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         async for line in response.aiter_lines():
             has_begun.set()
@@ -114,7 +114,7 @@ async def outlive(gateway: RunningGateway, worker: Process) -> None:
 
 async def leave_early(gateway: RunningGateway) -> None:
     """A client that goes after the first event; its request leaves the queue."""
-    body = ask_about_a_picture(max_tokens=300, stream=True)
+    body = ask_about_a_image(max_tokens=300, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         await anext(response.aiter_lines())
     async with asyncio.timeout(20):
@@ -123,7 +123,7 @@ async def leave_early(gateway: RunningGateway) -> None:
 
 
 async def test_the_main_path_works_under_the_users(server, caplog):
-    """Whole, streamed, resumed, left early, handed from a worker that stops to another; with pictures."""
+    """Whole, streamed, resumed, left early, handed from a worker that stops to another; with images."""
     settings = make_settings(server.url("gateway"), "vlm")
     async with (
         run_gateway_on_socket(settings, refresh=False) as gateway,
@@ -131,11 +131,11 @@ async def test_the_main_path_works_under_the_users(server, caplog):
         run_worker(server, "second") as second,
     ):
         await gateway.services.models.refresh()
-        whole = await gateway.chat(ask_about_a_picture(max_tokens=5))
+        whole = await gateway.chat(ask_about_a_image(max_tokens=5))
         assert whole.json()["usage"]["completion_tokens"] == 5
         resumable = {"x-vlm-resumable": "true"}
         streamed = await gateway.chat(
-            ask_about_a_picture(max_tokens=5, stream=True), headers=resumable
+            ask_about_a_image(max_tokens=5, stream=True), headers=resumable
         )
         again = await gateway.client.get(streamed.headers["x-vlm-stream"])
         assert content_of(again.text) == content_of(streamed.text) != ""
@@ -336,14 +336,14 @@ def keys_that_never_expire(server: RedisWithUsers) -> list[bytes]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how):
-    """Requests that wait, one that runs, its tokens and pictures: all are there, and all will go away."""
+    """Requests that wait, one that runs, its tokens and images: all are there, and all will go away."""
     waiting = {f"waits-{number}" for number in range(8)}
-    picture = b"picture"
-    digest = sha256(picture).hexdigest()
+    image = b"image"
+    digest = sha256(image).hexdigest()
     with run_redis(redis_program, tmp_path) as server:
         async with open_queue(server) as (queue, images, worker):
             await factories_queue.enqueue(queue, make_request(request_id="runs"))
-            await images.put_all([(digest, picture)], 60.0, "runs")
+            await images.put_all([(digest, image)], 60.0, "runs")
             await worker.create_group()
             [claim] = await worker.read(1, 1.0)
             await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
@@ -353,7 +353,7 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
             server.start()
             assert keys_that_never_expire(server) == []
         async with open_queue(server) as (queue, images, worker):
-            assert await images.get(digest) == picture
+            assert await images.get(digest) == image
             ends = publication(claim, 2, 2, make_delta(claim, 2, 7), make_finished(claim, 3))
             assert await worker.publish([ends]) == {}
             events = await queue.events(claim.request.model, "runs")

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 
 from loadtest.client import ChatClient
-from loadtest.pictures import noise_jpeg, to_data_url
-from loadtest.scenarios import picture_part, text_part, to_body
+from loadtest.images import noise_jpeg, to_data_url
+from loadtest.scenarios import image_part, text_part, to_body
 
 NUM_CLIENTS = 8
 NUM_TOKENS = 40
 
 
 def question() -> list[dict[str, Any]]:
-    return [picture_part(to_data_url(noise_jpeg(4_000))), text_part("What is it?")]
+    return [image_part(to_data_url(noise_jpeg(4_000))), text_part("What is it?")]
 
 
 def ask(client: ChatClient, model: str, num_tokens: int = 8, *, stream: bool = True) -> int:

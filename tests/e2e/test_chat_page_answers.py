@@ -1,4 +1,4 @@
-"""The chat page with the built-in model: a sample picture is described rightly, word by word."""
+"""The chat page with the built-in model: a sample image is described rightly, word by word."""
 
 import re
 from collections.abc import Iterator

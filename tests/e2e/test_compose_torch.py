@@ -11,8 +11,8 @@ import pytest
 
 from loadtest.client import ChatClient
 from loadtest.fleet import ROOT
-from loadtest.pictures import to_png_url
-from loadtest.scenarios import picture_part, text_part, to_body
+from loadtest.images import to_png_url
+from loadtest.scenarios import image_part, text_part, to_body
 from tests.e2e.compose_stack import ComposeStack, docker, run_stack
 
 pytestmark = [
@@ -32,7 +32,7 @@ def stack() -> Iterator[ComposeStack]:
 
 def question() -> dict:
     content = [
-        picture_part(to_png_url(SAMPLE.read_bytes())),
+        image_part(to_png_url(SAMPLE.read_bytes())),
         text_part("How many shapes are there?"),
     ]
     return {**to_body("shapes", content, 8, stream=False), "temperature": 0}

@@ -1,4 +1,4 @@
-"""A load of pictures on the built-in model: every answer about its samples is right while many are asked at once."""
+"""A load of images on the built-in model: every answer about its samples is right while many are asked at once."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def fleet(tmp_path_factory) -> Iterator[Served]:
 
 @pytest.mark.parametrize(
     ("profile", "facts"),
-    [("picture", SAMPLE_FACTS), ("several", PAIR_FACTS), ("conversation", SAMPLE_FACTS)],
+    [("image", SAMPLE_FACTS), ("several", PAIR_FACTS), ("conversation", SAMPLE_FACTS)],
 )
 def test_every_answer_about_the_samples_is_right(fleet, tmp_path: Path, profile, facts):
     path = tmp_path / "run.json"

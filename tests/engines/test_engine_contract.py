@@ -63,8 +63,8 @@ def test_an_answer_is_complete_and_ordered(create_engine: CreateEngine):
 def test_answers_in_company_equal_answers_alone(create_engine: CreateEngine):
     requests = [
         make_request("text", [WORDS], max_tokens=6),
-        make_request("picture", [WORDS, 1, [3]], max_tokens=9),
-        make_request("pictures", [[2], 1, 2, WORDS], max_tokens=4),
+        make_request("image", [WORDS, 1, [3]], max_tokens=9),
+        make_request("images", [[2], 1, 2, WORDS], max_tokens=4),
         make_request("seeded", [WORDS], max_tokens=6, temperature=1.0, seed=3),
     ]
     together = run_all(create_engine(max_num_batched_tokens=16, num_kv_blocks=24), *requests)
@@ -74,7 +74,7 @@ def test_answers_in_company_equal_answers_alone(create_engine: CreateEngine):
         assert together[request.request_id].text == alone.text
 
 
-def test_the_picture_counts(create_engine: CreateEngine):
+def test_the_image_counts(create_engine: CreateEngine):
     engine = create_engine(enable_prefix_cache=False)
     first = answer(engine, make_request("a", [WORDS, 1, [3, 4]]))
     assert answer(engine, make_request("b", [WORDS, 2, [3, 4]])).token_ids != first.token_ids

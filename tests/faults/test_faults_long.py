@@ -102,8 +102,8 @@ async def test_a_worker_that_comes_back_as_a_zombie_adds_nothing(fleet):
 
 async def test_two_workers_of_one_name_do_no_harm(fleet):
     await fleet.retire_workers()
-    await fleet.processes.worker("worker-twin")
-    await fleet.processes.worker("worker-twin")
+    await fleet.processes.worker("worker-reference implementation")
+    await fleet.processes.worker("worker-reference implementation")
     async with playing(fleet, [fleet.name() for _ in range(8)]) as clients:
         pass
     assert clients.history.outcomes() == {FINISHED: 8}

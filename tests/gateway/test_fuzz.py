@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from tests.factories_gateway import CHAT, MODEL, RunningGateway
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.fuzzing import FUZZ_EXAMPLES, IS_LONG, SHARE, num_examples, takes_its_time
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), takes_its_time]
@@ -71,7 +71,7 @@ async def test_no_request_of_the_document_is_too_much(gateway: RunningGateway, w
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-async def test_no_picture_is_too_much(gateway: RunningGateway, worker, form):
+async def test_no_image_is_too_much(gateway: RunningGateway, worker, form):
     """Changed bytes and changed base64, through the whole door."""
     url = data_url(format=form)
     start = url.index(",") + 1

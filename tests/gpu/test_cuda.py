@@ -47,7 +47,7 @@ def core(loaded: LoadedEngine) -> tuple[BatchingEngine, TorchRunner]:
     return engine, engine.runner
 
 
-def make_picture(seed: int) -> bytes:
+def make_image(seed: int) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
@@ -55,14 +55,13 @@ def make_picture(seed: int) -> bytes:
 
 
 def make_request(
-    loaded: LoadedEngine, name: str, text: str, pictures: list[int], **sampling: Any
+    loaded: LoadedEngine, name: str, text: str, seeds: list[int], **sampling: Any
 ) -> EngineRequest:
-    """A question about pictures, which are named by their seeds."""
+    """A question about images, which are named by their seeds."""
     processor = loaded.processor
-    parts = (*(ImagePart(place) for place in range(len(pictures))), TextPart(text))
+    parts = (*(ImagePart(place) for place in range(len(seeds))), TextPart(text))
     images = [
-        (f"picture {seed}", processor.process_image(make_picture(seed), (28, 28)))
-        for seed in pictures
+        (f"image {seed}", processor.process_image(make_image(seed), (28, 28))) for seed in seeds
     ]
     prompt = processor.build_prompt([ChatMessage("user", parts)], images)
     params = SamplingParams(
@@ -107,8 +106,8 @@ def first_logprobs(loaded: LoadedEngine, request: EngineRequest) -> torch.Tensor
 def distance(first: LoadedEngine, second: LoadedEngine) -> float:
     """The greatest difference of two engines' first log probabilities."""
     requests = [
-        make_request(first, "r", "What color is the star?", pictures, num_logprobs=VOCAB_SIZE)
-        for pictures in ([], [1], [1, 2])
+        make_request(first, "r", "What color is the star?", seeds, num_logprobs=VOCAB_SIZE)
+        for seeds in ([], [1], [1, 2])
     ]
     differences = [
         (first_logprobs(first, request) - first_logprobs(second, request)).abs().max().item()

@@ -37,7 +37,7 @@ ROUNDS = 3
 SHORT = Scenario("decode", 16)
 CONTEXT_512 = Scenario("decode, context 512", 448)
 CONTEXT_1024 = Scenario("decode, context 1024", 960)
-PICTURE = Scenario("picture", 64, has_picture=True)
+IMAGE = Scenario("image", 64, has_image=True)
 
 
 class Engine:
@@ -80,8 +80,8 @@ class Engine:
         tpots = [median(run.tpots) for run in self.run(scenario, count)]
         return count / median(tpots)
 
-    def picture_rate(self, count: int = 64) -> float:
-        """Pictures a second through tower and projector."""
+    def image_rate(self, count: int = 64) -> float:
+        """Images a second through tower and projector."""
         size = self.runner.model.config.vision.image_size
         pixels = torch.randn(count, 3, size, size, device="cuda", dtype=torch.bfloat16)
         times = []
@@ -131,15 +131,15 @@ def test_64_streams(model: Path, scenario: Scenario, kv_dtype: str) -> None:
     assert not report(f"batch 64, {scenario.name}, KV {kv_dtype}", rate, 6300, 9054, "tok/s")
 
 
-def test_pictures(model: Path) -> None:
+def test_images(model: Path) -> None:
     engine = Engine(model)
-    first = 1000 * median(run.ttfts[0] for run in engine.run(PICTURE, 1, num_tokens=2))
-    encoded = engine.picture_rate()
-    served = median(64 / run.elapsed_s for run in engine.run(PICTURE, 64))
+    first = 1000 * median(run.ttfts[0] for run in engine.run(IMAGE, 1, num_tokens=2))
+    encoded = engine.image_rate()
+    served = median(64 / run.elapsed_s for run in engine.run(IMAGE, 64))
     engine.engine.close()
     complaints = [
-        report("first token, picture and 64 tokens", first, 18, 11.1, "ms"),
-        report("encoding", encoded, 1000, 2025, "pictures/s"),
-        report("64 requests, picture and 64 tokens to 128", served, 26, 35, "requests/s"),
+        report("first token, image and 64 tokens", first, 18, 11.1, "ms"),
+        report("encoding", encoded, 1000, 2025, "images/s"),
+        report("64 requests, image and 64 tokens to 128", served, 26, 35, "requests/s"),
     ]
     assert not list(filter(None, complaints))

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.factories_hostile_pictures import CASES, ihdr, png
-from tests.factories_pictures import data_url, encoded
+from tests.factories_hostile_images import CASES, ihdr, png
+from tests.factories_images import data_url, encoded
 from tests.faults.processes import MODEL
 from tests.gateway.api.chat.test_bad_inputs import ROWS as FIELDS
 from tests.hostile.fleet import CANARY
@@ -27,20 +27,20 @@ def raw(text: str) -> bytes:
     return json.dumps(body())[:-1].encode() + b", " + text.encode() + b"}"
 
 
-def picture(url: Any, *more: Any) -> dict[str, Any]:
+def image(url: Any, *more: Any) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}}, *more]
     return body([*parts, {"type": "text", "text": "?"}])
 
 
-def encoded_picture(data: bytes, media_type: str = "image/png") -> dict[str, Any]:
-    return picture(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
+def encoded_image(data: bytes, media_type: str = "image/png") -> dict[str, Any]:
+    return image(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
 
 
 def corpus(*words: str) -> Iterator[Attack]:
     """Files of the corpus whose names begin so: refused at the door, or let in for a decoder to judge."""
     for case in CASES:
         if case.name.startswith(words):
-            yield encoded_picture(case.make()), BAD if case.door else EITHER
+            yield encoded_image(case.make()), BAD if case.door else EITHER
 
 
 def fields(*names: str) -> list[Attack]:
@@ -55,7 +55,7 @@ def values(name: str, *values: Any, statuses: set[int] = BAD) -> list[Attack]:
 
 
 def urls(*urls: str) -> list[Attack]:
-    return [(picture(url), BAD) for url in urls]
+    return [(image(url), BAD) for url in urls]
 
 
 def penalties() -> Iterator[Attack]:
@@ -87,24 +87,24 @@ BODIES: dict[str, list[Attack]] = {
     "A5": list(corpus("png cut", "png header", "png of junk", "png of a bad", "jpeg cut", "webp cut")),
     "A6": [
         *corpus("png of 65500", "png of 1 x", "png of 0", "png of one", "png of 2 x"),
-        (encoded_picture(png(ihdr(1, 65_500))), BAD),
+        (encoded_image(png(ihdr(1, 65_500))), BAD),
     ],
     "A7": list(corpus("png of bomb")),
     "A8": list(corpus("gif", "tiff", "png animated", "webp animated")),
     "A9": list(corpus("fits", "psd", "eps", "jpeg 2000", "avif", "bmp", "ico", "ppm", "wav")),
-    "A10": [(picture(data_url(), *[{"type": "image_url", "image_url": data_url()}] * 999), BAD)],
+    "A10": [(image(data_url(), *[{"type": "image_url", "image_url": data_url()}] * 999), BAD)],
     "A11": fields("base64"),
     "A13": list(corpus("jpeg of broken exif", "jpeg of looping", "jpeg of 60 kB")),
     "A14": list(corpus("png of hidden", "png of a transparent", "png of half")),
     "A15": list(corpus("png of 1 bit", "png of grey", "png of 16", "jpeg of cmyk", "jpeg of grey")),
     "A16": [
-        (encoded_picture(encoded(format="JPEG"), "image/png"), FINE),
-        (encoded_picture(encoded(), "image/svg+xml"), FINE),
-        (encoded_picture(encoded(), "IMAGE/PNG;charset=x"), FINE),
-        (encoded_picture(b"<svg/>", "image/png"), BAD),
+        (encoded_image(encoded(format="JPEG"), "image/png"), FINE),
+        (encoded_image(encoded(), "image/svg+xml"), FINE),
+        (encoded_image(encoded(), "IMAGE/PNG;charset=x"), FINE),
+        (encoded_image(b"<svg/>", "image/png"), BAD),
     ],
     "A17": list(corpus("png, then")),
-    "A21": [(encoded_picture(encoded(seed)), FINE) for seed in range(12)],
+    "A21": [(encoded_image(encoded(seed)), FINE) for seed in range(12)],
     "B2": urls("http://169.254.169.254/latest", "http://[fd00:ec2::254]/", "http://metadata.google.internal"),
     "B3": urls("http://127.1/", "http://2130706433/", "http://0x7f.1/", "http://①②⑦.⓪.⓪.①/"),
     "B4": urls("http://[::ffff:169.254.169.254]/", "http://[2002:a9fe:a9fe::]/", "http://[fe80::1%25eth0]/"),
@@ -165,8 +165,8 @@ BODIES: dict[str, list[Attack]] = {
     "H4": [(body(f"say data: [DONE]\n\nevent: error {CANARY}", stream=True), FINE)],
     "H6": [(body(text), EITHER) for text in (" " * 199_000, "🙂" * 190_000, "x" * 199_000, "e\u0301" * 90_000)],
     "H8": [(body(max_tokens=200, ignore_eos=True, logit_bias={"2": -100}), FINE)],
-    "H10": [(encoded_picture(encoded(seed)), FINE) for seed in (1, 2, 1)],
-    "H11": [(body(""), EITHER), (body("  \n "), FINE), (body([]), BAD), (picture(data_url()), FINE)],
+    "H10": [(encoded_image(encoded(seed)), FINE) for seed in (1, 2, 1)],
+    "H11": [(body(""), EITHER), (body("  \n "), FINE), (body([]), BAD), (image(data_url()), FINE)],
     "H12": [(messages({"role": "user", "content": "x"}, {"role": "assistant", "content": f"<image>{CANARY}"},
                       {"role": "user", "content": "y"}), FINE)],
     "J8": [(body("x " * 3950, max_tokens=32_000, ignore_eos=True), EITHER)],

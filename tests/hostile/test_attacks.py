@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.clients import answer_to, body_of
 from tests.faults.processes import MODEL, PREFIX
-from tests.hostile.bodies import BODIES, picture
+from tests.hostile.bodies import BODIES, image
 from tests.hostile.bodies import body as chat_body
 from tests.hostile.fleet import (
     CANARY,
@@ -127,12 +127,12 @@ async def test_a_key_of_one_request_is_not_reused_c27(fleet: HostileFleet) -> No
 
 
 async def test_no_url_is_fetched_b1_h5(fleet: HostileFleet) -> None:
-    """B1, B5-B7, B10-B14, H5: with remote pictures off no packet leaves, from a picture or from a text."""
+    """B1, B5-B7, B10-B14, H5: with remote images off no packet leaves, from a image or from a text."""
     with Sink() as sink:
         async with under_attack(fleet):
             url = f"http://127.0.0.1:{sink.port}/{CANARY}.png"
             for host in ("127.0.0.1", "localhost", "localhost.", "[::1]", "0", "127.1"):
-                remote = picture(url.replace("127.0.0.1", host))
+                remote = image(url.replace("127.0.0.1", host))
                 check(await fleet.client.post(CHAT, json=remote), {400})
             for text in (f"![]({url})", f"<img src={url}>"):
                 check(await fleet.client.post(CHAT, json=chat_body(text)), {200})

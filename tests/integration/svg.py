@@ -111,7 +111,7 @@ class Chart:
         )
 
     def to_svg(self, name: str) -> str:
-        """The picture; `name` is read to those who do not see it."""
+        """The image; `name` is read to those who do not see it."""
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">']
         parts += [self._grid(), *self._drawn, "</svg>"]
         return "".join(parts)

@@ -19,12 +19,12 @@ from PIL import Image
 
 from loadtest.fleet import free_port
 from tests.browser.chat_page import start_browser
-from tests.factories_pictures import data_url
-from tests.integration.dashboard_picture import (
+from tests.factories_images import data_url
+from tests.integration.dashboard_image import (
     Series,
     draw,
     draw_dashboard,
-    picture_of,
+    image_of,
     read_target,
 )
 from tests.integration.fleet_process import ROOT, start_fleet
@@ -79,8 +79,8 @@ async def load(url: str) -> None:
 
 
 async def ask(client: httpx.AsyncClient, seed: int, **extra) -> None:
-    picture = {"type": "image_url", "image_url": {"url": data_url(seed=seed)}}
-    content = [picture, {"type": "text", "text": "What is it?"}]
+    image = {"type": "image_url", "image_url": {"url": data_url(seed=seed)}}
+    content = [image, {"type": "text", "text": "What is it?"}]
     body = {"model": "mock", "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
     await client.post("/v1/chat/completions", json={**body, **extra})
 
@@ -166,8 +166,8 @@ def test_the_dashboard_is_drawn_for_people_to_look_at(watched, tmp_path):
     finally:
         browser.quit()
     for panel in PANELS:
-        with Image.open(picture_of(panel)) as picture:
-            pixels = picture.convert("HSV").getchannel("S").tobytes()
+        with Image.open(image_of(panel)) as image:
+            pixels = image.convert("HSV").getchannel("S").tobytes()
         # lines have colors, frames and words are gray, and numbers are words
         assert (sum(saturation > 80 for saturation in pixels) > 100) == (panel["type"] != "stat")
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.telemetry.metrics import GATEWAY_METRICS, STAGES, WORKER_METRICS, Metric
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.integration.fleet_process import Served, start_fleet
 
 VISION_S, PREFILL_S, DECODE_S, NUM_TOKENS = 0.08, 0.0004, 0.01, 12
@@ -30,7 +30,7 @@ def slow(tmp_path_factory):
 
 
 def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
-    """A question about a picture of its own; the answer and what a client measures."""
+    """A question about a image of its own; the answer and what a client measures."""
     body = {
         "model": "mock",
         "max_tokens": NUM_TOKENS,
@@ -159,13 +159,13 @@ def test_gauges_tell_of_two_streams_while_they_are_open(slow):
     assert at_rest == 0
 
 
-def test_a_repeated_picture_is_one_hit_of_the_encoder_cache(slow):
+def test_a_repeated_image_is_one_hit_of_the_encoder_cache(slow):
     """Another question before it: what the prefix cache knows is not asked of the encoder's."""
     names = ("vlm_encoder_cache_queries_total", "vlm_encoder_cache_hits_total")
     before = [value(worker_metrics(slow), name) for name in names]
-    picture = {"type": "image_url", "image_url": {"url": data_url(seed=700)}}
+    image = {"type": "image_url", "image_url": {"url": data_url(seed=700)}}
     for words in ("One.", "Something else."):
-        content = [{"type": "text", "text": words}, picture]
+        content = [{"type": "text", "text": words}, image]
         assert ask(slow, 0, messages=[{"role": "user", "content": content}])[0].is_success
     after = [value(worker_metrics(slow), name) for name in names]
     assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]

@@ -37,7 +37,7 @@ def test_chat_streams_an_answer_and_ends_with_its_stage_timings(served):
     assert "tokens" in timings
 
 
-def test_chat_remembers_the_picture_in_follow_up_questions(served):
+def test_chat_remembers_the_image_in_follow_up_questions(served):
     short = ["--max-tokens", "2", "--image", str(SAMPLE)]
     done = run_vlm("chat", "--url", served.url, *short, input="first\nsecond\n\n")
     assert done.returncode == 0, done.stderr

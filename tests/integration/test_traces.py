@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.telemetry.metrics import STAGES
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.integration.fleet_process import start_fleet
 from tests.otlp_collector import Span, run_collector
 

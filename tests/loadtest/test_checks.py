@@ -51,7 +51,7 @@ def test_known_answers_are_compared_and_unknown_ones_are_not():
     assert fault("other", text="whatever") == ""
 
 
-def test_pictures_under_a_key_have_hashes_that_nobody_knows():
+def test_images_under_a_key_have_hashes_that_nobody_knows():
     album = NoiseAlbum(0, 2_000)
     messages = [user_message([{"type": "image_url", "image_url": {"url": album.fixed().urls[0]}}])]
     answer = Answer(1.0, "ba ba", "stop", {"completion_tokens": 3, "prompt_tokens": 9})

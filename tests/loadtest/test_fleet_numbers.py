@@ -40,11 +40,9 @@ def slow(tmp_path_factory):
 
 
 def load(fleet: Served) -> tuple[list[Record], Period]:
-    """Streamed questions about new pictures, two at a time; what the client and what the server noted."""
+    """Streamed questions about new images, two at a time; what the client and what the server noted."""
     target = Target(url=fleet.url, model=first_model(fleet.url, ""))
-    workload = Workload(
-        profile="picture", stream_ratio=1.0, max_tokens=NUM_TOKENS, picture_bytes=2_000
-    )
+    workload = Workload(profile="image", stream_ratio=1.0, max_tokens=NUM_TOKENS, image_bytes=2_000)
     plan = Plan(levels=(2.0,), duration_s=1.5, warmup_s=0.0)
     with httpx.Client(base_url=fleet.url, trust_env=False) as client:
         before: Snapshot = read_snapshot(client)
@@ -113,7 +111,7 @@ def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
 def test_page_of_locust_starts_and_runs_the_users(slow):
     port = free_port()
     arguments = ["-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url]
-    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port), "PictureUser"]
+    arguments += ["--web-host", "127.0.0.1", "--web-port", str(port), "ImageUser"]
     with (
         run_server(arguments, port, "/") as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=30) as page,

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 
 from loadtest.http_load import Job, check_answer, run_job, to_parts
-from loadtest.pictures import noise_jpeg, numbered, picture_head, to_data_url
-from loadtest.scenarios import picture_part, text_part, to_body
+from loadtest.images import image_head, noise_jpeg, numbered, to_data_url
+from loadtest.scenarios import image_part, text_part, to_body
 from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
 
 TEXT = "".join(WORDS)
@@ -41,12 +41,12 @@ async def test_latency_is_the_time_to_the_end_of_the_stream(fake):
     assert (await run_job(job(fake, stream=True, seconds=0.3))).p50_s >= 0.05
 
 
-async def test_each_request_shows_the_next_picture(fake):
+async def test_each_request_shows_the_next_image(fake):
     jpeg = noise_jpeg(2_000)
-    content = [picture_part(to_data_url(numbered(jpeg, 0))), text_part("What?")]
+    content = [image_part(to_data_url(numbered(jpeg, 0))), text_part("What?")]
     body = json.dumps(to_body("fake", content, 3, stream=False))
     at = body.index("base64,") + len("base64,")
-    await run_job(job(fake, content=content, picture_at=at, first_number=7, num_connections=1))
+    await run_job(job(fake, content=content, image_at=at, first_number=7, num_connections=1))
     urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in fake.bodies]
     assert urls[:3] == [to_data_url(numbered(jpeg, number)) for number in (8, 9, 10)]
     assert len(set(urls)) == len(urls)
@@ -54,10 +54,10 @@ async def test_each_request_shows_the_next_picture(fake):
 
 def test_length_of_a_numbered_request_is_the_one_it_names():
     jpeg = noise_jpeg(2_000)
-    content = [picture_part(to_data_url(numbered(jpeg, 0)))]
+    content = [image_part(to_data_url(numbered(jpeg, 0)))]
     order = job(content=content)
-    parts = to_parts(Job(**{**asdict(order), "picture_at": order.body.index("base64,") + 7}))
-    head, _, rest = (parts[0] + base64.b64encode(picture_head(5)) + parts[1]).partition(b"\r\n\r\n")
+    parts = to_parts(Job(**{**asdict(order), "image_at": order.body.index("base64,") + 7}))
+    head, _, rest = (parts[0] + base64.b64encode(image_head(5)) + parts[1]).partition(b"\r\n\r\n")
     assert f"content-length: {len(rest)}".encode() in head
 
 

@@ -21,7 +21,7 @@ from tests.loadtest.fake_server import FakeServer, stream
 
 
 def load(fake: FakeServer, *arguments: str) -> Done:
-    short = ["--duration", "0.6", "--warmup", "0", "--max-tokens", "3", "--picture-bytes", "2000"]
+    short = ["--duration", "0.6", "--warmup", "0", "--max-tokens", "3", "--image-bytes", "2000"]
     return CliRunner().invoke(vlm.app, ["loadtest", "--host", fake.url, *short, *arguments])
 
 
@@ -47,7 +47,7 @@ def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
     assert all(f"| {kind} | E2E |" in done.stdout for kind in kinds)
     assert max(open_at_once(result)) <= 5
     assert 0 < result.client_core_ratio < 1.1
-    assert result.workload == Workload(max_tokens=3, picture_bytes=2000)
+    assert result.workload == Workload(max_tokens=3, image_bytes=2000)
     assert "<h1>Load test of fake</h1>" in page.read_text()
     assert "sk-secret" not in path.read_text() + page.read_text()
 

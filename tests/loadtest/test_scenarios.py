@@ -1,4 +1,4 @@
-"""What is asked: the same for the same seed, new pictures that are new, conversations that go on."""
+"""What is asked: the same for the same seed, new images that are new, conversations that go on."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ from engines.packages.shapes.training.questions import ask_about_pair
 from engines.packages.shapes.training.samples import SCENES
 from engines.packages.shapes.training.world import PLACES, Selector
 from loadtest.albums import PAIR_FACTS, SAMPLE_FACTS, NoiseAlbum, ShapesAlbum, create_album
-from loadtest.pictures import (
+from loadtest.images import (
     DATA_URL,
     NumberedUrls,
     noise_jpeg,
@@ -25,11 +25,11 @@ from loadtest.pictures import (
 from loadtest.record import Profile
 from loadtest.scenarios import MAX_TURNS, PROFILES, SCENARIOS, Conversation, Question, to_body
 
-NEW = ("text", "picture", "several pictures")
+NEW = ("text", "image", "several images")
 
 
-def pixels(picture: bytes) -> bytes:
-    with Image.open(io.BytesIO(picture)) as image:
+def pixels(data: bytes) -> bytes:
+    with Image.open(io.BytesIO(data)) as image:
         return image.convert("RGB").tobytes()
 
 
@@ -57,13 +57,13 @@ def test_number_changes_the_bytes_and_no_pixel():
     jpeg = noise_jpeg(2_000)
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
-    for picture, put in ((jpeg, numbered), (buffer.getvalue(), numbered_png)):
-        first, second = put(picture, 1), put(picture, 2)
-        assert len({picture, first, second}) == 3
-        assert pixels(first) == pixels(second) == pixels(picture)
+    for data, put in ((jpeg, numbered), (buffer.getvalue(), numbered_png)):
+        first, second = put(data, 1), put(data, 2)
+        assert len({data, first, second}) == 3
+        assert pixels(first) == pixels(second) == pixels(data)
 
 
-def test_numbered_url_is_that_of_the_numbered_picture():
+def test_numbered_url_is_that_of_the_numbered_image():
     jpeg = noise_jpeg(2_000)
     assert NumberedUrls(jpeg).url(10**12 - 1) == to_data_url(numbered(jpeg, 10**12 - 1))
 
@@ -78,35 +78,35 @@ def test_same_seed_asks_the_same(name):
 @pytest.mark.parametrize("model", ["mock", "shapes"])
 def test_what_is_new_is_new_in_every_run(name, model):
     asked = [ask_many(name, album=create_album(model, run, 2_000)) for run in (1, 2)]
-    pictures = [url for run in asked for question in run for url in urls(question)]
+    images = [url for run in asked for question in run for url in urls(question)]
     texts = [repr(question.messages) for question in asked[0]]
-    assert len(set(pictures)) == len(pictures)
+    assert len(set(images)) == len(images)
     assert len(set(texts)) == len(texts)
-    assert bool(pictures) == (name != "text")
+    assert bool(images) == (name != "text")
 
 
-def test_several_pictures_are_two_to_four():
-    assert {len(urls(question)) for question in ask_many("several pictures")} == {2, 3, 4}
+def test_several_images_are_two_to_four():
+    assert {len(urls(question)) for question in ask_many("several images")} == {2, 3, 4}
 
 
-def test_repeated_picture_is_the_same_in_every_run():
-    runs = [ask_many("repeated picture", album=NoiseAlbum(run, 2_000)) for run in (1, 2)]
+def test_repeated_image_is_the_same_in_every_run():
+    runs = [ask_many("repeated image", album=NoiseAlbum(run, 2_000)) for run in (1, 2)]
     assert len({url for run in runs for question in run for url in urls(question)}) == 1
 
 
 def test_conversation_goes_on_with_all_that_was_said_and_ends():
     conversation, draw = Conversation(NoiseAlbum(0, 2_000)), random.Random(0)
-    lengths, pictures = [], set()
+    lengths, images = [], set()
     for turn in range(2 * MAX_TURNS):
         question = conversation.next_question(draw)
         lengths.append(len(question.messages))
-        pictures |= set(urls(question))
+        images |= set(urls(question))
         assert [m["content"] for m in question.messages[1::2]] == [
             f"answer {n}" for n in range(turn % MAX_TURNS)
         ]
         question.on_answer(f"answer {turn % MAX_TURNS}")
     assert lengths == 2 * [2 * turn + 1 for turn in range(MAX_TURNS)]
-    assert len(pictures) == 2
+    assert len(images) == 2
 
 
 def test_conversation_that_waits_is_not_asked_again():
@@ -122,7 +122,7 @@ def test_profiles_are_those_of_the_command_line_and_name_scenarios():
 
 
 def answer_of_the_world(sample: str, text: str) -> str | None:
-    """What the picture world answers to a question of the table, asked in plain words."""
+    """What the image world answers to a question of the table, asked in plain words."""
     scene = SCENES[sample]
     selectors = [Selector()] + [Selector(shape.kind) for s in SCENES.values() for shape in s.shapes]
     selectors += [Selector("square", "green")]
@@ -168,12 +168,12 @@ def test_answers_about_pairs_are_those_of_the_world(names):
 
 
 def test_samples_are_asked_with_their_answers():
-    for name in ("picture", "repeated picture", "several pictures", "conversation"):
+    for name in ("image", "repeated image", "several images", "conversation"):
         assert all(question.expected for question in ask_many(name, album=ShapesAlbum(0)))
 
 
-def test_picture_is_a_jpeg_in_a_data_url_of_the_size_that_was_asked_for():
-    [url] = urls(ask_many("picture", 1)[0])
+def test_image_is_a_jpeg_in_a_data_url_of_the_size_that_was_asked_for():
+    [url] = urls(ask_many("image", 1)[0])
     data = base64.b64decode(url.removeprefix(DATA_URL), validate=True)
     with Image.open(io.BytesIO(data)) as image:
         assert image.format == "JPEG"

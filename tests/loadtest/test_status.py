@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from loadtest.status import Period, Snapshot, parse_metrics, to_screen
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
 
 TTFT = "vlm_time_to_first_token_seconds"

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from worker.active_requests import Flights
+from worker.active_requests import ActiveRequests
 
 
 async def test_whoever_waits_for_room_looks_again_though_nothing_was_said():
     """A step without output may end what held others up, and says nothing of it."""
-    flights = Flights(None, None, None, 1, None)  # type: ignore[arg-type]
+    active_requests = ActiveRequests(None, None, None, 1, None)  # type: ignore[arg-type]
     async with asyncio.timeout(5.0):
-        await flights.wait_for_change()
+        await active_requests.wait_for_change()

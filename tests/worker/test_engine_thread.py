@@ -8,30 +8,30 @@ import pytest
 from engines.base import EngineOutput, EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
-from worker.engine_thread import Added, EngineBroken, EngineThread, News, Rejected
+from worker.engine_thread import Added, EngineBroken, EngineEvent, EngineThread, Rejected
 
 
 class Listener:
     """Keeps the news of an engine thread."""
 
     def __init__(self) -> None:
-        self.batches: list[list[News]] = []
+        self.batches: list[list[EngineEvent]] = []
         self.threads: set[int] = set()
         self._heard = asyncio.Event()
 
-    def hear(self, news: list[News]) -> None:
-        self.batches.append(news)
+    def on_events(self, events: list[EngineEvent]) -> None:
+        self.batches.append(events)
         self.threads.add(threading.get_ident())
         self._heard.set()
 
     @property
-    def news(self) -> list[News]:
+    def events(self) -> list[EngineEvent]:
         return [item for batch in self.batches for item in batch]
 
     async def until_finished(self, count: int = 1) -> None:
         async with asyncio.timeout(10):
             while (
-                sum(isinstance(n, EngineOutput) and bool(n.finish_reason) for n in self.news)
+                sum(isinstance(n, EngineOutput) and bool(n.finish_reason) for n in self.events)
                 < count
             ):
                 self._heard.clear()
@@ -47,7 +47,7 @@ def make_engine_request(request_id: str = "a", **sampling) -> EngineRequest:
 @pytest.fixture
 async def bridge():
     listener = Listener()
-    thread = EngineThread(load_mock, listener.hear)
+    thread = EngineThread(load_mock, listener.on_events)
     loaded = await thread.start()
     assert isinstance(loaded.engine, StoppableEngine)
     yield thread, listener, loaded.engine
@@ -73,7 +73,7 @@ async def test_acceptance_comes_before_output_and_refusal_instead_of_it(bridge):
     thread.add(make_engine_request("good"))
     await listener.until_finished()
 
-    by_id = {name: [n for n in listener.news if n.request_id == name] for name in ("bad", "good")}
+    by_id = {name: [n for n in listener.events if n.request_id == name] for name in ("bad", "good")}
     assert [type(item) for item in by_id["bad"]] == [Rejected]
     assert type(by_id["good"][0]) is Added
     assert all(type(item) is EngineOutput for item in by_id["good"][1:])
@@ -100,7 +100,7 @@ async def test_an_aborted_request_is_heard_of_no_more(bridge):
 
     assert not any(
         n.request_id == "a" and isinstance(n, EngineOutput) and n.finish_reason
-        for n in listener.news
+        for n in listener.events
     )
 
 
@@ -118,7 +118,7 @@ async def test_an_engine_that_cannot_be_made_is_told():
     def fail():
         raise FileNotFoundError("no such model")
 
-    thread = EngineThread(fail, lambda news: None)
+    thread = EngineThread(fail, lambda events: None)
     with pytest.raises(FileNotFoundError):
         await thread.start()
     await thread.close()

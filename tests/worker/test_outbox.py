@@ -19,42 +19,42 @@ from shared.protocol import (
 )
 from shared.queue.publication import Claim
 from tests.factories_queue import make_request
-from worker.active_request import Flight
+from worker.active_request import ActiveRequest
 from worker.outbox import Outbox
 
 
-def make_flight(**changes) -> Flight:
+def make_flight(**changes) -> ActiveRequest:
     fields = {
         "request": make_request(), "entry_id": b"1-0", "attempt": 2, "failures": 0,
         "is_last_chance": False, "output_token_ids": (), "waited_s": 1.0, "remaining_s": 60.0,
     }  # fmt: skip
-    return Flight.of(Claim(**{**fields, **changes}), now=100.0)
+    return ActiveRequest.of(Claim(**{**fields, **changes}), now=100.0)
 
 
-def delta(flight: Flight, index: int, *tokens: int) -> Delta:
+def delta(active: ActiveRequest, index: int, *tokens: int) -> Delta:
     logprobs = tuple(OutputLogprob(TokenLogprob(str(token), -1.0)) for token in tokens)
-    return Delta(flight.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
+    return Delta(active.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
 
 
 async def test_consecutive_deltas_become_one():
-    flight, outbox = make_flight(), Outbox()
-    started = Started(flight.request_id, 2, Usage(3))
-    finished = Finished(flight.request_id, 2, FinishReason.STOP, Usage(3, 3))
-    for event in (started, delta(flight, 0, 1), delta(flight, 1, 2, 3), finished):
-        outbox.post(flight, event)
+    active, outbox = make_flight(), Outbox()
+    started = Started(active.request_id, 2, Usage(3))
+    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 3))
+    for event in (started, delta(active, 0, 1), delta(active, 1, 2, 3), finished):
+        outbox.post(active, event)
 
     [publication] = await outbox.take()
 
-    assert publication.events == (started, delta(flight, 0, 1, 2, 3), finished)
+    assert publication.events == (started, delta(active, 0, 1, 2, 3), finished)
     assert (publication.number, publication.num_tokens) == (1, 0)
     assert publication.terminal is finished
 
 
 async def test_publications_are_numbered_and_know_the_tokens_before_them():
-    flight, outbox = make_flight(output_token_ids=(9, 9)), Outbox()
-    outbox.post(flight, delta(flight, 2, 1, 2))
+    active, outbox = make_flight(output_token_ids=(9, 9)), Outbox()
+    outbox.post(active, delta(active, 2, 1, 2))
     [first] = await outbox.take()
-    outbox.post(flight, delta(flight, 4, 3))
+    outbox.post(active, delta(active, 4, 3))
     [second] = await outbox.take()
 
     assert (first.number, first.num_tokens, first.num_new_tokens) == (1, 2, 2)
@@ -62,25 +62,25 @@ async def test_publications_are_numbered_and_know_the_tokens_before_them():
 
 
 async def test_tokens_of_a_whole_answer_wait_for_its_end():
-    flight, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=1000.0)
-    outbox.post(flight, delta(flight, 0, 1))
+    active, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=1000.0)
+    outbox.post(active, delta(active, 0, 1))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(outbox.take(), 0.01)
 
-    finished = Finished(flight.request_id, 2, FinishReason.STOP, Usage(3, 2))
-    outbox.post(flight, delta(flight, 1, 2))
-    outbox.post(flight, finished)
+    finished = Finished(active.request_id, 2, FinishReason.STOP, Usage(3, 2))
+    outbox.post(active, delta(active, 1, 2))
+    outbox.post(active, finished)
 
     [publication] = await outbox.take()
-    assert publication.events == (delta(flight, 0, 1, 2), finished)
+    assert publication.events == (delta(active, 0, 1, 2), finished)
 
 
 async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
-    flight, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=0.0)
-    outbox.post(flight, delta(flight, 0, 1))
+    active, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=0.0)
+    outbox.post(active, delta(active, 0, 1))
 
     [publication] = await outbox.take()
-    assert publication.events == (delta(flight, 0, 1),)
+    assert publication.events == (delta(active, 0, 1),)
 
 
 async def test_what_waits_is_not_taken_with_another_request():
@@ -93,34 +93,34 @@ async def test_what_waits_is_not_taken_with_another_request():
 
 
 async def test_nothing_counts_after_the_end():
-    flight, outbox = make_flight(), Outbox()
-    failed = Failed(flight.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
-    outbox.post(flight, failed)
+    active, outbox = make_flight(), Outbox()
+    failed = Failed(active.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late")
+    outbox.post(active, failed)
     await outbox.take()
-    outbox.post(flight, delta(flight, 0, 1))
+    outbox.post(active, delta(active, 0, 1))
 
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(outbox.take(), 0.01)
 
 
 async def test_what_is_dropped_is_not_said():
-    flight, other, outbox = make_flight(), make_flight(), Outbox()
-    outbox.post(flight, delta(flight, 0, 1))
+    active, other, outbox = make_flight(), make_flight(), Outbox()
+    outbox.post(active, delta(active, 0, 1))
     outbox.post(other, delta(other, 0, 2))
-    outbox.drop(flight)
+    outbox.drop(active)
 
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
 
 
 def test_stages_of_the_worker_are_added_to_those_of_the_engine():
-    flight = make_flight(waited_s=1.0)
-    flight.started_at, flight.added_at = 100.5, 100.75
+    active = make_flight(waited_s=1.0)
+    active.started_at, active.added_at = 100.5, 100.75
     output = EngineOutput(
-        flight.engine_id, 1, (5,), "x", usage=Usage(3, 2), finish_reason=FinishReason.STOP,
+        active.engine_id, 1, (5,), "x", usage=Usage(3, 2), finish_reason=FinishReason.STOP,
         timings=StageTimings(queue_s=0.25, vision_s=2.0, prefill_s=3.0, decode_s=4.0),
     )  # fmt: skip
 
-    events = flight.events([output])
+    events = active.events([output])
 
     assert [type(event) for event in events] == [Started, Delta, Finished]
     assert isinstance(events[-1], Finished)
@@ -128,7 +128,7 @@ def test_stages_of_the_worker_are_added_to_those_of_the_engine():
 
 
 def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
-    flight, engine_id = make_flight(), make_flight().engine_id
+    active, engine_id = make_flight(), make_flight().engine_id
     beginning = [
         EngineOutput(engine_id, usage=Usage(3, 0)),
         EngineOutput(engine_id, 0, (5,), "x"),
@@ -136,23 +136,23 @@ def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
     ]
     end = EngineOutput(engine_id, 3, (8,), "!", usage=Usage(3, 4), finish_reason=FinishReason.STOP)
 
-    started, delta = flight.events(beginning)
-    assert started == Started(flight.request_id, flight.claim.attempt, Usage(3, 0))
-    assert delta == Delta(flight.request_id, flight.claim.attempt, 0, (5, 6, 7), "xyz")
-    assert [type(event) for event in flight.events([end])] == [Delta, Finished]
+    started, delta = active.events(beginning)
+    assert started == Started(active.request_id, active.claim.attempt, Usage(3, 0))
+    assert delta == Delta(active.request_id, active.claim.attempt, 0, (5, 6, 7), "xyz")
+    assert [type(event) for event in active.events([end])] == [Delta, Finished]
 
 
 def test_what_a_sequence_said_before_it_failed_is_told():
-    flight = make_flight()
+    active = make_flight()
     outputs = [
-        EngineOutput(flight.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
-        EngineOutput(flight.engine_id, 1, error="no memory"),
+        EngineOutput(active.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
+        EngineOutput(active.engine_id, 1, error="no memory"),
     ]
-    assert [type(event) for event in flight.events(outputs)] == [Started, Delta, Failed]
+    assert [type(event) for event in active.events(outputs)] == [Started, Delta, Failed]
 
 
 def test_a_failed_sequence_ends_its_request_alone():
-    flight = make_flight()
-    [failed] = flight.events([EngineOutput(flight.engine_id, error="no memory")])
+    active = make_flight()
+    [failed] = active.events([EngineOutput(active.engine_id, error="no memory")])
     assert isinstance(failed, Failed)
     assert (failed.code, failed.message) == (ErrorCode.ENGINE_FAILURE, "no memory")

@@ -14,7 +14,7 @@ from shared.telemetry.tracing import create_tracer, epoch_ns
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker
 from tests.otlp_collector import run_collector
-from worker.trace import FlightTracer
+from worker.trace import RequestTracer
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 CONSUMER = 5
@@ -43,7 +43,7 @@ def tree(spans):
 
 async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, tracer, collector):
     mock = {"vision_s": 0.002, "prefill_s_per_token": 0.0001, "decode_s": 0.002}
-    async with run_worker(ends, mock=mock, tracer=FlightTracer(tracer)):
+    async with run_worker(ends, mock=mock, tracer=RequestTracer(tracer)):
         request = await ends.enqueue(make_request("secret prompt", trace_parent=CALLER))
         finished = (await answers.end(request))[-1]
     tracer.close()
@@ -77,7 +77,7 @@ async def test_who_takes_over_goes_on_in_the_same_trace(ends, answers, tracer, c
         await ends.enqueue(request)
         await answers.tokens(request, 3)
         await first.vanish()
-        async with run_worker(ends, "b", lease_s=0.6, tracer=FlightTracer(tracer)):
+        async with run_worker(ends, "b", lease_s=0.6, tracer=RequestTracer(tracer)):
             await answers.end(request)
     tracer.close()
     root, stages = tree(collector.spans)
@@ -87,7 +87,7 @@ async def test_who_takes_over_goes_on_in_the_same_trace(ends, answers, tracer, c
 
 
 async def test_a_request_that_fails_is_told_as_far_as_it_came(ends, answers, tracer, collector):
-    async with run_worker(ends, tracer=FlightTracer(tracer)):
+    async with run_worker(ends, tracer=RequestTracer(tracer)):
         request = await ends.enqueue(make_request("x" * 20_000, trace_parent=CALLER))
         await answers.end(request)
     tracer.close()
@@ -101,7 +101,7 @@ async def test_a_request_that_is_cancelled_is_told_once_and_is_no_error(
     ends, answers, tracer, collector
 ):
     mock = {"decode_s": 0.01, "num_output_tokens": 200}
-    async with run_worker(ends, mock=mock, tracer=FlightTracer(tracer)) as running:
+    async with run_worker(ends, mock=mock, tracer=RequestTracer(tracer)) as running:
         request = await ends.enqueue(
             make_request(trace_parent=CALLER, sampling=SamplingParams(ignore_eos=True))
         )
@@ -117,7 +117,7 @@ async def test_a_request_that_is_cancelled_is_told_once_and_is_no_error(
 async def test_what_its_gateway_does_not_trace_leaves_no_span(
     parent, ends, answers, tracer, collector
 ):
-    async with run_worker(ends, tracer=FlightTracer(tracer)):
+    async with run_worker(ends, tracer=RequestTracer(tracer)):
         await answers.end(await ends.enqueue(make_request(trace_parent=parent)))
     tracer.close()
     assert collector.spans == []

@@ -42,7 +42,7 @@ async def until(condition, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def make_picture(colour: str = "red") -> tuple[bytes, ImageRef]:
+def make_image(colour: str = "red") -> tuple[bytes, ImageRef]:
     buffer = BytesIO()
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
     data = buffer.getvalue()
@@ -67,8 +67,8 @@ async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
     assert [type(e) for e in events[1:-1]] == [Delta] * (len(events) - 2)
 
 
-async def test_a_picture_comes_from_the_store_and_is_decoded_once(ends, answers):
-    data, ref = make_picture()
+async def test_a_image_comes_from_the_store_and_is_decoded_once(ends, answers):
+    data, ref = make_image()
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(ref.sha256, data)], 60)
     async with run_worker(ends) as running:
@@ -82,7 +82,7 @@ async def test_a_picture_comes_from_the_store_and_is_decoded_once(ends, answers)
 
 
 async def test_tenants_share_no_cache_entry(ends, answers):
-    data, ref = make_picture()
+    data, ref = make_image()
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(ref.sha256, data)], 60)
     async with run_worker(ends) as running:
@@ -94,17 +94,17 @@ async def test_tenants_share_no_cache_entry(ends, answers):
 
 
 async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
-    _, missing = make_picture("blue")
-    junk = b"no picture"
+    _, missing = make_image("blue")
+    junk = b"no image"
     broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(broken.sha256, junk)], 60)
-    picture = "messages.[0].content.[0].image_url"
+    image = "messages.[0].content.[0].image_url"
     biased = make_request(sampling=SamplingParams(logit_bias={10**9: 1.0}))
     stopped = make_request(sampling=SamplingParams(stop=("a",) * 99))
     cases = [
-        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE, picture),
-        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE, picture),
+        (make_request(images=(missing,)), ErrorCode.IMAGE_UNAVAILABLE, image),
+        (make_request(images=(broken,)), ErrorCode.INVALID_IMAGE, image),
         (make_request("x" * 20_000), ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages"),
         (biased, ErrorCode.INVALID_REQUEST, None),
         (stopped, ErrorCode.INVALID_REQUEST, None),
@@ -121,9 +121,9 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
     await store.close()
 
 
-async def test_of_several_pictures_the_one_refused_is_named(ends, answers):
-    data, good = make_picture()
-    junk = b"no picture"
+async def test_of_several_images_the_one_refused_is_named(ends, answers):
+    data, good = make_image()
+    junk = b"no image"
     broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(good.sha256, data), (broken.sha256, junk)], 60)
@@ -146,7 +146,7 @@ async def test_a_worker_claims_no_more_than_its_engine_can_run(ends):
             await ends.enqueue()
 
         async def has_two() -> bool:
-            return len(running.worker._flights) == 2
+            return len(running.worker._active_requests) == 2
 
         await until(has_two)
         await asyncio.sleep(0.1)  # more loops than would be needed to claim another
@@ -166,7 +166,7 @@ async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_seco
         await ends.queue.cancel(MODEL, [request.request_id])
 
         async def is_idle() -> bool:
-            return not running.engine.has_work() and len(running.worker._flights) == 0
+            return not running.engine.has_work() and len(running.worker._active_requests) == 0
 
         await until(is_idle, 2 * step_s + 1.0)
         assert running.engine.aborted
@@ -303,7 +303,7 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
             wedged.engine.gate.set()
 
             async def has_let_go() -> bool:
-                return len(wedged.worker._flights) == 0
+                return len(wedged.worker._active_requests) == 0
 
             await until(has_let_go)
     assert len(token_ids(answers.events[request.request_id])) == 200
@@ -355,7 +355,9 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
         await ends.let_lease_run_out(claim)
 
         async def is_parked() -> bool:
-            return suspect.request_id in {f.request_id for f in running.worker._flights.all()}
+            return suspect.request_id in {
+                f.request_id for f in running.worker._active_requests.all()
+            }
 
         await until(is_parked)
         later = await ends.enqueue()

@@ -166,7 +166,7 @@ def show_screen(settings: Settings, model: str, num_workers: int) -> None:
             expand=False,
         )
     )
-    console.print("Ask about a picture from another terminal:\n")
+    console.print("Ask about a image from another terminal:\n")
     console.print(
         sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True
     )
@@ -176,13 +176,13 @@ def show_screen(settings: Settings, model: str, num_workers: int) -> None:
 
 
 def sample_curl(url: str, model: str, needs_key: bool) -> str:
-    """A shell command that asks about the sample picture."""
+    """A shell command that asks about the sample image."""
     key = ' -H "authorization: Bearer $API_KEY"' if needs_key else ""
-    picture = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
+    image = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
     return (
         f"curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d @- <<EOF\n"
         f'{{"model": "{model}", "temperature": 0, "messages": [{{"role": "user", "content": [\n'
-        f'  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,{picture}"}}}},\n'
+        f'  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,{image}"}}}},\n'
         f'  {{"type": "text", "text": "Describe the image."}}]}}]}}\n'
         "EOF"
     )

@@ -1,7 +1,7 @@
-"""Pictures decoded in child processes: what a hostile file does to a decoder, it does to a process without rights.
+"""Images decoded in child processes: what a hostile file does to a decoder, it does to a process without rights.
 
 Called from the threads of `Preprocessor`; each call has a child for itself. A child that dies or takes too long costs
-the one picture, and is replaced; so is one that has decoded many. It must not know requests.
+the one image, and is replaced; so is one that has decoded many. It must not know requests.
 """
 
 import logging
@@ -17,13 +17,13 @@ from engines.image_decoder import CANNOT_DECODE
 from worker.prepare import decoder_child
 from worker.prepare.decoder_child import ANSWER, READY, REQUEST
 
-MAX_PICTURES = 1000  #: of one child's life: what leaks, leaks no further
-TOO_LONG = "The picture takes too long to decode."
+MAX_IMAGES = 1000  #: of one child's life: what leaks, leaks no further
+TOO_LONG = "The image takes too long to decode."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
-_BYTES_PER_PIXEL = 32  #: a decoded picture, its copies with transparency composited, and the answer
+_BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
 _MAX_TEXT_BYTES = 1000
 _START_TIMEOUT_S = 60.0
-_WAITING_RATIO = 3.0  #: whole time of a picture over its CPU time, on a busy machine
+_WAITING_RATIO = 3.0  #: whole time of a image over its CPU time, on a busy machine
 _SOCKET_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Child:
     """One decoding process."""
 
     def __init__(self, max_pixels: int, max_cpu_s: float) -> None:
-        self.num_pictures = 0
+        self.num_images = 0
         self.is_lost = False  #: whether it is of no more use
         self._timeout_s = _WAITING_RATIO * max_cpu_s
         max_bytes = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels
@@ -42,23 +42,21 @@ class Child:
         )
 
     def decode(self, data: bytes, size: tuple[int, int]) -> Image.Image:
-        """An RGB picture. Raises: InvalidImage; EOFError, OSError (timeouts too) if the child is of no more use."""
-        if self.num_pictures == 0:
+        """An RGB image. Raises: InvalidImage; EOFError, OSError (timeouts too) if the child is of no more use."""
+        if self.num_images == 0:
             receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
-        self.num_pictures += 1
+        self.num_images += 1
         until = time.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
         self._socket.sendall(REQUEST.pack(len(data), *size))
         self._socket.sendall(data)
-        is_picture, num_bytes, width, height = ANSWER.unpack(
+        is_image, num_bytes, width, height = ANSWER.unpack(
             receive(self._socket, ANSWER.size, until)
         )
-        if num_bytes > 3 * max(size) ** 2 + 4096 or (
-            is_picture and num_bytes != 3 * width * height
-        ):
+        if num_bytes > 3 * max(size) ** 2 + 4096 or (is_image and num_bytes != 3 * width * height):
             raise EOFError  # no answer of ours
         body = receive(self._socket, num_bytes, until)
-        if not is_picture:
+        if not is_image:
             raise InvalidImage(body.decode(errors="replace"))
         return Image.frombuffer("RGB", (width, height), body, "raw", "RGB", 0, 1)
 
@@ -70,7 +68,7 @@ class Child:
 
 
 class DecoderPool:
-    """As many children as pictures are decoded at a time; they are started when first needed."""
+    """As many children as images are decoded at a time; they are started when first needed."""
 
     def __init__(self, num_processes: int, max_pixels: int, max_cpu_s: float) -> None:
         self._max_pixels = max_pixels
@@ -82,7 +80,7 @@ class DecoderPool:
             self._idle.put(None)
 
     def start(self) -> None:
-        """Start all children now, so that the first picture need not wait for one; this process hides from them."""
+        """Start all children now, so that the first image need not wait for one; this process hides from them."""
         if not can_filter():
             logger.warning(
                 "this kernel filters no system calls: decoders may open files and sockets"
@@ -102,7 +100,7 @@ class DecoderPool:
             child = child or self._start_child()
             return self._decode_in(child, data, size)
         finally:
-            if child is not None and (child.is_lost or child.num_pictures >= MAX_PICTURES):
+            if child is not None and (child.is_lost or child.num_images >= MAX_IMAGES):
                 child = self._replace(child)
             self._idle.put(child)
 
@@ -111,7 +109,7 @@ class DecoderPool:
             return child.decode(data, size)
         except (EOFError, OSError) as error:
             child.is_lost = True
-            logger.warning("a decoder was lost over a picture: %s", type(error).__name__)
+            logger.warning("a decoder was lost over a image: %s", type(error).__name__)
             is_late = isinstance(error, TimeoutError)
             raise InvalidImage(TOO_LONG if is_late else CANNOT_DECODE) from None
 
@@ -131,7 +129,7 @@ class DecoderPool:
             return None
 
     def close(self) -> None:
-        """End all children; pictures in their hands are lost."""
+        """End all children; images in their hands are lost."""
         self._is_closed = True
         for child in list(self._children):
             child.close()

@@ -1,4 +1,4 @@
-"""Pictures as the engine wants them, kept for those that come again; bounded in bytes."""
+"""Images as the engine wants them, kept for those that come again; bounded in bytes."""
 
 import asyncio
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PixelCache:
-    """The pictures used last, by hash. Equal pictures that come at once are made once."""
+    """The images used last, by hash. Equal images that come at once are made once."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -18,7 +18,7 @@ class PixelCache:
     async def get(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
         """The pixels of a hash; `make` gives them and their size where they are not here yet.
 
-        Raises: whatever `make` raises, to everybody who waits for this picture; nothing is kept then.
+        Raises: whatever `make` raises, to everybody who waits for this image; nothing is kept then.
         """
         if image_hash in self._kept:
             self._kept.move_to_end(image_hash)

@@ -1,4 +1,4 @@
-"""From a claim to what the engine takes: fetch pictures, decode, resize, template, tokenize.
+"""From a claim to what the engine takes: fetch images, decode, resize, template, tokenize.
 
 Work runs in threads, those of images and those of text, off the event loop and off the engine's thread; `decode` may
 go to other processes. Tenants, told apart by their cache salts, take turns.
@@ -32,15 +32,15 @@ FETCH_PAUSE_S = 0.2
 
 
 class ImageUnavailable(EngineError):
-    """The bytes of a picture are not in the image store."""
+    """The bytes of a image are not in the image store."""
 
 
-class PictureRefused(EngineError):
-    """What is wrong with one of a request's pictures, and with which (by its index)."""
+class ImageRefused(EngineError):
+    """What is wrong with one of a request's images, and with which (by its index)."""
 
-    def __init__(self, picture: int, cause: EngineError) -> None:
+    def __init__(self, index: int, cause: EngineError) -> None:
         super().__init__(str(cause))
-        self.picture = picture
+        self.index = index
         self.cause = cause
 
 
@@ -92,20 +92,20 @@ class Preprocessor:
         )
 
     async def _image(self, index: int, image: ImageRef, cache_salt: str) -> tuple[str, Any]:
-        """A picture's identity in the caches, and its pixels. Raises: PictureRefused."""
+        """A image's identity in the caches, and its pixels. Raises: ImageRefused."""
         image_hash = salted_hash(image.sha256, cache_salt)
         try:
             pixels = await self._pixels.get(
                 image_hash, lambda: self._make_pixels(image, cache_salt)
             )
         except EngineError as error:
-            raise PictureRefused(index, error) from error
+            raise ImageRefused(index, error) from error
         return image_hash, pixels
 
     async def _make_pixels(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
         data = await self._fetch(image.sha256)
         if len(data) > self._limits.max_image_bytes:
-            raise InvalidImage("a picture has too many bytes")
+            raise InvalidImage("a image has too many bytes")
         check_size(image, self._limits)
         size = (image.width, image.height)
         pixels = await self._image_threads.run(
@@ -114,16 +114,16 @@ class Preprocessor:
         return pixels, getattr(pixels, "nbytes", len(data))
 
     async def _fetch(self, sha256: str) -> bytes:
-        """The bytes of a picture; waits out an outage of Redis. Raises: ImageUnavailable."""
+        """The bytes of a image; waits out an outage of Redis. Raises: ImageUnavailable."""
         while True:
             try:
                 data = await self._images.get(sha256)
                 break
             except RedisError as error:
-                logger.warning("cannot fetch a picture: %s", error)
+                logger.warning("cannot fetch a image: %s", error)
                 await asyncio.sleep(FETCH_PAUSE_S)
         if data is None:
-            raise ImageUnavailable("a picture of the request is no longer stored")
+            raise ImageUnavailable("a image of the request is no longer stored")
         return data
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Preprocessor:
 
 
 def salted_hash(sha256: str, cache_salt: str) -> str:
-    """A picture's identity in the caches: tenants with different salts share nothing."""
+    """A image's identity in the caches: tenants with different salts share nothing."""
     if not cache_salt:
         return sha256
     return hashlib.sha256(f"{cache_salt}\0{sha256}".encode()).hexdigest()
@@ -147,9 +147,7 @@ def check_size(image: ImageRef, limits: LimitSettings) -> None:
         or long * short > limits.max_image_pixels
         or long > short * limits.max_image_aspect
     ):
-        raise InvalidImage(
-            f"A picture of {image.width} x {image.height} is too large or too narrow."
-        )
+        raise InvalidImage(f"A image of {image.width} x {image.height} is too large or too narrow.")
 
 
 def check_limits(request: GenerateRequest, limits: LimitSettings) -> int:
@@ -167,7 +165,7 @@ def check_limits(request: GenerateRequest, limits: LimitSettings) -> int:
     checks = (
         ("messages", len(request.messages), limits.max_messages),
         ("text characters", num_chars, limits.max_text_chars),
-        ("pictures", len(request.images), limits.max_images),
+        ("images", len(request.images), limits.max_images),
         ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
         ("stop strings", len(sampling.stop), limits.max_stop_strings),
         ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),

@@ -66,7 +66,7 @@ class HuggingFace:
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def picture(self) -> float:
+    def image(self) -> float:
         """`get_image_features`."""
         pixels = self._pixels()
         started = time.perf_counter()
@@ -77,14 +77,14 @@ class HuggingFace:
 
     @torch.inference_mode()
     def first_token(self) -> float:
-        """One forward pass with the picture."""
+        """One forward pass with the image."""
         inputs = self._prompts(1)
         started = time.perf_counter()
         self._first(**inputs)
         return time.perf_counter() - started
 
     def repeat(self) -> float:
-        """Nothing is remembered between calls of `generate`: the same as a new picture."""
+        """Nothing is remembered between calls of `generate`: the same as a new image."""
         return self.first_token()
 
     @torch.inference_mode()
@@ -105,7 +105,7 @@ class HuggingFace:
         return next_ids
 
     def _prompts(self, batch_size: int) -> dict[str, Tensor]:
-        """A new picture and text for each."""
+        """A new image and text for each."""
         shape = (batch_size, self._config.tokens_per_image)
         slots = torch.full(shape, self._config.image_token_id, device=self._device)
         text = self._text(NUM_TEXT_TOKENS, batch_size)

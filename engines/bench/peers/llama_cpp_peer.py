@@ -1,6 +1,6 @@
 """llama.cpp as a peer, through the bindings of `llama-cpp-python`: its own batches, caches and kernels.
 
-Run in the peers' environment. Defaults of llama.cpp but for the number of threads; the picture goes through its
+Run in the peers' environment. Defaults of llama.cpp but for the number of threads; the image goes through its
 multimodal library. Batches decode behind copies of one computed context, each sequence its own.
 """
 
@@ -69,12 +69,12 @@ class LlamaCpp:
         """One call, which llama.cpp cuts into its own micro-batches."""
         return self._prefill(self._text(self._num_context))
 
-    def picture(self) -> float:
+    def image(self) -> float:
         """Preprocessing is not in it."""
         return self._tower.encode(self._random)[0]
 
     def first_token(self) -> float:
-        """The picture, its features through the decoder, then the text."""
+        """The image, its features through the decoder, then the text."""
         elapsed, features = self._tower.encode(self._random)
         text = self._text(NUM_TEXT_TOKENS)
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -89,7 +89,7 @@ class LlamaCpp:
 
     def serve(self, batch_size: int, num_steps: int) -> float:
         """Never asked: see `Comparison`."""
-        raise RuntimeError("llama.cpp takes pictures one by one")
+        raise RuntimeError("llama.cpp takes images one by one")
 
     def _prefill(self, token_ids: list[int]) -> float:
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -165,7 +165,7 @@ class _Tower:
             raise RuntimeError("llama.cpp did not load the tower")
 
     def encode(self, source: random.Random) -> tuple[float, np.ndarray]:
-        """Seconds and features of a picture of noise. Shapes: features (P, C)."""
+        """Seconds and features of a image of noise. Shapes: features (P, C)."""
         size = self._config.vision.image_size
         pixels = (ctypes.c_uint8 * (3 * size * size)).from_buffer_copy(
             source.randbytes(3 * size * size)
@@ -178,11 +178,11 @@ class _Tower:
         )
         bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
         if mtmd_cpp.mtmd_tokenize(self._handle, chunks, ctypes.byref(text), bitmaps, 1) != 0:
-            raise RuntimeError("llama.cpp did not take the picture")
+            raise RuntimeError("llama.cpp did not take the image")
         chunk = mtmd_cpp.mtmd_input_chunks_get(chunks, 0)
         started = time.perf_counter()
         if mtmd_cpp.mtmd_encode_chunk(self._handle, chunk) != 0:
-            raise RuntimeError("llama.cpp did not encode the picture")
+            raise RuntimeError("llama.cpp did not encode the image")
         elapsed = time.perf_counter() - started
         shape = (self._config.tokens_per_image, self._config.text.hidden_size)
         features = np.ctypeslib.as_array(mtmd_cpp.mtmd_get_output_embd(self._handle), shape).copy()

@@ -83,19 +83,19 @@ class Ours:
         """One request of one token."""
         return self._run(self._request(self._num_context, 1))
 
-    def picture(self) -> float:
+    def image(self) -> float:
         """As the runner encodes it, cache aside."""
         pixels = self._pixels()[None].to(self._device, self._runner._dtype)
         started = time.perf_counter()
         with torch.inference_mode():
-            self._runner._pictures.encode(pixels)
+            self._runner._images.encode(pixels)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
 
     def first_token(self) -> float:
         """One request of one token."""
-        self._last = self._request(NUM_TEXT_TOKENS, 1, with_picture=True)
+        self._last = self._request(NUM_TEXT_TOKENS, 1, with_image=True)
         return self._run(self._last)
 
     def repeat(self) -> float:
@@ -111,7 +111,7 @@ class Ours:
     def serve(self, batch_size: int, num_steps: int) -> float:
         """All added at once."""
         requests = [
-            self._request(NUM_TEXT_TOKENS, num_steps, with_picture=True) for _ in range(batch_size)
+            self._request(NUM_TEXT_TOKENS, num_steps, with_image=True) for _ in range(batch_size)
         ]
         return self._run(*requests)
 
@@ -124,12 +124,12 @@ class Ours:
                 assert output.error is None, output.error
         return time.perf_counter() - started
 
-    def _request(self, num_text: int, max_tokens: int, with_picture: bool = False) -> EngineRequest:
+    def _request(self, num_text: int, max_tokens: int, with_image: bool = False) -> EngineRequest:
         request_id = self._next_id()
         config = self._config
         ids = torch.randint(3, config.text.vocab_size - 64, (num_text,), generator=self._generator)
         slots, images = [], ()
-        if with_picture:
+        if with_image:
             slots = [config.image_token_id] * config.tokens_per_image
             images = (ImageInput(0, len(slots), request_id, self._pixels()),)
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

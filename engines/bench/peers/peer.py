@@ -7,37 +7,37 @@ count. Knows no system.
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-#: text tokens beside the picture, in `first_token` and in the length of every context
+#: text tokens beside the image, in `first_token` and in the length of every context
 NUM_TEXT_TOKENS = 32
 
-Task = Literal["decode", "prefill", "picture", "first_token", "repeat", "serve"]
+Task = Literal["decode", "prefill", "image", "first_token", "repeat", "serve"]
 
 
 class Peer(Protocol):
     """One model in one precision, loaded and ready."""
 
     def decode(self, batch_size: int, num_steps: int) -> float:
-        """Steps of one token for each sequence, behind contexts of a picture prompt's length."""
+        """Steps of one token for each sequence, behind contexts of a image prompt's length."""
         ...
 
     def prefill(self) -> float:
-        """A new prompt of a picture prompt's length, of text, until its next token is known."""
+        """A new prompt of a image prompt's length, of text, until its next token is known."""
         ...
 
-    def picture(self) -> float:
-        """Tower and projector of one new picture, pixels to features."""
+    def image(self) -> float:
+        """Tower and projector of one new image, pixels to features."""
         ...
 
     def first_token(self) -> float:
-        """A new picture and text, until the first token is known."""
+        """A new image and text, until the first token is known."""
         ...
 
     def repeat(self) -> float:
-        """The last picture and text of `first_token` again."""
+        """The last image and text of `first_token` again."""
         ...
 
     def serve(self, batch_size: int, num_steps: int) -> float:
-        """So many requests at once, each of a new picture and text, until each has so many tokens."""
+        """So many requests at once, each of a new image and text, until each has so many tokens."""
         ...
 
 
@@ -59,7 +59,7 @@ class Workload:
         return {"batch_size": self.batch_size, "num_steps": self.num_steps}
 
     def value(self, seconds: float, num_context: int) -> float:
-        """An answer in the unit. `num_context`: tokens of a picture prompt."""
+        """An answer in the unit. `num_context`: tokens of a image prompt."""
         if self.unit == "ms":
             return seconds * 1e3
         if self.unit == "requests/s":
@@ -75,7 +75,7 @@ WORKLOADS = {
         Workload("decode-4", "decode", "tok/s", 4, 8),
         Workload("decode-16", "decode", "tok/s", 16, 4),
         Workload("prefill", "prefill", "tok/s"),
-        Workload("picture", "picture"),
+        Workload("image", "image"),
         Workload("first-token", "first_token"),
         Workload("repeat", "repeat"),
         Workload("serve-64", "serve", "requests/s", 64, 128),

@@ -1,4 +1,4 @@
-"""Results as pictures: for each workload, a bar for each system.
+"""Results as images: for each workload, a bar for each system.
 
 Used by `run`. Plain SVG, small enough for a repository; knows no processes.
 """

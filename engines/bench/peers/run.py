@@ -59,7 +59,7 @@ class Comparison:
         self.systems = [SystemName.parse(name) for name in options.systems]
         is_for_llama_cpp = options.device == "cpu" and set(options.workloads) <= set(CPU_WORKLOADS)
         if not is_for_llama_cpp and any(s.maker == "llama.cpp" for s in self.systems):
-            message = "llama.cpp computes on the CPU here, and one picture at a time"
+            message = "llama.cpp computes on the CPU here, and one image at a time"
             raise ValueError(f"{message}; leave it out of --systems")
         self.workloads = [WORKLOADS[name] for name in options.workloads]
         self.checkpoint = options.model or _default_checkpoint(options.folder)

@@ -56,13 +56,13 @@ class DecodeGraphs:
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
         # what the last step drew, by its rows; 0 where it drew nothing, which can be embedded too
-        self._drawn = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
+        self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
         self._buffers: dict[int, DecodeBuffers] = {}
         self._graphs: dict[tuple[int, Drawing], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._memory: Any = None  # of torch's allocator, shared by all graphs
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
-        """Whether a step has one new token of each sequence, none of which is a picture's."""
+        """Whether a step has one new token of each sequence, none of which is a image's."""
         return len(items) <= self._sizes[-1] and all(
             item.num_new_tokens == 1 and item.samples and not item.images for item in items
         )
@@ -128,7 +128,7 @@ class DecodeGraphs:
             return decoder.ops.attend_decodes(pool, layer, query, buffers.tables, buffers.lengths)
 
         followed = buffers.followed
-        drawn_before = self._drawn.index_select(0, followed.clamp(min=0))
+        drawn_before = self._sampled.index_select(0, followed.clamp(min=0))
         x = decoder.embed(torch.where(followed < 0, buffers.token_ids, drawn_before))
         hidden = decoder(x, self._rotary, buffers.positions, buffers.slots, pool, attend)
         logits = decoder.logits(hidden)
@@ -136,21 +136,21 @@ class DecodeGraphs:
         best, token_ids = scores.max(dim=-1)
         if drawing is not Drawing.BEST:
             is_limited = drawing is Drawing.LIMITED
-            drawn = draw(scores, buffers.draw_params, limited=is_limited, is_exact=True)
-            token_ids = torch.where(buffers.is_drawn > 0, drawn, token_ids)
+            sampled = draw(scores, buffers.draw_params, limited=is_limited, is_exact=True)
+            token_ids = torch.where(buffers.is_drawn > 0, sampled, token_ids)
         token_ids = token_ids.masked_fill(~best.isfinite(), NO_TOKEN)
-        self._drawn[: len(token_ids)].copy_(token_ids.clamp(min=0))
+        self._sampled[: len(token_ids)].copy_(token_ids.clamp(min=0))
         return logits, token_ids
 
     def _capture(self, size: int, drawing: Drawing) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         buffers = self._buffers[size]
-        drawn_before = self._drawn.clone()
+        drawn_before = self._sampled.clone()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels, and lets libraries take their memory
             self._step(buffers, drawing)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._drawn.copy_(drawn_before)  # for the replay, which is the same step once more
+        self._sampled.copy_(drawn_before)  # for the replay, which is the same step once more
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             logits, token_ids = self._step(buffers, drawing)
@@ -166,7 +166,7 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def _choose_drawing(params: list[SamplingParams]) -> Drawing:
-    drawn = [p for p in params if p.temperature > 0]
-    if any(map(is_limited, drawn)):
+    sampled = [p for p in params if p.temperature > 0]
+    if any(map(is_limited, sampled)):
         return Drawing.LIMITED
-    return Drawing.RANDOM if drawn else Drawing.BEST
+    return Drawing.RANDOM if sampled else Drawing.BEST

@@ -30,7 +30,7 @@ GRAPH, VARLEN = "cuda_graph", "varlen"
 
 
 def is_served(device: torch.device) -> bool:
-    """Whether this is how to compute there. Tests say so of a CPU: what is missing there has its twin."""
+    """Whether this is how to compute there. Tests say so of a CPU: what is missing there has its reference implementation."""
     return device.type == "cuda"
 
 
@@ -55,7 +55,7 @@ class CudaSteps:
         self._decoder = CudaDecoder(decoder, text, ops)
         self._varlen = None if VARLEN in disabled else find_varlen(text, dtype, device)
         self._graphs: DecodeGraphs | None = None
-        # the twin of the attention kernel copies every context, at its longest: a graph of it would not pay
+        # the reference implementation of the attention kernel copies every context, at its longest: a graph of it would not pay
         has_attention = ops.attend_decodes is not DecoderOps().attend_decodes
         if GRAPH not in disabled and (has_attention or device.type == "cpu"):
             self._graphs = DecodeGraphs(
@@ -86,7 +86,7 @@ class CudaSteps:
 def load_kernels(
     text: TextConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> DecoderOps:
-    """Triton's kernels where they are there and right; their twins in torch elsewhere."""
+    """Triton's kernels where they are there and right; their reference implementations in torch elsewhere."""
     if device.type != "cuda":
         return DecoderOps()
     try:

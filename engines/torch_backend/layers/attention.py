@@ -2,7 +2,7 @@
 
 Used by the runner, which plans a step once (`plan_attention`) and hands the decoder a function of this module
 for all its layers. `paged_attention` is the fast way; `paged_attention_by_sequence` says the same in the
-plainest form, and tests hold the two together. Neither knows requests, pictures or sampling.
+plainest form, and tests hold the two together. Neither knows requests, images or sampling.
 
 The plan's order: sequences with one new token come first and are computed together, over a table of blocks
 padded to the longest; longer runs follow, one by one. Within one sequence:

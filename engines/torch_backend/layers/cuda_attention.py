@@ -1,6 +1,6 @@
 """A step's attention on a GPU: sequences with one new token by the decode kernel, longer runs by varlen attention.
 
-Made by the runner for each step that no graph replays. Its slow twin is `attention.paged_attention_by_sequence`.
+Made by the runner for each step that no graph replays. Its reference implementation is `attention.paged_attention_by_sequence`.
 
 Shape letters: N new tokens, H query heads, K key/value heads, D head width.
 """

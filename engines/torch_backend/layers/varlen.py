@@ -1,7 +1,7 @@
 """Flash attention over runs of different lengths in one call, where torch has it and it is right.
 
 Used by `cuda_attention`. `torch.nn.attention.varlen` is young: 2.11 has no grouped heads, and what it takes may
-change; so it is tried at the start, on runs that begin at position 0 and runs that go on. Its twin is
+change; so it is tried at the start, on runs that begin at position 0 and runs that go on. Its reference implementation is
 `attention.attend_runs`, run by run.
 
 Shape letters: R runs, N new tokens of all, T tokens of all contexts, H query heads, K key/value heads, D head width.

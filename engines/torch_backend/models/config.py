@@ -24,7 +24,7 @@ class VisionConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of one picture, without the class token."""
+        """Patches of one image, without the class token."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -76,5 +76,5 @@ class VLMConfig:
 
     @property
     def tokens_per_image(self) -> int:
-        """Picture slots of one picture in the prompt."""
+        """Image slots of one image in the prompt."""
         return self.vision.num_patches + (self.vision_feature_select_strategy == "full")

@@ -1,9 +1,9 @@
-"""Pictures on their way through tower and projector, in parts: beside running streams nobody waits for a whole one.
+"""Images on their way through tower and projector, in parts: beside running streams nobody waits for a whole one.
 
-Used by the picture encoder. What a part is computed by are `PictureMaps`: of a loaded model, the plain ones here, its
-slow twin. It must not know caches or clocks.
+Used by the image encoder. What a part is computed by are `ImageMaps`: of a loaded model, the plain ones here, its
+reference implementation. It must not know caches or clocks.
 
-Shape letters: B pictures, T tokens of a picture, t of them in a part, P patches, C channels.
+Shape letters: B images, T tokens of a image, t of them in a part, P patches, C channels.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,7 +17,7 @@ from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.vision import VisionTower, mix_values, split_heads
 
 
-class BlockMaps(Protocol):
+class BlockOps(Protocol):
     """What a block of the tower does: to each token by itself, but for `mix`."""
 
     def project(self, x: Tensor) -> Tensor:
@@ -61,23 +61,23 @@ class PlainBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureMaps:
-    """What a picture goes through. `blocks` are the tower's, in order."""
+class VisionOps:
+    """What a image goes through. `blocks` are the tower's, in order."""
 
     tower: VisionTower
-    blocks: Sequence[BlockMaps]
+    blocks: Sequence[BlockOps]
     projector: Callable[[Tensor], Tensor]
 
 
-def plain_maps(model: Llava) -> PictureMaps:
+def reference_ops(model: Llava) -> VisionOps:
     """The model's modules."""
     tower = model.vision_tower
     blocks = [PlainBlock(block) for _, block in tower.blocks]
-    return PictureMaps(tower, blocks, model.multi_modal_projector)
+    return VisionOps(tower, blocks, model.multi_modal_projector)
 
 
-def encode(maps: PictureMaps, pixels: Tensor) -> Tensor:
-    """Pictures at once. Shapes: (B, 3, size, size); returns (B, P, C)."""
+def encode(maps: VisionOps, pixels: Tensor) -> Tensor:
+    """Images at once. Shapes: (B, 3, size, size); returns (B, P, C)."""
     run = EncodingRun(maps, pixels, maps.tower.num_tokens)
     while not run.is_done:
         run.advance()
@@ -87,7 +87,7 @@ def encode(maps: PictureMaps, pixels: Tensor) -> Tensor:
 class EncodingRun:
     """`advance` until it `is_done`; then `features` are there. A part is one product of so many tokens."""
 
-    def __init__(self, maps: PictureMaps, pixels: Tensor, tokens_per_part: int) -> None:
+    def __init__(self, maps: VisionOps, pixels: Tensor, tokens_per_part: int) -> None:
         """Shapes: pixels (B, 3, size, size)."""
         self.is_done = False
         self.features = torch.empty(0)  #: (B, P, C) in the end
@@ -118,7 +118,7 @@ class EncodingRun:
             projected.append(self._maps.projector(piece))
         self.features = _joined(projected).to(pixels.dtype)
 
-    def _attend(self, block: BlockMaps, x: Tensor) -> Generator[None, None, Tensor]:
+    def _attend(self, block: BlockOps, x: Tensor) -> Generator[None, None, Tensor]:
         """A block's attention. Shapes: (B, T, C), kept."""
         pieces = x.split(self._size, dim=1)
         projected = []
@@ -132,7 +132,7 @@ class EncodingRun:
             outputs.append(block.add_mixed(piece, block.mix(part, keys, values)))
         return _joined(outputs)
 
-    def _feed(self, block: BlockMaps, x: Tensor) -> Generator[None, None, Tensor]:
+    def _feed(self, block: BlockOps, x: Tensor) -> Generator[None, None, Tensor]:
         """A block's feed-forward part. Shapes: (B, T, C), kept."""
         outputs = []
         for piece in x.split(self._size, dim=1):

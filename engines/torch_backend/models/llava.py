@@ -1,4 +1,4 @@
-"""LLaVA: pictures are encoded, projected, and put into their slots among the token embeddings.
+"""LLaVA: images are encoded, projected, and put into their slots among the token embeddings.
 
 Used by the runner; the loader calls `map_state_dict`. It must not know caches, batches or requests.
 
@@ -6,7 +6,7 @@ Parameter names are those of the published `llava-hf` files (`language_model.mod
 `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), but for the vision tower's, which are
 open_clip's, under `vision_tower.clip`.
 
-Shape letters: N tokens, B pictures, P tokens of a picture, C decoder width.
+Shape letters: N tokens, B images, P tokens of a image, C decoder width.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from engines.torch_backend.models.vision import VisionTower, map_vision_weights,
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSlots:
-    """A run of picture slots among the tokens of a step, and the features that fill it."""
+class ImageSlots:
+    """A run of image slots among the tokens of a step, and the features that fill it."""
 
     start: int
     features: Tensor  #: (number of slots, C)
@@ -42,15 +42,15 @@ class Llava(nn.Module):
         self.language_model = Llama(config.text)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """What the decoder sees of pictures. Shapes: (B, 3, size, size); returns (B, P, C)."""
+        """What the decoder sees of images. Shapes: (B, 3, size, size); returns (B, P, C)."""
         return self.multi_modal_projector(self.vision_tower(pixels))
 
-    def embed(self, token_ids: Tensor, pictures: list[PictureSlots]) -> Tensor:
-        """Token embeddings, with picture features in their slots. Shapes: (N,); returns (N, C)."""
+    def embed(self, token_ids: Tensor, images: list[ImageSlots]) -> Tensor:
+        """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
         embeddings = self.language_model.embed(token_ids)
-        for picture in pictures:
-            stop = picture.start + picture.features.shape[0]
-            embeddings[picture.start : stop] = picture.features
+        for image in images:
+            stop = image.start + image.features.shape[0]
+            embeddings[image.start : stop] = image.features
         return embeddings
 
 

@@ -1,4 +1,4 @@
-"""From picture features to the decoder's embedding space. Knows nothing of either side but their widths."""
+"""From image features to the decoder's embedding space. Knows nothing of either side but their widths."""
 
 from torch import Tensor, nn
 

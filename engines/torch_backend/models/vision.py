@@ -1,9 +1,9 @@
-"""The picture encoder: open_clip's vision transformer with Hugging Face CLIP weights mapped onto it.
+"""The image encoder: open_clip's vision transformer with Hugging Face CLIP weights mapped onto it.
 
-Used by `llava`. It knows pictures as normalised pixels and gives hidden states; it must not know prompts,
+Used by `llava`. It knows images as normalised pixels and gives hidden states; it must not know prompts,
 caches or batches of requests. Only the layers up to the last one that is read are built.
 
-Shape letters: B pictures, P patches, T = P + 1 tokens (the class token first), C channels.
+Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """
 
 import re
@@ -88,7 +88,7 @@ class VisionTower(nn.Module):
         self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
         self.with_class_token = with_class_token
         self.num_heads = config.num_heads
-        self.num_tokens = config.num_patches + 1  #: of a picture, T
+        self.num_tokens = config.num_patches + 1  #: of a image, T
         self.clip = VisionTransformer(
             image_size=config.image_size,
             patch_size=config.patch_size,
@@ -103,7 +103,7 @@ class VisionTower(nn.Module):
         )
         for _, block in self.blocks:
             block.attn = TowerAttention(config.hidden_size, config.num_heads)
-        # what follows the last layer serves CLIP's own picture-text score
+        # what follows the last layer serves CLIP's own image-text score
         self.clip.ln_post = nn.Identity()
         self.clip.proj = None
 

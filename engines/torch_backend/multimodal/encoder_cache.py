@@ -1,4 +1,4 @@
-"""Projected picture features by picture, so that a picture seen again is not encoded again.
+"""Projected image features by image, so that a image seen again is not encoded again.
 
 Owned by the runner. It must not know how features are made. Entries that a running request still reads are
 pinned and stay whatever the limit says; the others leave in the order of their last use. Units: bytes.
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-#: (tenant's salt, picture hash): what one tenant showed does not make another's answer faster
-PictureKey = tuple[str, str]
+#: (tenant's salt, image hash): what one tenant showed does not make another's answer faster
+ImageKey = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -24,43 +24,43 @@ class EncoderCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[PictureKey, _Entry] = OrderedDict()
-        self._pinned: dict[str, set[PictureKey]] = {}  # by request
+        self._entries: OrderedDict[ImageKey, _Entry] = OrderedDict()
+        self._pinned: dict[str, set[ImageKey]] = {}  # by request
         self.num_bytes = 0
         self.num_queries = 0
         self.num_hits = 0
 
-    def __contains__(self, key: PictureKey) -> bool:
+    def __contains__(self, key: ImageKey) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def is_pinned_by(self, request_id: str, key: PictureKey) -> bool:
-        """Whether a request holds a picture."""
+    def is_pinned_by(self, request_id: str, key: ImageKey) -> bool:
+        """Whether a request holds a image."""
         return key in self._pinned.get(request_id, ())
 
     def count_query(self, *, hit: bool) -> None:
-        """Note that a request asked for a picture, and whether encoding it was spared."""
+        """Note that a request asked for a image, and whether encoding it was spared."""
         self.num_queries += 1
         self.num_hits += hit
 
-    def put(self, key: PictureKey, features: Tensor) -> None:
+    def put(self, key: ImageKey, features: Tensor) -> None:
         """Keep features. The entry must be pinned before anything else may displace it."""
         assert key not in self._entries
         self._entries[key] = _Entry(features)
         self.num_bytes += features.nbytes
 
-    def pin(self, request_id: str, key: PictureKey) -> Tensor:
-        """The features of a picture, held for a request. Raises: KeyError if they are not here."""
+    def pin(self, request_id: str, key: ImageKey) -> Tensor:
+        """The features of a image, held for a request. Raises: KeyError if they are not here."""
         entry = self._entries[key]
         self._entries.move_to_end(key)
         entry.readers.add(request_id)
         self._pinned.setdefault(request_id, set()).add(key)
         return entry.features
 
-    def unpin(self, request_id: str, key: PictureKey) -> None:
-        """The request has read all of a picture. Idempotent."""
+    def unpin(self, request_id: str, key: ImageKey) -> None:
+        """The request has read all of a image. Idempotent."""
         keys = self._pinned.get(request_id, set())
         keys.discard(key)
         if not keys:
@@ -75,12 +75,12 @@ class EncoderCache:
             self.unpin(request_id, key)
 
     def clear(self) -> None:
-        """Forget every picture and all counts."""
+        """Forget every image and all counts."""
         self.__init__(self._max_bytes)
 
     def check_integrity(self) -> None:
         """Compare both books with each other, and the bytes with the tensors. Raises: AssertionError."""
-        readers: dict[str, set[PictureKey]] = {}
+        readers: dict[str, set[ImageKey]] = {}
         for key, entry in self._entries.items():
             for request_id in entry.readers:
                 readers.setdefault(request_id, set()).add(key)

@@ -1,8 +1,8 @@
-"""The pictures of a step: which must be encoded, and where their features go.
+"""The images of a step: which must be encoded, and where their features go.
 
-Used by the runner. It encodes the missing pictures of all requests together, keeps features for later in an
+Used by the runner. It encodes the missing images of all requests together, keeps features for later in an
 `EncoderCache`, and must not know the decoder's caches, sampling or logits. Beside running streams it encodes one
-picture after another, each in parts, when it is told how long a part may take.
+image after another, each in parts, when it is told how long a part may take.
 """
 
 import time
@@ -14,19 +14,19 @@ from torch import Tensor
 from engines.base import ImageInput, SequenceFailure
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.layers.attention import Span
-from engines.torch_backend.models.encoding_run import EncodingRun, encode, plain_maps
-from engines.torch_backend.models.llava import Llava, PictureSlots
-from engines.torch_backend.multimodal.encoder_cache import EncoderCache, PictureKey
+from engines.torch_backend.models.encoding_run import EncodingRun, encode, reference_ops
+from engines.torch_backend.models.llava import ImageSlots, Llava
+from engines.torch_backend.multimodal.encoder_cache import EncoderCache, ImageKey
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
-from engines.torch_backend.ops.cpu.tower import cpu_maps
+from engines.torch_backend.ops.cpu.tower import cpu_ops
 from shared.protocol import Priority
 
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
 TOKENS_PER_PART = 150
 
 
-class PictureEncoder:
-    """Vision tower and projector behind a cache. At most `max_batch` pictures go through them at once."""
+class ImageEncoder:
+    """Vision tower and projector behind a cache. At most `max_batch` images go through them at once."""
 
     def __init__(
         self,
@@ -40,25 +40,25 @@ class PictureEncoder:
         """`kernels` compute tower and projector where there are some."""
         self.cache = cache
         self._model = model
-        self._maps = plain_maps(model) if kernels is None else cpu_maps(model, kernels, dtype)
+        self._maps = reference_ops(model) if kernels is None else cpu_ops(model, kernels, dtype)
         self._has_kernels = kernels is not None
         self._max_batch = max_batch
         self._device = device
         self._dtype = dtype
         self.seconds_beside_streams: float | None = None
-        self._begun: tuple[PictureKey, EncodingRun] | None = None
+        self._begun: tuple[ImageKey, EncodingRun] | None = None
 
     def encode_missing(
         self, items: list[ScheduledSequence]
     ) -> tuple[float, frozenset[str], frozenset[str]]:
-        """Encode the pictures that a step reads and the cache does not hold.
+        """Encode the images that a step reads and the cache does not hold.
 
-        Returns seconds spent, the requests that must wait for the next step, as their pictures took the time that
-        their tokens would take, and which of these have pictures that are not there yet. Every picture that is there
+        Returns seconds spent, the requests that must wait for the next step, as their images took the time that
+        their tokens would take, and which of these have images that are not there yet. Every image that is there
         is pinned for its request afterwards. Raises: SequenceFailure.
         """
-        missing: dict[PictureKey, ImageInput] = {}
-        wanted: list[tuple[str, PictureKey, bool]] = []
+        missing: dict[ImageKey, ImageInput] = {}
+        wanted: list[tuple[str, ImageKey, bool]] = []
         for item in items:
             for image in item.images:
                 key = _key(item.sequence, image)
@@ -86,13 +86,13 @@ class PictureEncoder:
         return vision_s, deferred, unready
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pictures at once, cache aside. Shapes: (B, 3, size, size); returns (B, P, C)."""
+        """Images at once, cache aside. Shapes: (B, 3, size, size); returns (B, P, C)."""
         return (
             encode(self._maps, pixels) if self._has_kernels else self._model.encode_images(pixels)
         )
 
-    def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[PictureSlots]:
-        """Where in the flat batch which features belong; a chunk may hold a part of a picture."""
+    def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
+        """Where in the flat batch which features belong; a chunk may hold a part of a image."""
         slots = []
         for item, span in zip(items, spans, strict=True):
             for image in item.images:
@@ -100,7 +100,7 @@ class PictureEncoder:
                 first = max(image.offset, span.num_computed)
                 last = min(image.offset + image.num_tokens, span.num_context)
                 slots.append(
-                    PictureSlots(
+                    ImageSlots(
                         start=span.start + first - span.num_computed,
                         features=features[first - image.offset : last - image.offset],
                     )
@@ -108,7 +108,7 @@ class PictureEncoder:
         return slots
 
     def let_go(self, items: list[ScheduledSequence]) -> None:
-        """Unpin the pictures whose last slot a step has computed."""
+        """Unpin the images whose last slot a step has computed."""
         for item in items:
             for image in item.images:
                 if image.offset + image.num_tokens <= item.end:
@@ -119,28 +119,26 @@ class PictureEncoder:
         size = config.vision.image_size
         is_fit = tuple(image.pixels.shape) == (3, size, size)
         if not is_fit or image.num_tokens != config.tokens_per_image:
-            raise SequenceFailure(sequence.request_id, "A picture was not prepared for this model.")
+            raise SequenceFailure(sequence.request_id, "A image was not prepared for this model.")
 
-    def _encode(self, missing: dict[PictureKey, ImageInput], is_limited: bool) -> Set[PictureKey]:
+    def _encode(self, missing: dict[ImageKey, ImageInput], is_limited: bool) -> Set[ImageKey]:
         """Encode what there is time for; returns what is not there yet."""
         if missing and is_limited:
             done = self._work_on_one(missing, self.seconds_beside_streams or 0.0)
             return missing.keys() - {done}
-        pictures = list(missing.items())
-        for start in range(0, len(pictures), self._max_batch):
-            part = pictures[start : start + self._max_batch]
+        encoded_images = list(missing.items())
+        for start in range(0, len(encoded_images), self._max_batch):
+            part = encoded_images[start : start + self._max_batch]
             features = self.encode(self._pixels([image for _, image in part]))
-            for (key, _), picture in zip(part, features, strict=True):
-                # a copy of its own, so that evicting one picture frees its memory
-                self.cache.put(key, picture.clone())
+            for (key, _), encoded_image in zip(part, features, strict=True):
+                # a copy of its own, so that evicting one image frees its memory
+                self.cache.put(key, encoded_image.clone())
         if missing and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else the time would count as prefill
         return frozenset()
 
-    def _work_on_one(
-        self, missing: dict[PictureKey, ImageInput], seconds: float
-    ) -> PictureKey | None:
-        """Go on with the picture that was begun, if it is still wanted; returns the one that is done with."""
+    def _work_on_one(self, missing: dict[ImageKey, ImageInput], seconds: float) -> ImageKey | None:
+        """Go on with the image that was begun, if it is still wanted; returns the one that is done with."""
         if self._begun is None or self._begun[0] not in missing:
             key, image = next(iter(missing.items()))
             run = EncodingRun(self._maps, self._pixels([image]), TOKENS_PER_PART)
@@ -171,5 +169,5 @@ def _is_stream(item: ScheduledSequence) -> bool:
     return is_interactive and item.num_new_tokens == 1 and item.samples
 
 
-def _key(sequence: Sequence, image: ImageInput) -> PictureKey:
+def _key(sequence: Sequence, image: ImageInput) -> ImageKey:
     return sequence.cache_salt, image.image_hash

@@ -1,4 +1,4 @@
-"""Picture bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
+"""Image bytes to pixels, exactly as transformers' CLIPImageProcessor (PIL) makes them.
 
 Called from a pool of threads. It must not know torch. Pixels are numpy (3, H, W) float32.
 """
@@ -15,7 +15,7 @@ from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import MAX_IMAGE_SIZE
 
-#: A longer resized picture is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
+#: A longer resized image is never made whole: 16 MB in RGB, a side ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
 _FILTER_REACH = 4  # source pixels on either side: Lanczos, the widest filter, reads 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -73,7 +73,7 @@ class ImageProcessor:
         expected_size: tuple[int, int] | None = None,
         decode: Decode = decode_image,
     ) -> np.ndarray:
-        """Decode a picture and make its pixels. Shapes: returns (3, H, W) float32.
+        """Decode a image and make its pixels. Shapes: returns (3, H, W) float32.
 
         `expected_size` is the (width, height) that was admitted. Raises: InvalidImage.
         """
@@ -84,7 +84,7 @@ class ImageProcessor:
         return self._normalize(pixels)
 
     def _resize(self, image: Image.Image) -> Image.Image:
-        """The part of the resized picture that the crop keeps; smaller than the crop only to be padded."""
+        """The part of the resized image that the crop keeps; smaller than the crop only to be padded."""
         height, width = self._target_size(image)
         crop_height, crop_width = self.crop_to or (height, width)
         left, right = _middle(width, crop_width)
@@ -138,7 +138,7 @@ def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, 
 
 
 def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Black around a picture up to a size, an odd pixel in front. Shapes: (3, H, W), (3, *size)."""
+    """Black around a image up to a size, an odd pixel in front. Shapes: (3, H, W), (3, *size)."""
     height, width = pixels.shape[1:]
     if (height, width) == size:
         return pixels

@@ -1,4 +1,4 @@
-"""What stands before the engine: picture bytes to pixels, messages to prompts.
+"""What stands before the engine: image bytes to pixels, messages to prompts.
 
 Made by the loader, called by the worker's pool. Thread-safe: nothing in it changes. It must not know the queue.
 """
@@ -38,7 +38,7 @@ class TorchProcessor:
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
     ) -> np.ndarray:
-        """Decode and resize one picture. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
+        """Decode and resize one image. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
         return self._image_processor.process(data, expected_size, decode)
 
     def build_prompt(

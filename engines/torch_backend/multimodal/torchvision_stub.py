@@ -2,7 +2,7 @@
 
 `pip install torchvision` on Linux brings the CUDA build, whose library needs CUDA's own. Beside a CPU build of
 torch it does not load; torchvision tolerates that, but then describes two operators that nobody declared, and
-its import fails, and with it the import of open_clip and of transformers' picture processors. This system
+its import fails, and with it the import of open_clip and of transformers' image processors. This system
 calls none of these operators, so that declaring them is enough. It must run before anything imports
 torchvision, hence from this package's `__init__`. Where the library loads, nothing is changed.
 """

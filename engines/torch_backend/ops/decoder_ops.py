@@ -1,6 +1,6 @@
 """What happens between the matrix products of a decoder layer, in plain torch.
 
-Used by `fused_decoder`. These are the twins that every GPU kernel is compared with, and what serves where a
+Used by `fused_decoder`. These are the reference implementations that every GPU kernel is compared with, and what serves where a
 kernel is missing, wrong or switched off. Nothing here waits for the device or looks at a number on the host, so
 that a CUDA graph can hold all of it.
 

@@ -37,11 +37,11 @@ def sample(
     scores = _adjust(logits, sequences)
     best, token_ids = scores.max(dim=-1)
     _check_finite(best, sequences)
-    drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        params = [sequences[row].sampling for row in drawn]
-        token_ids[rows] = _draw(scores[rows], params, [positions[row] for row in drawn])
+    sampled = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    if sampled:
+        rows = torch.tensor(sampled, device=logits.device)
+        params = [sequences[row].sampling for row in sampled]
+        token_ids[rows] = _draw(scores[rows], params, [positions[row] for row in sampled])
     choices = [TokenChoice(token_id) for token_id in token_ids.tolist()]
     _add_logprobs(choices, logits, sequences)
     return choices

@@ -1,4 +1,4 @@
-"""The messages of a chat request as structs: turns, their texts and their pictures.
+"""The messages of a chat request as structs: turns, their texts and their images.
 
 Strict: an unknown field is an error. It must not know the rest of a request.
 
@@ -38,13 +38,13 @@ class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
-    """Hints on a picture that change no answer: each model has its own resolution."""
+    """Hints on a image that change no answer: each model has its own resolution."""
 
     detail: Detail = "auto"
 
 
 class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
-    """Where a picture is: a `data:` URL, or an http(s) one where the operator allows it."""
+    """Where a image is: a `data:` URL, or an http(s) one where the operator allows it."""
 
     url: str
 
@@ -63,7 +63,7 @@ class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type"
 
 
 class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
-    """A picture; many clients send the URL bare."""
+    """A image; many clients send the URL bare."""
 
     image_url: ImageUrl | str
 
@@ -79,7 +79,7 @@ class InputTextContent(
 class InputImageContent(
     IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
 ):
-    """A picture as the Responses API spells it."""
+    """A image as the Responses API spells it."""
 
     image_url: str
     detail: Detail = "auto"

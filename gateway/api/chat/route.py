@@ -30,7 +30,7 @@ from gateway.calls.resume import StreamRecord, Streams, detach, fingerprint, las
 from gateway.calls.timings import StageClock
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.context import RequestContext, context_of
-from gateway.http.deferred import Afterwards
+from gateway.http.deferred import DeferredTasks
 from gateway.http.errors import ApiError, Overloaded, unavailable, unexpected
 from gateway.http.exchange import ClientGone, Exchange
 from shared.protocol import ModelCard
@@ -70,7 +70,7 @@ class ChatCompletions:
         intake: Intake,
         streams: Streams,
         metrics: GatewayMetrics,
-        afterwards: Afterwards,
+        deferred_tasks: DeferredTasks,
         tracer: "Tracer | None",
         system_fingerprint: str,
     ) -> None:
@@ -79,7 +79,7 @@ class ChatCompletions:
         self.intake = intake
         self.streams = streams
         self.metrics = metrics
-        self.afterwards = afterwards
+        self.deferred_tasks = deferred_tasks
         self.tracer = tracer
         self.system_fingerprint = system_fingerprint
 
@@ -108,7 +108,7 @@ class ChatCompletions:
         run.clock.stop()
         if run.trace is not None:
             run.trace.end(run.model, outcome, exchange.status, run.clock, run.recorder)
-        self.afterwards.add(partial(_account, run, context, outcome, exchange.status))
+        self.deferred_tasks.add(partial(_account, run, context, outcome, exchange.status))
 
     def _outcome(self, error: ApiError | None) -> str | None:
         if isinstance(error, Overloaded):
@@ -118,7 +118,7 @@ class ChatCompletions:
 
     async def _serve(self, run: ChatRun, exchange: Exchange, context: RequestContext) -> None:
         options, generation = await self._take_in(run, exchange, context)
-        self.afterwards.run()  # of earlier requests, while a worker is busy with this one
+        self.deferred_tasks.run()  # of earlier requests, while a worker is busy with this one
         watcher = asyncio.create_task(close_when_gone(exchange, generation))
         run.is_follower = generation.is_follower
         recorder = AnswerRecorder(
@@ -151,7 +151,7 @@ class ChatCompletions:
     async def _take_in(
         self, run: ChatRun, exchange: Exchange, context: RequestContext
     ) -> tuple[ReplyOptions, Generation]:
-        """Read and queue the request. Its body, pictures and all, is let go of before the answer begins."""
+        """Read and queue the request. Its body, images and all, is let go of before the answer begins."""
         with self.admission.hold_body() as held:
             request = await self.intake.read(exchange, context, held)
             run.model = self.intake.label(request.model)

@@ -1,4 +1,4 @@
-"""From the OpenAI request to the fleet's own, as pure functions: no clock, no network, no pictures' bytes.
+"""From the OpenAI request to the fleet's own, as pure functions: no clock, no network, no images' bytes.
 
 Every quantity that a client controls is held against `LimitSettings` here, and every parameter becomes an exact
 `SamplingParams` value or an error that names it.
@@ -45,7 +45,7 @@ _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsi
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages as the worker wants them, and the pictures in the order of their indexes."""
+    """The messages as the worker wants them, and the images in the order of their indexes."""
 
     messages: list[ChatMessage] = field(default_factory=list)
     sources: list[ImageSource] = field(default_factory=list)
@@ -60,7 +60,7 @@ def check_supported(request: ChatCompletionRequest) -> None:
 
 
 def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
-    """The conversation, with pictures told apart from text. Raises: InvalidRequest."""
+    """The conversation, with images told apart from text. Raises: InvalidRequest."""
     if len(messages) > limits.max_messages:
         raise _invalid("messages", f"at most {limits.max_messages} messages")
     conversation = Conversation()
@@ -103,7 +103,7 @@ def _add_part(
         return TextPart(part.text)
     param += ".image_url"
     if role != "user":
-        raise _invalid(param, "pictures belong into the user's messages")
+        raise _invalid(param, "images belong into the user's messages")
     if len(conversation.sources) >= limits.max_images:
         raise _invalid(param, f"at most {limits.max_images} images", code="too_many_images")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url

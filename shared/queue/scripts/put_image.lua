@@ -1,7 +1,7 @@
--- Keep a picture for a request, at least that long.
+-- Keep a image for a request, at least that long.
 -- KEYS: image, holders    ARGV: ttl_ms, holder, bytes ('' to keep only what is there)
--- Holders are the requests that need the picture, each with the time until when at most.
--- Returns 1 if the picture is there now, 0 if its bytes are needed.
+-- Holders are the requests that need the image, each with the time until when at most.
+-- Returns 1 if the image is there now, 0 if its bytes are needed.
 local image, holders, ttl_ms = KEYS[1], KEYS[2], tonumber(ARGV[1])
 local left_ms = redis.call('PTTL', image)
 if left_ms == -2 then

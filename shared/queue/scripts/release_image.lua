@@ -1,6 +1,6 @@
--- A request needs a picture no longer: keep it as long as another does, or a short while if none does.
+-- A request needs a image no longer: keep it as long as another does, or a short while if none does.
 -- KEYS: image, holders    ARGV: holder, linger_ms
--- Returns the milliseconds that the picture has left.
+-- Returns the milliseconds that the image has left.
 local image, holders = KEYS[1], KEYS[2]
 redis.call('ZREM', holders, ARGV[1])
 local time = redis.call('TIME')

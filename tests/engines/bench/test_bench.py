@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from engines.bench.cost import ModelCost, Work, picture_flops
+from engines.bench.cost import ModelCost, Work, image_flops
 from engines.bench.machine import Machine
 from engines.bench.measure import Late, Run
 from engines.bench.report import to_row
@@ -31,11 +31,11 @@ def count_operations() -> Iterator[FlopCounterMode]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"vision_feature_layers": (-1, -2)}])
-def test_operations_of_a_picture_are_those_that_torch_counts(changes):
+def test_operations_of_a_image_are_those_that_torch_counts(changes):
     pair = make_model_pair(make_vlm_config(**changes))
     with count_operations() as counter, torch.no_grad():
         pair.ours.encode_images(make_pixels(0)[None])
-    assert counter.get_total_flops() == picture_flops(pair.config)
+    assert counter.get_total_flops() == image_flops(pair.config)
 
 
 def test_operations_of_a_decode_step_are_those_that_torch_counts():
@@ -48,7 +48,7 @@ def test_operations_of_a_decode_step_are_those_that_torch_counts():
     batch = Batch([ScheduledSequence(sequence, 1)])
     with count_operations() as counter:
         runner.run(batch)
-    work = ModelCost(pair.ours, torch.float32).step(batch, num_pictures=0)
+    work = ModelCost(pair.ours, torch.float32).step(batch, num_images=0)
     assert counter.get_total_flops() == work.num_flops
 
 
@@ -100,7 +100,7 @@ def test_every_cell_is_measured_and_printed_as_json(tiny, capsys):
     run(options, as_json=True)
     report = json.loads(capsys.readouterr().out)
     cells = [(row["scenario"], row["batch_size"]) for row in report["rows"]]
-    names = ("decode", "prefill", "picture", "repeat", "mixed")
+    names = ("decode", "prefill", "image", "repeat", "mixed")
     assert cells == [(name, size) for name in names for size in (1, 3)]
     assert report["machine"]["bytes_per_s"] > 0
     for row in report["rows"]:

@@ -56,7 +56,7 @@ def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
     assert seen == [[(length, 1)] * 4 for length in (47, 48, 49)]
 
 
-def test_requests_with_pictures_are_served_together(tiny):
+def test_requests_with_images_are_served_together(tiny):
     ours = Ours(tiny, "float32", 1, max_batch_size=3)
     assert ours.serve(batch_size=3, num_steps=4) > 0
     stats = ours._engine.stats()
@@ -65,7 +65,7 @@ def test_requests_with_pictures_are_served_together(tiny):
     assert HuggingFace(tiny, "float32", "", 1).serve(batch_size=3, num_steps=4) > 0
 
 
-def test_a_repeated_picture_is_found_and_a_new_one_is_not(tiny):
+def test_a_repeated_image_is_found_and_a_new_one_is_not(tiny):
     ours = Ours(tiny, "float32", 1, max_batch_size=1)
     ours.first_token()
     ours.first_token()
@@ -78,7 +78,7 @@ def test_a_repeated_picture_is_found_and_a_new_one_is_not(tiny):
 def test_values_are_tokens_of_all_sequences_or_milliseconds():
     assert WORKLOADS["decode-4"].value(2.0, 608) == 4 * 8 / 2
     assert WORKLOADS["prefill"].value(2.0, 608) == 304
-    assert WORKLOADS["picture"].value(2.0, 608) == 2000
+    assert WORKLOADS["image"].value(2.0, 608) == 2000
     assert WORKLOADS["serve-64"].value(2.0, 608) == 32
 
 
@@ -107,16 +107,16 @@ def test_ratios_are_speeds_over_the_best_of_the_others():
     results.add(
         [
             make_result("ours:bfloat16", "decode-1", 20.0),
-            make_result("ours:bfloat16", "picture", 100.0),
+            make_result("ours:bfloat16", "image", 100.0),
             make_result("transformers:float32", "decode-1", 4.0),
             make_result("transformers:bfloat16", "decode-1", 5.0, 10.0, 15.0),
-            make_result("transformers:float32", "picture", 300.0),
-            make_result("transformers:bfloat16", "picture", 250.0),
-            make_result("llama.cpp:BF16", "picture", 50.0),
+            make_result("transformers:float32", "image", 300.0),
+            make_result("transformers:bfloat16", "image", 250.0),
+            make_result("llama.cpp:BF16", "image", 50.0),
             make_result("llama.cpp:Q8_0", "decode-1", 1.0),
         ]
     )
-    assert compare(results, ["decode-1", "picture"]) == [
+    assert compare(results, ["decode-1", "image"]) == [
         ("ours bfloat16 : transformers' best", [2.0, 2.5]),
         ("ours bfloat16 : llama.cpp BF16", [None, 0.5]),
     ]
@@ -127,8 +127,8 @@ def test_a_plot_has_a_bar_for_each_system():
         make_result("ours:int4", "decode-1", 9.0),
         make_result("llama.cpp:Q4_0", "decode-1", 3.0),
     ]
-    picture = ElementTree.fromstring(draw("decode-1", rows))
-    bars = list(picture.iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    image = ElementTree.fromstring(draw("decode-1", rows))
+    bars = list(image.iter("{http://www.w3.org/2000/svg}rect"))[1:]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[0] == pytest.approx(3 * widths[1], rel=0.01)
 

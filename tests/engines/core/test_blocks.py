@@ -149,20 +149,20 @@ def test_tenants_with_different_salts_share_nothing():
     assert find_shared(make_sequence(9, cache_salt="x"), make_sequence(9, cache_salt="x")) == 2
 
 
-def test_two_pictures_share_the_blocks_before_them_and_none_after():
+def test_two_images_share_the_blocks_before_them_and_none_after():
     first = make_sequence(25, images=(make_image(8, 8, "cat"),))
     second = make_sequence(25, images=(make_image(8, 8, "dog"),))
     assert find_shared(first, second) == 2
     assert find_shared(first, make_sequence(25, images=(make_image(8, 8, "cat"),))) == 6
 
 
-def test_a_picture_that_begins_in_the_middle_of_a_block_separates_that_block():
+def test_a_image_that_begins_in_the_middle_of_a_block_separates_that_block():
     first = make_sequence(13, images=(make_image(7, 3, "cat"),))
     second = make_sequence(13, images=(make_image(7, 3, "dog"),))
     assert find_shared(first, second) == 1
 
 
-def test_pictures_in_another_order_share_nothing_of_them():
+def test_images_in_another_order_share_nothing_of_them():
     first = make_sequence(17, images=(make_image(4, 4, "cat"), make_image(8, 4, "dog")))
     second = make_sequence(17, images=(make_image(4, 4, "dog"), make_image(8, 4, "cat")))
     assert find_shared(first, second) == 1
@@ -178,7 +178,7 @@ def test_pictures_in_another_order_share_nothing_of_them():
         (make_image(0, 1, "cat"), make_image(1, 1, "cat")),
     ],
 )
-def test_a_block_hash_depends_on_each_picture_and_its_place(images: tuple[ImageInput, ...]):
+def test_a_block_hash_depends_on_each_image_and_its_place(images: tuple[ImageInput, ...]):
     parent = hash_root("")
     reference = hash_block(parent, [5] * 4, 0, (make_image(0, 2, "cat"),))
     assert hash_block(parent, [5] * 4, 0, images) != reference

@@ -37,7 +37,7 @@ def fail_next_step(engine: BatchingEngine, *failures: Exception) -> None:
 
 
 def requests_of_all_kinds() -> list[EngineRequest]:
-    """Equal and unequal prefixes, pictures, salts, seeds, lengths and stop strings."""
+    """Equal and unequal prefixes, images, salts, seeds, lengths and stop strings."""
     cat, dog = make_image(3, 9, "cat"), make_image(12, 8, "dog")
     return [
         make_request("a", PROMPT + "one"),
@@ -68,7 +68,7 @@ def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
         pytest.param({"max_num_batched_tokens": 5}, id="chunked"),
         pytest.param({"num_kv_blocks": 14}, id="preempted"),
         pytest.param({"num_kv_blocks": 14, "enable_prefix_cache": False}, id="recomputed"),
-        pytest.param({"max_images_per_step": 1, "max_num_batched_tokens": 7}, id="one picture"),
+        pytest.param({"max_images_per_step": 1, "max_num_batched_tokens": 7}, id="one image"),
         pytest.param({"encoder_cache_bytes": 0}, id="no encoder cache"),
     ],
 )
@@ -144,7 +144,7 @@ def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
     assert clock.now == 1000 + 17 + 4
 
 
-def test_only_who_reads_a_picture_is_charged_for_encoding_it(clock: Clock):
+def test_only_who_reads_a_image_is_charged_for_encoding_it(clock: Clock):
     engine = make_engine(mock=MockConfig(vision_s=3, decode_s=1, num_output_tokens=3))
     cat = make_request("cat", "x" * 20, images=(make_image(),))
     answers = run_all(engine, cat, make_request("text", "y" * 20))
@@ -306,11 +306,11 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(config: dict[st
         pytest.param(make_request(prompt=""), id="empty prompt"),
         pytest.param(
             EngineRequest("r0", [1] * 8, make_request().sampling, (make_image(4, 8),)),
-            id="picture beyond the prompt",
+            id="image beyond the prompt",
         ),
         pytest.param(
             make_request(prompt="x" * 30, images=(make_image(0), make_image(4))),
-            id="pictures overlap",
+            id="images overlap",
         ),
     ],
 )
@@ -367,16 +367,16 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
     assert engine.scheduler.max_num_batched_tokens == 15  # half of the half of what was tried
 
 
-def test_out_of_memory_for_pictures_makes_steps_with_fewer(monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_for_images_makes_steps_with_fewer(monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(max_num_batched_tokens=1024)
     launch = engine.runner.launch
 
-    def launch_one_picture(batch: Batch) -> RunningStep:
+    def launch_one_image(batch: Batch) -> RunningStep:
         if len([image for item in batch.items for image in item.images]) > 1:
             raise DeviceOutOfMemory
         return launch(batch)
 
-    monkeypatch.setattr(engine.runner, "launch", launch_one_picture)
+    monkeypatch.setattr(engine.runner, "launch", launch_one_image)
     requests = [
         make_request(name, name * 60, images=(make_image(image_hash=name),)) for name in "abcd"
     ]
@@ -453,7 +453,7 @@ def tiny_configs(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-PICTURES = [(), (make_image(2, 4, "cat"),), (make_image(1, 3, "dog"), make_image(4, 3, "cat"))]
+IMAGES = [(), (make_image(2, 4, "cat"),), (make_image(1, 3, "dog"), make_image(4, 3, "cat"))]
 
 
 @st.composite
@@ -461,7 +461,7 @@ def tiny_requests(draw: st.DrawFn, request_id: str) -> EngineRequest:
     return make_request(
         request_id,
         prompt="xyxyxyxy"[: draw(st.integers(7, 8))] + "abcdefgh"[: draw(st.integers(0, 6))],
-        images=draw(st.sampled_from(PICTURES)),
+        images=draw(st.sampled_from(IMAGES)),
         cache_salt=draw(st.sampled_from(["", "", "other"])),
         priority=draw(st.sampled_from(Priority)),
         max_tokens=draw(st.none() | st.integers(1, 9)),

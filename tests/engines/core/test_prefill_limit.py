@@ -180,20 +180,20 @@ def test_batch_streams_are_not_kept_smooth():
     assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 20}
 
 
-def test_who_waits_for_a_picture_leaves_the_prompt_tokens_to_those_behind():
-    """They are given back one step late, and taken again once the picture is there."""
+def test_who_waits_for_a_image_leaves_the_prompt_tokens_to_those_behind():
+    """They are given back one step late, and taken again once the image is there."""
     scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
     scheduler.add(make_sequence(4, "stream"))
     run_step(scheduler)
-    scheduler.add(make_sequence(10, "picture", images=(make_image(2, 4),)))
+    scheduler.add(make_sequence(10, "image", images=(make_image(2, 4),)))
     scheduler.add(make_sequence(token_ids=[9] * 20, request_id="text"))
-    waits = {"deferred": {"picture"}, "late": {"picture"}}
-    assert shares(run_step(scheduler, **waits)) == {"stream": 1, "picture": 6}
-    both = {"stream": 1, "picture": 6, "text": 6}
+    waits = {"deferred": {"image"}, "late": {"image"}}
+    assert shares(run_step(scheduler, **waits)) == {"stream": 1, "image": 6}
+    both = {"stream": 1, "image": 6, "text": 6}
     assert shares(run_step(scheduler, **waits)) == both
-    assert shares(run_step(scheduler, deferred={"picture"})) == both
-    assert shares(run_step(scheduler)) == {"stream": 1, "picture": 6}
-    assert shares(run_step(scheduler)) == {"stream": 1, "picture": 4, "text": 2}
+    assert shares(run_step(scheduler, deferred={"image"})) == both
+    assert shares(run_step(scheduler)) == {"stream": 1, "image": 6}
+    assert shares(run_step(scheduler)) == {"stream": 1, "image": 4, "text": 2}
 
 
 def test_more_streams_leave_more_to_prompts():

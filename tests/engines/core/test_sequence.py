@@ -27,7 +27,7 @@ def test_a_share_samples_when_it_reaches_the_end(num_new: int, samples: bool):
     ("start", "num_new", "offsets"),
     [(0, 2, []), (0, 3, [2]), (5, 1, [2]), (6, 2, []), (5, 4, [2, 8]), (12, 1, [])],
 )
-def test_a_share_knows_the_pictures_that_it_reads(start: int, num_new: int, offsets: list[int]):
+def test_a_share_knows_the_images_that_it_reads(start: int, num_new: int, offsets: list[int]):
     images = (make_image(2, 4), make_image(8, 4))
     sequence = make_sequence(14, images=images, num_computed_tokens=start)
     assert [image.offset for image in ScheduledSequence(sequence, num_new).images] == offsets

@@ -54,7 +54,7 @@ class Device(MockRunner):
     """The mock's, whose time passes beside the host's; launches are events."""
 
     events: list[str]
-    computes_aside = True
+    runs_async = True
 
     def launch(self, batch: Batch) -> MockStep:
         self.events.append("launched")

@@ -59,7 +59,7 @@ def test_ignoring_the_end_token_goes_on_to_max_tokens():
     assert len(set(answer.token_ids[100:])) > 50
 
 
-def test_answers_depend_on_prompt_and_picture():
+def test_answers_depend_on_prompt_and_image():
     prompt = "12345678 what?"
     texts = {
         answer_alone(request).text
@@ -81,7 +81,7 @@ def test_the_seed_counts_unless_greedy():
     )
 
 
-def test_pictures_are_encoded_once_and_then_found():
+def test_images_are_encoded_once_and_then_found():
     engine = make_engine(max_num_batched_tokens=8)
     run_all(engine, make_request("a", "x" * 20, images=(make_image(2, 12, "cat"),)))
     run_all(engine, make_request("b", "y" * 20, images=(make_image(4, 12, "cat"),)))
@@ -138,7 +138,7 @@ def test_jitter_is_bounded_and_repeatable(sleeps: list[float]):
     assert all(0.8 <= seconds <= 1.2 for seconds in sleeps)
 
 
-def test_a_prompt_has_one_run_of_slots_per_picture_in_its_place():
+def test_a_prompt_has_one_run_of_slots_per_image_in_its_place():
     processor = MockProcessor(tokens_per_image=4)
     parts = (TextPart("<image>"), ImagePart(1), TextPart("or"), ImagePart(0))
     prompt = processor.build_prompt(
@@ -150,17 +150,17 @@ def test_a_prompt_has_one_run_of_slots_per_picture_in_its_place():
         assert prompt.token_ids[image.offset : image.offset + 4] == [IMAGE_ID] * 4
 
 
-def test_pictures_are_opened():
+def test_images_are_opened():
     assert MockProcessor(4).process_image(png(), (5, 3)) == (5, 3)
 
 
-def test_a_picture_of_another_size_than_admitted_is_refused():
+def test_a_image_of_another_size_than_admitted_is_refused():
     with pytest.raises(InvalidImage, match="another size than its header"):
         MockProcessor(4).process_image(png(), (3, 5))
 
 
-@pytest.mark.parametrize("data", [b"", b"GIF89a", b"not a picture", png()[:20]])
-def test_what_is_no_picture_is_refused(data: bytes):
+@pytest.mark.parametrize("data", [b"", b"GIF89a", b"not a image", png()[:20]])
+def test_what_is_no_image_is_refused(data: bytes):
     with pytest.raises(InvalidImage):
         MockProcessor(4).process_image(data, (5, 3))
 

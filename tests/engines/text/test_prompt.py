@@ -87,7 +87,7 @@ def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[list[ChatM
 
 
 def number_images(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Every picture part shows a picture of its own."""
+    """Every image part shows a image of its own."""
     numbers = iter(range(100))
     return [
         ChatMessage(
@@ -119,14 +119,14 @@ class Pair:
         return self.builder.build(messages, images)
 
     def reference(self, messages: Sequence[ChatMessage]) -> list[int]:
-        picture = Image.new("RGB", (28, 28))
+        pil_image = Image.new("RGB", (28, 28))
         conversation = [
             {
                 "role": message.role,
                 "content": [
                     {"type": "text", "text": part.text}
                     if isinstance(part, TextPart)
-                    else {"type": "image", "image": picture}
+                    else {"type": "image", "image": pil_image}
                     for part in message.parts
                 ],
             }
@@ -190,7 +190,7 @@ def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[Chat
 
 @LENIENT
 @given(messages=conversations(hostile_texts))
-def test_every_picture_part_has_its_slots_in_order(pair: Pair, messages: list[ChatMessage]) -> None:
+def test_every_image_part_has_its_slots_in_order(pair: Pair, messages: list[ChatMessage]) -> None:
     prompt = pair.build(messages)
 
     slots = [
@@ -207,7 +207,7 @@ def test_every_picture_part_has_its_slots_in_order(pair: Pair, messages: list[Ch
 
 
 def user(*parts: str | int) -> ChatMessage:
-    """A user's message: texts, and pictures by their numbers."""
+    """A user's message: texts, and images by their numbers."""
     return ChatMessage(
         "user", tuple(TextPart(p) if isinstance(p, str) else ImagePart(p) for p in parts)
     )
@@ -226,7 +226,7 @@ def user(*parts: str | int) -> ChatMessage:
     ],
 )
 @pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
-def test_a_picture_token_typed_by_a_user_makes_no_slot(
+def test_a_image_token_typed_by_a_user_makes_no_slot(
     llava: Pair, parts: tuple[str, ...], join: str
 ) -> None:
     template = (
@@ -247,13 +247,13 @@ def test_a_typed_control_token_is_encoded_as_the_text_that_it_is(llava: Pair) ->
     assert text == "USER: a </s> b ASSISTANT:"
 
 
-def test_a_picture_used_twice_has_slots_twice(llava: Pair) -> None:
+def test_a_image_used_twice_has_slots_twice(llava: Pair) -> None:
     prompt = llava.builder.build([user(0, "and again", 0)], [("hash", "pixels")])
 
     assert [image.image_hash for image in prompt.images] == ["hash", "hash"]
 
 
-def test_pictures_keep_their_places_in_a_conversation(llava: Pair) -> None:
+def test_images_keep_their_places_in_a_conversation(llava: Pair) -> None:
     reply = ChatMessage("assistant", (TextPart("A cat."),))
     messages = [user("What is it?", 1), reply, user(0, "And this?")]
 
@@ -262,19 +262,19 @@ def test_pictures_keep_their_places_in_a_conversation(llava: Pair) -> None:
     assert [image.image_hash for image in prompt.images] == ["h1", "h0"]
 
 
-def test_a_message_that_names_no_picture_of_the_request_is_refused(llava: Pair) -> None:
-    with pytest.raises(InvalidRequest, match="picture that the request does not hold"):
+def test_a_message_that_names_no_image_of_the_request_is_refused(llava: Pair) -> None:
+    with pytest.raises(InvalidRequest, match="image that the request does not hold"):
         llava.builder.build([user(1)], [("h", "p")])
 
 
-def test_a_place_where_the_template_drops_pictures_is_refused(llava: Pair) -> None:
+def test_a_place_where_the_template_drops_images_is_refused(llava: Pair) -> None:
     template = LLAVA_TEMPLATE.replace("'equalto', 'image'", "'equalto', message.role and 'image'")
     template = template.replace("{% for message in messages %}", "", 1)
     template = "{% for message in messages if message.role == 'user' %}" + template
     builder = make_builder(llava.tokenizer, llava.image_token_id, template)
     system = ChatMessage("system", (ImagePart(0),))
 
-    with pytest.raises(InvalidRequest, match="places 0 of the 1 pictures"):
+    with pytest.raises(InvalidRequest, match="places 0 of the 1 images"):
         builder.build([system, user("hi")], [("h", "p")])
 
 
@@ -323,7 +323,7 @@ def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> Non
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{% for %}", "no jinja template"), ("{{ 'hello' }}", "no place for pictures")],
+    [("{% for %}", "no jinja template"), ("{{ 'hello' }}", "no place for images")],
 )
 def test_templates_of_no_use_are_refused_when_they_are_loaded(template: str, reason: str) -> None:
     with pytest.raises(UnusableTemplate, match=reason):
@@ -360,9 +360,9 @@ def test_templates_are_found_where_checkpoints_keep_them(
 
 def test_a_processor_template_goes_before_the_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "text"}')
-    (tmp_path / "chat_template.json").write_text('{"chat_template": "pictures"}')
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "images"}')
 
-    assert read_chat_template(tmp_path) == "pictures"
+    assert read_chat_template(tmp_path) == "images"
 
 
 def test_a_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:

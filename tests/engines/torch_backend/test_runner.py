@@ -1,4 +1,4 @@
-"""The runner keeps the protocol: choices in the batch's order, pictures encoded once, failures told apart."""
+"""The runner keeps the protocol: choices in the batch's order, images encoded once, failures told apart."""
 
 from functools import cache
 from typing import Any
@@ -55,7 +55,7 @@ def run(runner: TorchRunner, *items: ScheduledSequence) -> StepResult:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many pictures each call of the vision tower encodes."""
+    """How many images each call of the vision tower encodes."""
     counts: list[int] = []
     encode = pair().ours.encode_images
 
@@ -84,13 +84,13 @@ def test_choices_come_in_the_order_of_the_batch():
     assert mixed[1].token_id == expected["short"][1]
 
 
-def test_pictures_of_different_requests_are_encoded_together(encoded):
+def test_images_of_different_requests_are_encoded_together(encoded):
     runner = make_runner(pair())
     run(runner, share(make_sequence("a", [1, [5]])), share(make_sequence("b", [2, [6], 3], 16)))
     assert encoded == [3]
 
 
-def test_the_same_picture_in_flight_is_encoded_once(encoded):
+def test_the_same_image_in_flight_is_encoded_once(encoded):
     runner = make_runner(pair())
     result = run(
         runner, share(make_sequence("a", [1, [5], 1])), share(make_sequence("b", [1, [6]], 16))
@@ -100,19 +100,19 @@ def test_the_same_picture_in_flight_is_encoded_once(encoded):
     assert runner.encoder_cache_counts()[:2] == (3, 2)
 
 
-def test_no_more_pictures_at_once_than_a_step_may_hold(encoded):
+def test_no_more_images_at_once_than_a_step_may_hold(encoded):
     runner = make_runner(pair(), max_images_per_step=2)
     run(runner, share(make_sequence("a", [1, 2, 3, [5]])))
     assert encoded == [2, 1]
 
 
-def test_a_known_picture_costs_no_vision_time():
+def test_a_known_image_costs_no_vision_time():
     runner = make_runner(pair())
     run(runner, share(make_sequence("a", [1, [5]])))
     assert run(runner, share(make_sequence("b", [1, [6]], 16))).vision_s == 0.0
 
 
-def test_tenants_do_not_share_pictures(encoded):
+def test_tenants_do_not_share_images(encoded):
     runner = make_runner(pair())
     other = make_sequence("b", [1, [6]], 16)
     other.cache_salt = "other"
@@ -120,7 +120,7 @@ def test_tenants_do_not_share_pictures(encoded):
     assert encoded == [2]
 
 
-def test_a_picture_cut_by_chunks_is_kept_until_its_last_slot(encoded):
+def test_a_image_cut_by_chunks_is_kept_until_its_last_slot(encoded):
     runner = make_runner(pair(), encoder_cache_bytes=0)
     sequence = make_sequence("a", [[5], 1, [6]])
     for num_new, is_held in [(4, True), (3, True), (3, False), (1, False)]:
@@ -130,7 +130,7 @@ def test_a_picture_cut_by_chunks_is_kept_until_its_last_slot(encoded):
     assert runner.encoder_cache_counts()[:2] == (1, 0)
 
 
-def test_release_frees_the_pictures_of_a_request_that_ends_early():
+def test_release_frees_the_images_of_a_request_that_ends_early():
     runner = make_runner(pair(), encoder_cache_bytes=0)
     run(runner, share(make_sequence("a", [[5], 1, [6]]), 4))
     runner.release("a")

@@ -34,9 +34,9 @@ def run_one_after_another_has_begun(start: Start, wanted: list[EngineRequest]) -
 
 
 def run_beside_smooth_streams(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """The same, with prompts and pictures in the smallest parts."""
+    """The same, with prompts and images in the smallest parts."""
     engine = start(max_mixed_prefill_tokens=3)
-    engine.runner.limit_pictures(0.0)
+    engine.runner.limit_images(0.0)
     return _run_in_turn(engine, wanted)
 
 
@@ -52,11 +52,11 @@ def _run_in_turn(engine: BatchingEngine, wanted: list[EngineRequest]) -> Tokens:
 
 
 def run_chunked(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Chunks end inside pictures and inside blocks."""
+    """Chunks end inside images and inside blocks."""
     return run_to_end(start(max_num_batched_tokens=5), wanted)
 
 
-def run_with_one_picture_a_step(start: Start, wanted: list[EngineRequest]) -> Tokens:
+def run_with_one_image_a_step(start: Start, wanted: list[EngineRequest]) -> Tokens:
     return run_to_end(start(max_images_per_step=1, encoder_cache_bytes=0), wanted)
 
 
@@ -80,8 +80,8 @@ def run_encoder_cached(start: Start, wanted: list[EngineRequest]) -> Tokens:
     run_to_end(engine, wanted)
     before = engine.stats().num_encoder_hits
     tokens = run_to_end(engine, wanted)
-    num_pictures = sum(len(request.images) for request in wanted)
-    assert engine.stats().num_encoder_hits - before >= num_pictures - 1
+    num_images = sum(len(request.images) for request in wanted)
+    assert engine.stats().num_encoder_hits - before >= num_images - 1
     return tokens
 
 
@@ -91,7 +91,7 @@ def run_taken_over(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 def run_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Taken over in chunks, with few blocks, shared prefixes, and one picture a step."""
+    """Taken over in chunks, with few blocks, shared prefixes, and one image a step."""
     engine = start(num_kv_blocks=20, max_num_batched_tokens=5, max_images_per_step=1)
     tokens = run_to_end(engine, begin_elsewhere(start, wanted))
     assert engine.stats().num_preemptions > 0
@@ -123,7 +123,7 @@ WAYS: list[Way] = [
     run_one_after_another_has_begun,
     run_beside_smooth_streams,
     run_chunked,
-    run_with_one_picture_a_step,
+    run_with_one_image_a_step,
     run_preempted,
     run_prefix_cached,
     run_encoder_cached,

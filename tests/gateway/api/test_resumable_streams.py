@@ -17,7 +17,7 @@ from tests.factories_gateway import (
     make_settings,
     run_gateway_on_socket,
 )
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.faults.proxy import run_proxy
 
 RESUMABLE = {"x-vlm-resumable": "true"}
@@ -302,7 +302,7 @@ async def test_a_retry_does_not_wait_for_what_was_never_queued(gateway, other, w
     assert (await other.chat(headers=key, timeout=5)).status_code == 200
 
 
-async def test_what_may_be_queued_keeps_its_pictures(gateway, worker, redis, redis_prefix):
+async def test_what_may_be_queued_keeps_its_images(gateway, worker, redis, redis_prefix):
     key = {"idempotency-key": "order-73"}
     parts = [{"type": "image_url", "image_url": {"url": data_url()}}]
     body = make_body(messages=[{"role": "user", "content": parts}])
@@ -312,7 +312,7 @@ async def test_what_may_be_queued_keeps_its_pictures(gateway, worker, redis, red
     assert await redis.pttl(image) > 60_000
 
 
-async def test_a_detached_request_keeps_its_pictures_when_its_client_leaves(
+async def test_a_detached_request_keeps_its_images_when_its_client_leaves(
     gateway, worker, redis, redis_prefix
 ):
     script = Paced(worker)

@@ -47,7 +47,7 @@ def make_limits(**limits) -> tuple[KeyLimits, Time]:
 
 
 @pytest.mark.parametrize(("per_image", "counted"), [(144, 144), (0, TOKENS_PER_IMAGE)])
-def test_tokens_are_those_of_text_pictures_and_the_longest_answer(per_image, counted):
+def test_tokens_are_those_of_text_images_and_the_longest_answer(per_image, counted):
     card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, tokens_per_image=per_image)
     images = (make_image("a"), make_image("b"))
     request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
@@ -173,7 +173,7 @@ async def say_much(answer: Answer) -> None:
 
 
 async def settled(gateway: RunningGateway) -> None:
-    while gateway.services.settlements.num_open:
+    while gateway.services.refunds.num_open:
         await asyncio.sleep(0.01)
 
 
@@ -220,7 +220,7 @@ async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(limited,
     body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}
     async with limited.client.stream("POST", CHAT, json=body, headers=headers):
         pass
-    while not limited.services.settlements.num_open:
+    while not limited.services.refunds.num_open:
         await asyncio.sleep(0.01)
     is_left.set()
     await settled(limited)

@@ -20,13 +20,13 @@ from gateway.images.loader import ImageLoader, ImageSource
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import make_body
-from tests.factories_pictures import data_url, encoded, ignore
+from tests.factories_images import data_url, encoded, ignore
 
 JSON = {b"content-type": b"application/json"}
 
 
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
-    """All checks of a body that need neither the fleet nor pictures' bytes. Raises: InvalidRequest."""
+    """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
     request = decode_request(msgspec.json.encode(body))
     translate_messages(request.messages, limits)
     translate_sampling(request, limits, seed=0)
@@ -37,7 +37,7 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
-def picture() -> dict[str, Any]:
+def image() -> dict[str, Any]:
     return {"type": "image_url", "image_url": "data:"}
 
 
@@ -56,7 +56,7 @@ BODY_ROWS = [
     Row("max_messages", lambda n: {"messages": [{"role": "user", "content": ""}] * n}, "messages"),
     Row("max_text_chars", lambda n: {"messages": [{"role": "user", "content": "é" * n}]}, "messages"),
     Row("max_text_chars", lambda n: user(*[{"type": "text", "text": "x"}] * n), "messages"),
-    Row("max_images", lambda n: user(*[picture()] * n), "messages.[0].content.[{limit}].image_url"),
+    Row("max_images", lambda n: user(*[image()] * n), "messages.[0].content.[{limit}].image_url"),
     Row("max_choices", lambda n: {"n": n}, "n"),
     Row("max_output_tokens", lambda n: {"max_tokens": n}, "max_tokens"),
     Row("max_output_tokens", lambda n: {"max_completion_tokens": n}, "max_completion_tokens"),
@@ -170,7 +170,7 @@ async def test_a_body_that_says_it_is_too_long_is_not_read():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 500), st.integers(2, 500))
-def test_pictures_at_the_limits_of_their_size_pass(width, height):
+def test_images_at_the_limits_of_their_size_pass(width, height):
     header = ImageHeader("image/png", width, height)
     short, long = sorted((width, height))
     fits = LimitSettings(
@@ -189,7 +189,7 @@ def test_pictures_at_the_limits_of_their_size_pass(width, height):
             check_header(header, limits)
 
 
-async def test_pictures_at_the_limit_of_bytes_pass():
+async def test_images_at_the_limit_of_bytes_pass():
     data = encoded()
     source = ImageSource(data_url(), "p")
     for room in (0, 1):

@@ -10,7 +10,7 @@ from shared.protocol import ErrorCode
 from shared.settings.tree import SettingsError, TraceSettings
 from shared.telemetry.tracing import create_tracer
 from tests.factories_gateway import Answer, make_body, make_settings, run_gateway_on_socket
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 from tests.otlp_collector import run_collector
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -38,8 +38,8 @@ def tree(spans):
 
 
 async def test_a_span_for_the_request_and_one_for_each_stage_below_it(traced, worker, collector):
-    picture = {"type": "image_url", "image_url": {"url": data_url()}}
-    content = [{"type": "text", "text": "secret prompt"}, picture]
+    image = {"type": "image_url", "image_url": {"url": data_url()}}
+    content = [{"type": "text", "text": "secret prompt"}, image]
     body = make_body(
         messages=[{"role": "user", "content": content}],
         max_tokens=5, temperature=0.5, seed=-3, stop="secret stop", user="secret user", timings=True,

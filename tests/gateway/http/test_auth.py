@@ -10,7 +10,7 @@ from gateway.http.auth import KeyRing, check_exposure, is_loopback
 from gateway.http.errors import AuthenticationError
 from shared.settings.tree import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 
 KEYS = {"gateway": {"api_keys": ("sk-one", "sk-two")}}
 ONE = {"authorization": "Bearer sk-one"}
@@ -115,7 +115,7 @@ async def test_a_key_in_the_url_is_no_key(gateway, worker, changes):
 
 
 @with_keys
-async def test_logs_hold_no_key_no_prompt_and_no_picture(
+async def test_logs_hold_no_key_no_prompt_and_no_image(
     gateway, worker, changes, caplog, monkeypatch
 ):
     caplog.set_level(logging.DEBUG)
@@ -125,10 +125,10 @@ async def test_logs_hold_no_key_no_prompt_and_no_picture(
     watch = logging.Handler()
     watch.emit = lambda record: ended.release()  # type: ignore[method-assign]
     monkeypatch.setattr(logging.getLogger("gateway.calls.request_log"), "handlers", [watch])
-    picture = data_url(size=(300, 200))
+    image = data_url(size=(300, 200))
     content = [
         {"type": "text", "text": "pRoMpT"},
-        {"type": "image_url", "image_url": {"url": picture}},
+        {"type": "image_url", "image_url": {"url": image}},
     ]
     body = make_body(messages=[{"role": "user", "content": content}])
     for headers in (ONE, {"authorization": "Bearer sk-wrong"}):
@@ -139,5 +139,5 @@ async def test_logs_hold_no_key_no_prompt_and_no_picture(
             await ended.acquire()
     assert caplog.text.count("request ended") == 4
     written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
-    for secret in ("sk-", "pRoMpT", picture[100:400]):
+    for secret in ("sk-", "pRoMpT", image[100:400]):
         assert secret not in written

@@ -3,47 +3,47 @@
 import asyncio
 import logging
 
-from gateway.http.deferred import Afterwards
+from gateway.http.deferred import DeferredTasks
 from shared.telemetry.logs import request_id
 from tests.factories_gateway import make_body
 
 
 async def test_calls_wait_for_a_run_and_are_made_once_in_their_order():
-    afterwards, calls = Afterwards(), []
-    afterwards.add(lambda: calls.append(1))
-    afterwards.add(lambda: calls.append(2))
+    deferred_tasks, calls = DeferredTasks(), []
+    deferred_tasks.add(lambda: calls.append(1))
+    deferred_tasks.add(lambda: calls.append(2))
     assert calls == []
-    afterwards.run()
-    afterwards.run()
+    deferred_tasks.run()
+    deferred_tasks.run()
     assert calls == [1, 2]
 
 
 async def test_without_a_run_they_are_made_soon():
-    afterwards, done = Afterwards(), asyncio.Event()
-    afterwards.add(done.set)
+    deferred_tasks, done = DeferredTasks(), asyncio.Event()
+    deferred_tasks.add(done.set)
     await asyncio.wait_for(done.wait(), 5)
 
 
 async def test_one_that_fails_keeps_no_other_from_being_made(caplog):
-    afterwards, calls = Afterwards(), []
+    deferred_tasks, calls = DeferredTasks(), []
 
     def fail() -> None:
         raise ValueError("broken")
 
-    afterwards.add(fail)
-    afterwards.add(lambda: calls.append(1))
+    deferred_tasks.add(fail)
+    deferred_tasks.add(lambda: calls.append(1))
     with caplog.at_level(logging.ERROR):
-        afterwards.run()
+        deferred_tasks.run()
     assert calls == [1]
     assert "broken" in caplog.text
 
 
 async def test_a_call_has_the_context_of_the_request_that_left_it():
-    afterwards, seen = Afterwards(), []
+    deferred_tasks, seen = DeferredTasks(), []
     request_id.set("one")
-    afterwards.add(lambda: seen.append(request_id.get()))
+    deferred_tasks.add(lambda: seen.append(request_id.get()))
     request_id.set("another")
-    afterwards.run()
+    deferred_tasks.run()
     assert seen == ["one"]
 
 

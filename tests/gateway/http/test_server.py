@@ -443,7 +443,7 @@ async def test_a_model_with_a_slash_in_its_name_works(redis_server, redis_prefix
         assert (await gateway.chat({**make_body(), "model": "org/name"})).status_code == 200
 
 
-async def test_pictures_for_a_model_without_eyes_are_refused(redis_server, redis_prefix):
+async def test_images_for_a_model_without_eyes_are_refused(redis_server, redis_prefix):
     card = ModelCard("tiny", CARD.created_at, 512, 1000, supports_images=False)
     settings = make_settings(redis_server, redis_prefix)
     content = [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]

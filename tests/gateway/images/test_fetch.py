@@ -19,7 +19,7 @@ from gateway.images.fetch import ImageFetcher, is_public, parse_url
 from gateway.images.header import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
-from tests.factories_pictures import encoded
+from tests.factories_images import encoded
 
 MESSAGE = "The image could not be fetched from its URL."
 PUBLIC = "93.184.216.34"
@@ -156,13 +156,13 @@ class Fetching(NamedTuple):
         return False
 
 
-def picture(request: Request) -> bytes:
-    return respond(200, b"picture")
+def image(request: Request) -> bytes:
+    return respond(200, b"image")
 
 
 @asynccontextmanager
 async def fetching(
-    answer: Callable[[Request], Any] = picture, lookup: Callable[..., Any] | None = None, *,
+    answer: Callable[[Request], Any] = image, lookup: Callable[..., Any] | None = None, *,
     hosts: tuple[str, ...] = ("any-public",), max_bytes: int = 100, timeout_s: float = 5.0,
 ) -> AsyncIterator[Fetching]:  # fmt: skip
     """A fetcher, and the world that it fetches from."""
@@ -239,7 +239,7 @@ async def test_one_private_address_among_many_is_enough_to_refuse():
 async def test_the_connection_goes_to_the_address_that_was_checked():
     names = Names()
     async with fetching(lookup=names, hosts=("first.example:8443",)) as world:
-        assert await world.fetch("https://first.example:8443/a?b=c#d") == b"picture"
+        assert await world.fetch("https://first.example:8443/a?b=c#d") == b"image"
     [request] = world.site.requests
     assert names.asked == [("first.example", 8443)]
     assert world.site.connects == [(PUBLIC, 8443)]
@@ -355,7 +355,7 @@ async def serving(
     await server.wait_closed()
 
 
-async def test_a_remote_picture_reaches_the_worker_where_it_is_allowed(
+async def test_a_remote_image_reaches_the_worker_where_it_is_allowed(
     gateway, worker, door, monkeypatch
 ):
     async def answer(writer: asyncio.StreamWriter, path: str) -> None:
@@ -372,7 +372,7 @@ async def test_a_remote_picture_reaches_the_worker_where_it_is_allowed(
     assert await worker.images.get(request.images[0].sha256) == encoded(5)
 
 
-async def test_fetched_pictures_count_against_the_memory_for_bodies(gateway, door, monkeypatch):
+async def test_fetched_images_count_against_the_memory_for_bodies(gateway, door, monkeypatch):
     monkeypatch.setattr(image_fetch, "is_public", lambda address: True)
     sent, go_on = asyncio.Event(), asyncio.Event()
     data = encoded(5) + bytes(49_000)  # what follows the image is not looked at
@@ -419,7 +419,7 @@ async def test_fetched_pictures_count_against_the_memory_for_bodies(gateway, doo
 )
 async def test_a_redirect_passes_the_same_checks(start, location, is_followed):
     def answer(request):
-        return redirect_to(location) if len(world.site.requests) == 1 else picture(request)
+        return redirect_to(location) if len(world.site.requests) == 1 else image(request)
 
     names = Names(house_example="10.0.0.1")
     names.addresses["127.0.0.1"] = ("127.0.0.1",)
@@ -459,7 +459,7 @@ async def test_a_slow_owner_does_not_take_all_fetches(slow_url, slow_address, mo
     async def answer(request):
         if "slow" in request.host:
             await go_on.wait()
-        return picture(request)
+        return image(request)
 
     def look_up(host: str, port: int, **options: Any) -> list[Any]:
         number = host.partition(".")[0] if host[0].isdigit() else "1"

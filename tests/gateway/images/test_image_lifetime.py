@@ -1,4 +1,4 @@
-"""How long pictures stay in Redis: as long as their request, and a little longer."""
+"""How long images stay in Redis: as long as their request, and a little longer."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,15 @@ from redis.asyncio import Redis
 
 from shared.queue.keys import IMAGE_LINGER_S, RedisKeys
 from tests.factories_gateway import Answer, make_body, say_nothing
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 
 
-def picture_body(**changes):
-    picture = {"type": "image_url", "image_url": {"url": data_url(1)}}
-    return make_body(messages=[{"role": "user", "content": [picture]}], **changes)
+def image_body(**changes):
+    part = {"type": "image_url", "image_url": {"url": data_url(1)}}
+    return make_body(messages=[{"role": "user", "content": [part]}], **changes)
 
 
-async def picture_ttls(redis: Redis, prefix: str) -> list[int]:
+async def image_ttls(redis: Redis, prefix: str) -> list[int]:
     keys = [key async for key in redis.scan_iter(RedisKeys(prefix).image("?" * 64))]
     return [await redis.ttl(key) for key in keys]
 
@@ -24,31 +24,31 @@ async def picture_ttls(redis: Redis, prefix: str) -> list[int]:
 async def until_released(redis: Redis, prefix: str) -> None:
     async with asyncio.timeout(5):
         while True:
-            ttls = await picture_ttls(redis, prefix)
+            ttls = await image_ttls(redis, prefix)
             if ttls and all(ttl <= IMAGE_LINGER_S for ttl in ttls):
                 return
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_picture_stays_for_its_request_and_goes_soon_after(
+async def test_a_image_stays_for_its_request_and_goes_soon_after(
     gateway, worker, redis, redis_prefix, stream
 ):
     seen: list[int] = []
 
     async def script(answer: Answer) -> None:
-        seen.extend(await picture_ttls(redis, redis_prefix))
+        seen.extend(await image_ttls(redis, redis_prefix))
         await answer.finish("red")
 
     worker.script = script
-    response = await gateway.chat(picture_body(stream=stream, n=2))
+    response = await gateway.chat(image_body(stream=stream, n=2))
 
     assert response.status_code == 200
     assert min(seen) > gateway.services.settings.gateway.request_timeout_s
     await until_released(redis, redis_prefix)
 
 
-async def test_a_picture_stays_while_another_request_needs_it(gateway, worker, redis, redis_prefix):
+async def test_a_image_stays_while_another_request_needs_it(gateway, worker, redis, redis_prefix):
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(answer: Answer) -> None:
@@ -60,33 +60,33 @@ async def test_a_picture_stays_while_another_request_needs_it(gateway, worker, r
         await answer.finish("red")
 
     worker.script = wait
-    slow = asyncio.create_task(gateway.chat(picture_body()))
+    slow = asyncio.create_task(gateway.chat(image_body()))
     async with asyncio.timeout(5):
         await begun.wait()
     worker.script = answer_at_once
-    assert (await gateway.chat(picture_body())).status_code == 200
+    assert (await gateway.chat(image_body())).status_code == 200
     await asyncio.sleep(0.05)  # more than a release needs
 
-    [ttl] = await picture_ttls(redis, redis_prefix)
+    [ttl] = await image_ttls(redis, redis_prefix)
     assert ttl > IMAGE_LINGER_S
     go_on.set()
     assert (await slow).status_code == 200
     await until_released(redis, redis_prefix)
 
 
-async def test_a_picture_of_a_client_that_left_goes_soon(gateway, worker, redis, redis_prefix):
+async def test_a_image_of_a_client_that_left_goes_soon(gateway, worker, redis, redis_prefix):
     worker.script = say_nothing
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.3):
-            await gateway.chat(picture_body())
+            await gateway.chat(image_body())
     await until_released(redis, redis_prefix)
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_key_requests_per_minute": 1}}])
-async def test_a_picture_of_a_request_that_was_not_queued_goes_soon(
+async def test_a_image_of_a_request_that_was_not_queued_goes_soon(
     gateway, worker, redis, redis_prefix, changes
 ):
     assert (await gateway.chat()).status_code == 200
-    response = await gateway.chat(picture_body())
+    response = await gateway.chat(image_body())
     assert response.status_code == 429
     await until_released(redis, redis_prefix)

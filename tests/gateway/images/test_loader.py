@@ -1,4 +1,4 @@
-"""Pictures at the door: headers read without decoding, strict base64, bounds."""
+"""Images at the door: headers read without decoding, strict base64, bounds."""
 
 import asyncio
 import base64
@@ -16,7 +16,7 @@ from gateway.http.errors import InvalidRequest
 from gateway.images.header import ImageRefused, check_header, read_header
 from gateway.images.loader import ImageLoader, ImageSource, decode_base64
 from shared.settings.limits import LimitSettings
-from tests.factories_pictures import data_url, encoded, ignore
+from tests.factories_images import data_url, encoded, ignore
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 300), (640, 480), (3000, 17)])
@@ -92,7 +92,7 @@ def test_junk_is_found_in_any_slice(junk, where):
         decode_base64(text[:where] + junk + text[where + len(junk) :])
 
 
-async def test_large_pictures_are_decoded_off_the_event_loop():
+async def test_large_images_are_decoded_off_the_event_loop():
     noise = Image.effect_noise((700, 700), 100)
     buffer = io.BytesIO()
     noise.save(buffer, "PNG")
@@ -113,7 +113,7 @@ async def test_the_bytes_decide_and_not_the_media_type():
     assert image.ref.media_type == "image/jpeg"
 
 
-async def test_a_refused_picture_is_named():
+async def test_a_refused_image_is_named():
     loader = ImageLoader(LimitSettings(max_image_bytes=10), None)
     with pytest.raises(InvalidRequest) as raised:
         await loader.load_all(
@@ -141,7 +141,7 @@ class SlowFetcher:
             raise
 
 
-async def test_the_siblings_of_a_refused_picture_are_given_up():
+async def test_the_siblings_of_a_refused_image_are_given_up():
     fetcher = SlowFetcher()
     loader = ImageLoader(LimitSettings(), fetcher)  # type: ignore[arg-type]
     sources = [ImageSource(f"http://x.example/{name}", name) for name in ("a", "missing", "b")]
@@ -175,7 +175,7 @@ def png_of_chunks(num_chunks: int) -> bytes:
     ("make", "most", "reason"),
     [(jpeg_of_scans, 100, "100 scans"), (png_of_chunks, 10_000, "10000 chunks")],
 )
-def test_a_picture_of_too_many_parts_is_refused_with_the_reason(make, most, reason):
+def test_a_image_of_too_many_parts_is_refused_with_the_reason(make, most, reason):
     assert read_header(make(most)).width
     with pytest.raises(ImageRefused, match=f"more than {reason}"):
         read_header(make(most + 1))

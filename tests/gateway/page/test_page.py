@@ -78,7 +78,7 @@ def test_the_page_has_no_inline_code_and_names_only_files_that_are_there():
     assert {f"/{name}" for name in named} == set(FILES) - {"/"}
 
 
-def test_sample_pictures_are_those_of_the_built_in_model():
+def test_sample_images_are_those_of_the_built_in_model():
     originals = {path.name: path.read_bytes() for path in SAMPLE.parent.glob("*.png")}
     assert {path.name: path.read_bytes() for path in (FOLDER / "samples").iterdir()} == originals
 

@@ -1,4 +1,4 @@
-"""Pictures and workers: what is put is found, what is not renewed goes away."""
+"""Images and workers: what is put is found, what is not renewed goes away."""
 
 from hashlib import sha256
 
@@ -9,8 +9,8 @@ from shared.protocol import ModelCard
 from shared.queue.keys import IMAGE_LINGER_S, RedisKeys
 from shared.queue.registry import Registry, WorkerRecord
 
-PICTURE = b"a picture"
-DIGEST = sha256(PICTURE).hexdigest()
+IMAGE = b"a image"
+DIGEST = sha256(IMAGE).hexdigest()
 
 
 @pytest.fixture
@@ -31,24 +31,24 @@ def make_record(worker_id: str = "w1", model: str = "m") -> WorkerRecord:
     return WorkerRecord(worker_id, ModelCard(model, 1, 128, 100), "mock")
 
 
-async def test_a_picture_is_found_by_its_hash(store):
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+async def test_a_image_is_found_by_its_hash(store):
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=60)
 
-    assert await store.get(DIGEST) == PICTURE
+    assert await store.get(DIGEST) == IMAGE
     assert await store.get("0" * 64) is None
 
 
 async def test_bytes_that_are_not_those_of_the_hash_are_not_given_out(store, redis, redis_prefix):
-    await redis.set(RedisKeys(redis_prefix).image(DIGEST), b"another picture", px=1000)
+    await redis.set(RedisKeys(redis_prefix).image(DIGEST), b"another image", px=1000)
 
     assert await store.get(DIGEST) is None
 
 
-async def test_a_known_picture_is_kept_longer_without_its_bytes(
+async def test_a_known_image_is_kept_longer_without_its_bytes(
     store, redis, redis_prefix, monkeypatch
 ):
     key = RedisKeys(redis_prefix).image(DIGEST)
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=60)
     sent = []
     run = store._sender.run
 
@@ -57,16 +57,16 @@ async def test_a_known_picture_is_kept_longer_without_its_bytes(
         return await run(script, keys, arguments)
 
     monkeypatch.setattr(store._sender, "run", watch)
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=600)
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=600)
     assert await redis.ttl(key) > 500
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=1)
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=1)
     assert await redis.ttl(key) > 500
     assert sent == [b"", b""]
 
     await redis.delete(key)
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
-    assert sent[2:] == [b"", PICTURE]
-    assert await store.get(DIGEST) == PICTURE
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=60)
+    assert sent[2:] == [b"", IMAGE]
+    assert await store.get(DIGEST) == IMAGE
 
 
 async def test_workers_are_seen_until_they_fall_silent(registry, redis, redis_prefix):
@@ -114,11 +114,11 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     assert all("odd" in message for message in told)
 
 
-async def test_a_picture_goes_soon_after_the_last_request_that_needs_it(store, redis, redis_prefix):
+async def test_a_image_goes_soon_after_the_last_request_that_needs_it(store, redis, redis_prefix):
     key = RedisKeys(redis_prefix).image(DIGEST)
     elsewhere = ImageStore(redis, redis_prefix)
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=300, holder="a")
-    await elsewhere.put_all([(DIGEST, PICTURE)], ttl_s=200, holder="b")
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=300, holder="a")
+    await elsewhere.put_all([(DIGEST, IMAGE)], ttl_s=200, holder="b")
 
     await store.release([DIGEST], holder="a")
     assert 190 < await redis.ttl(key) <= 200
@@ -127,15 +127,15 @@ async def test_a_picture_goes_soon_after_the_last_request_that_needs_it(store, r
     await elsewhere.release([DIGEST], holder="b")
     assert 0 < await redis.ttl(key) <= IMAGE_LINGER_S
 
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=300, holder="c")
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=300, holder="c")
     assert 290 < await redis.ttl(key) <= 300
-    assert await store.get(DIGEST) == PICTURE
+    assert await store.get(DIGEST) == IMAGE
     await elsewhere.close()
 
 
-async def test_releasing_never_keeps_a_picture_longer(store, redis, redis_prefix):
+async def test_releasing_never_keeps_a_image_longer(store, redis, redis_prefix):
     key = RedisKeys(redis_prefix).image(DIGEST)
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=2, holder="a")
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=2, holder="a")
 
     await store.release([DIGEST], holder="a")
     await store.release(["0" * 64], holder="a")
@@ -145,7 +145,7 @@ async def test_releasing_never_keeps_a_picture_longer(store, redis, redis_prefix
 
 
 async def test_all_that_is_kept_expires(store, registry, redis, redis_prefix):
-    await store.put_all([(DIGEST, PICTURE)], ttl_s=60)
+    await store.put_all([(DIGEST, IMAGE)], ttl_s=60)
     await registry.announce(make_record(), ttl_s=60)
 
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]

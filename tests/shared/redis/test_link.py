@@ -43,17 +43,17 @@ async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
     return longest_s
 
 
-async def test_many_pictures_at_once_each_have_their_time(redis_server, redis_prefix):
+async def test_many_images_at_once_each_have_their_time(redis_server, redis_prefix):
     """60 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
     async with slow_redis(redis_server, 20e6) as redis:
         store, tokens = ImageStore(redis, redis_prefix), RedisSender(redis)
-        pictures = [bytes([number]) * 1_500_000 for number in range(40)]
-        named = {sha256(picture).hexdigest(): picture for picture in pictures}
+        images = [bytes([number]) * 1_500_000 for number in range(40)]
+        named = {sha256(image).hexdigest(): image for image in images}
         putting = asyncio.ensure_future(store.put_all(named.items(), 60.0, "request"))
         longest_s = await longest_answer_s(tokens, putting)
         await putting
         gets = [store.get(digest) for digest in named]
-        assert await asyncio.gather(*gets) == pictures
+        assert await asyncio.gather(*gets) == images
         assert longest_s < 1.0  # all of them take 3 s
         await store.close()
         await tokens.close()

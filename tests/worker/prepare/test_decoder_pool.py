@@ -1,4 +1,4 @@
-"""Hostile pictures: each is refused at the door or in a child process, or shown as a viewer shows it."""
+"""Hostile images: each is refused at the door or in a child process, or shown as a viewer shows it."""
 
 import base64
 import contextlib
@@ -19,8 +19,8 @@ from engines.child_process import can_filter
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageLoader, ImageSource
 from shared.settings.limits import LimitSettings
-from tests.factories_hostile_pictures import CASES, SIZE, Case
-from tests.factories_pictures import encoded, ignore
+from tests.factories_hostile_images import CASES, SIZE, Case
+from tests.factories_images import encoded, ignore
 from tests.fuzzing import num_examples, takes_its_time
 from worker.prepare import decoder_pool
 from worker.prepare.decoder_pool import DecoderPool
@@ -29,7 +29,7 @@ LIMITS = LimitSettings()
 TEXTS = (
     decoder_pool.CANNOT_DECODE,
     decoder_pool.TOO_LONG,
-    "The picture is of another size than its header says.",
+    "The image is of another size than its header says.",
 )
 
 
@@ -49,7 +49,7 @@ def children() -> set[int]:
 
 
 async def admit(data: bytes) -> tuple[int, int]:
-    """The size of a picture that the gateway lets in. Raises: InvalidRequest."""
+    """The size of a image that the gateway lets in. Raises: InvalidRequest."""
     loader = ImageLoader(LIMITS, None)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     try:
@@ -64,7 +64,7 @@ def test_the_corpus_is_large_and_its_names_are_unique():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_a_picture_has_the_end_that_is_written_beside_it(pool: DecoderPool, case: Case):
+async def test_a_image_has_the_end_that_is_written_beside_it(pool: DecoderPool, case: Case):
     data = case.make()
     if case.door is not None:
         with pytest.raises(InvalidRequest) as raised:
@@ -92,7 +92,7 @@ async def test_a_picture_has_the_end_that_is_written_beside_it(pool: DecoderPool
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8)
 )
-async def test_a_picture_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool, form, edits):
+async def test_a_image_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool, form, edits):
     data = bytearray(encoded(format=form))
     for place, value in edits:
         data[place % len(data)] = value
@@ -102,7 +102,7 @@ async def test_a_picture_of_changed_bytes_is_refused_or_decoded(pool: DecoderPoo
         assert image.width * image.height == size[0] * size[1]
 
 
-def test_a_child_that_dies_costs_one_picture(pool: DecoderPool):
+def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
     pool.decode(encoded(), SIZE)
     [victim] = children()
     os.kill(victim, signal.SIGKILL)
@@ -112,7 +112,7 @@ def test_a_child_that_dies_costs_one_picture(pool: DecoderPool):
     assert victim not in children()
 
 
-def test_a_child_that_hangs_costs_one_picture():
+def test_a_child_that_hangs_costs_one_image():
     pool = DecoderPool(1, 10_000, max_cpu_s=1.0)
     before = children()
     pool.decode(encoded(), SIZE)
@@ -125,8 +125,8 @@ def test_a_child_that_hangs_costs_one_picture():
     assert children() == before
 
 
-def test_a_child_is_replaced_after_many_pictures(monkeypatch):
-    monkeypatch.setattr(decoder_pool, "MAX_PICTURES", 2)
+def test_a_child_is_replaced_after_many_images(monkeypatch):
+    monkeypatch.setattr(decoder_pool, "MAX_IMAGES", 2)
     pool = DecoderPool(1, 10_000, max_cpu_s=5.0)
     before = children()
     seen = set()

@@ -1,4 +1,4 @@
-"""A worker decodes no picture of another size than it was told, and of none beyond its own limits."""
+"""A worker decodes no image of another size than it was told, and of none beyond its own limits."""
 
 from collections.abc import AsyncIterator
 from hashlib import sha256
@@ -13,9 +13,9 @@ from shared.blobs.store import ImageStore
 from shared.protocol import ImageRef
 from shared.queue.publication import Claim
 from shared.settings.limits import LimitSettings
-from tests.factories_pictures import encoded, two_headed_png
+from tests.factories_images import encoded, two_headed_png
 from tests.factories_queue import make_request
-from worker.prepare.preparer import PictureRefused, Preprocessor
+from worker.prepare.preparer import ImageRefused, Preprocessor
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[ImageStore]:
 
 
 async def prepare(store: ImageStore, data: bytes, width: int, height: int, **limits: Any) -> None:
-    """Prepare a request with a picture that a gateway has found to be of a size."""
+    """Prepare a request with a image that a gateway has found to be of a size."""
     image = ImageRef(sha256(data).hexdigest(), "image/png", width, height, len(data))
     await store.put_all([(image.sha256, data)], 60)
     preprocessor = Preprocessor(MockProcessor(4), store, LimitSettings(**limits), 1)
@@ -37,8 +37,8 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
         preprocessor.close()
 
 
-async def test_a_picture_of_another_size_than_its_header_says_is_refused(store: ImageStore):
-    with pytest.raises(PictureRefused, match="another size") as raised:
+async def test_a_image_of_another_size_than_its_header_says_is_refused(store: ImageStore):
+    with pytest.raises(ImageRefused, match="another size") as raised:
         await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
     assert isinstance(raised.value.cause, InvalidImage)
 
@@ -53,6 +53,6 @@ async def test_limits_hold_for_what_a_gateway_with_others_let_through(
 ):
     data = encoded(size=(80, 20))
     await prepare(store, data, 80, 20)
-    with pytest.raises(PictureRefused, match="too large or too narrow") as raised:
+    with pytest.raises(ImageRefused, match="too large or too narrow") as raised:
         await prepare(store, data, 80, 20, **limits)
     assert isinstance(raised.value.cause, InvalidImage)

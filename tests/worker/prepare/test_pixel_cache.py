@@ -1,4 +1,4 @@
-"""Decoded pictures: kept while they fit, made once, never half."""
+"""Decoded images: kept while they fit, made once, never half."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ def maker() -> Maker:
     return Maker()
 
 
-async def test_the_picture_used_longest_ago_goes_first(maker):
+async def test_the_image_used_longest_ago_goes_first(maker):
     cache = PixelCache(max_bytes=20)
     for name in ("a", "b", "a", "c", "a", "b"):
         assert await cache.get(name, maker(name)) == name.upper()
@@ -39,14 +39,14 @@ async def test_the_picture_used_longest_ago_goes_first(maker):
     assert maker.made == ["a", "b", "c", "b"]
 
 
-async def test_a_picture_larger_than_the_cache_is_made_and_not_kept(maker):
+async def test_a_image_larger_than_the_cache_is_made_and_not_kept(maker):
     cache = PixelCache(max_bytes=5)
     for _ in range(2):
         assert await cache.get("a", maker("a")) == "A"
     assert maker.made == ["a", "a"]
 
 
-async def test_equal_pictures_at_once_are_made_once_even_if_the_first_leaves(maker):
+async def test_equal_images_at_once_are_made_once_even_if_the_first_leaves(maker):
     cache = PixelCache(max_bytes=100)
     maker.gate.clear()
     first, second = (asyncio.create_task(cache.get("a", maker("a"))) for _ in range(2))

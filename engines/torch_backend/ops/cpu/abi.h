@@ -78,12 +78,12 @@ struct Layers {
     int64_t num_threads;
 };
 
-// Attention of pictures' tokens to all of their pictures. A head's numbers lie side by side; strides are in numbers.
+// Attention of images' tokens to all of their images. A head's numbers lie side by side; strides are in numbers.
 struct FullAttention {
-    int32_t num_pictures, num_heads, head_dim, num_threads;
+    int32_t num_images, num_heads, head_dim, num_threads;
     int64_t num_queries, num_keys;
-    int64_t query_picture, query_head, query_token;  // strides
-    int64_t key_picture, key_head, key_token;        // of keys and values
+    int64_t query_image, query_head, query_token;  // strides
+    int64_t key_image, key_head, key_token;        // of keys and values
     const float* queries;
     const float* keys;
     const float* values;

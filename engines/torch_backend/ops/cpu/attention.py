@@ -1,6 +1,6 @@
 """A step's attention with the C++ kernel: rotation, keeping, and all sequences in one call.
 
-`paged_attention_by_sequence` is the slow twin.
+`paged_attention_by_sequence` is the reference implementation.
 
 Shape letters: N new tokens, R sequences with several of them, H query heads, K key/value heads, D head width.
 """

@@ -1,4 +1,4 @@
-"""The text decoder over C++ kernels: the same maps as `models/llama.py`, its slow twin.
+"""The text decoder over C++ kernels: the same maps as `models/llama.py`, its reference implementation.
 
 In one call for all layers where kernels compute all of a step, else in five calls a layer. Made by the runner from a loaded decoder, whose weights it shares. The stream between layers is float32 whatever
 the weights are.

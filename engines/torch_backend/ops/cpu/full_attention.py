@@ -1,6 +1,6 @@
-"""Attention of pictures' tokens with the C++ kernel. `mix_values` of models/vision.py is the slow twin.
+"""Attention of images' tokens with the C++ kernel. `mix_values` of models/vision.py is the reference implementation.
 
-Shape letters: B pictures, T tokens of a picture, t of them that ask, D head width.
+Shape letters: B images, T tokens of a image, t of them that ask, D head width.
 """
 
 import ctypes
@@ -25,10 +25,10 @@ def mix_by_kernel(library: Library, queries: Tensor, keys: Tensor, values: Tenso
     """
     assert queries.stride(3) == keys.stride(3) == 1
     assert keys.stride() == values.stride()
-    num_pictures, num_heads, num_queries, head_dim = queries.shape
-    out = torch.empty(num_pictures, num_queries, num_heads * head_dim)
+    num_images, num_heads, num_queries, head_dim = queries.shape
+    out = torch.empty(num_images, num_queries, num_heads * head_dim)
     step = FullAttentionStruct(
-        num_pictures,
+        num_images,
         num_heads,
         head_dim,
         torch.get_num_threads(),

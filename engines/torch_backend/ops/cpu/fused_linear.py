@@ -1,6 +1,6 @@
 """Linear maps of one input with what is around them, each group in one call of a C++ kernel.
 
-A group's slow twin is the modules themselves. Which computes is decided here: integers always go to the kernel,
+A group's reference implementation is the modules themselves. Which computes is decided here: integers always go to the kernel,
 floating-point weights as long as it is faster than torch over weights widened strip by strip.
 
 Shape letters: M tokens, K inputs, N outputs.

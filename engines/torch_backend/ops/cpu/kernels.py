@@ -1,7 +1,7 @@
 """Which C++ kernels this process has: compiled or found, probed, and put together in one value.
 
 Called by the loader. A machine without a compiler, or with a kernel that computes something else than its slow
-twin, loses speed and nothing else; one line in the log says which there are. Knows no models.
+reference implementation, loses speed and nothing else; one line in the log says which there are. Knows no models.
 """
 
 import logging
@@ -37,7 +37,7 @@ class CpuKernels:
     level: CpuLevel
     kinds: frozenset[Kind]
     has_attention: bool
-    has_full_attention: bool  #: that of pictures
+    has_full_attention: bool  #: that of images
     bits: int  #: of activations that meet integer weights
     has_layers: bool  #: all layers of a decoder in one call
 

@@ -1,6 +1,6 @@
 """All layers of a decoder in one call of a C++ kernel, whose threads meet between its parts.
 
-What each part computes is what calls for it alone compute, to the last bit: they are the slow twin. A call for
+What each part computes is what calls for it alone compute, to the last bit: they are the reference implementation. A call for
 each part costs Python's time between them, which is a tenth of a decode step.
 """
 

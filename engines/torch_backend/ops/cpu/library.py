@@ -146,16 +146,16 @@ class FullAttentionStruct(ctypes.Structure):
     """`FullAttention` of abi.h."""
 
     _fields_ = (
-        ("num_pictures", ctypes.c_int32),
+        ("num_images", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
         ("num_queries", ctypes.c_int64),
         ("num_keys", ctypes.c_int64),
-        ("query_picture", ctypes.c_int64),
+        ("query_image", ctypes.c_int64),
         ("query_head", ctypes.c_int64),
         ("query_token", ctypes.c_int64),
-        ("key_picture", ctypes.c_int64),
+        ("key_image", ctypes.c_int64),
         ("key_head", ctypes.c_int64),
         ("key_token", ctypes.c_int64),
         ("queries", ctypes.c_void_p),

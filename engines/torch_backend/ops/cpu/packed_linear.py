@@ -66,7 +66,7 @@ class PackedLinear(nn.Module):
         return ((integers.float() - 8) * scale[..., None] + zero[..., None]).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The slow twin of the kernel. Shapes: (M, K); returns (M, N)."""
+        """The reference implementation of the kernel. Shapes: (M, K); returns (M, N)."""
         return F.linear(x.float(), self.dequantized(), self.bias).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Small examples that a kernel must compute as its slow twin does, before any model trusts it.
+"""Small examples that a kernel must compute as its reference implementation does, before any model trusts it.
 
 Compilers and processors differ from those that the tests have seen. Knows no models.
 
@@ -49,7 +49,7 @@ def attention_is_right(library: Library) -> bool:
 
 
 def full_attention_is_right(library: Library) -> bool:
-    """Whether pictures' attention is: all and some of the tokens, of two pictures with odd sizes."""
+    """Whether images' attention is: all and some of the tokens, of two images with odd sizes."""
     projected = _numbers(2 * 37, 3 * 3 * 24).view(2, 37, -1) * 3
     queries, keys, values = split_heads(projected, num_heads=3)
     return all(

@@ -1,9 +1,9 @@
-"""Vision tower and projector over C++ kernels: the same maps as `PlainBlock`, their slow twin.
+"""Vision tower and projector over C++ kernels: the same maps as `PlainBlock`, their reference implementation.
 
 Made by the runner from a loaded model, whose weights it shares. The stream between blocks is float32 whatever the
-weights are. Norms are torch's: they are few of a picture's milliseconds.
+weights are. Norms are torch's: they are few of a image's milliseconds.
 
-Shape letters: B pictures, t tokens of each, C channels.
+Shape letters: B images, t tokens of each, C channels.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.torch_backend.models.encoding_run import PictureMaps
+from engines.torch_backend.models.encoding_run import VisionOps
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.vision import mix_values
 from engines.torch_backend.ops.cpu.full_attention import can_mix, mix_by_kernel
@@ -66,7 +66,7 @@ class _Norm:
 
 
 class CpuProjector:
-    """`Projector`, its slow twin, over kernels."""
+    """`Projector`, its reference implementation, over kernels."""
 
     def __init__(self, kernels: CpuKernels, projector: Any, dtype: torch.dtype) -> None:
         self._first = FusedLinear(kernels, [projector.linear_1], dtype)
@@ -78,13 +78,13 @@ class CpuProjector:
         return _by_token(self._second, _by_token(self._first, features))
 
 
-def cpu_maps(model: Llava, kernels: CpuKernels, dtype: torch.dtype) -> PictureMaps:
-    """What pictures go through with kernels."""
+def cpu_ops(model: Llava, kernels: CpuKernels, dtype: torch.dtype) -> VisionOps:
+    """What images go through with kernels."""
     tower = model.vision_tower
     blocks = [CpuBlock(kernels, block, dtype) for _, block in tower.blocks]
-    return PictureMaps(tower, blocks, CpuProjector(kernels, model.multi_modal_projector, dtype))
+    return VisionOps(tower, blocks, CpuProjector(kernels, model.multi_modal_projector, dtype))
 
 
 def _by_token(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Pictures' tokens one after another. Shapes: (B, t, K); returns (B, t, N)."""
+    """Images' tokens one after another. Shapes: (B, t, K); returns (B, t, N)."""
     return linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])

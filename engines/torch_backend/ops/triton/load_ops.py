@@ -1,7 +1,7 @@
 """Which kernels serve on this device: those that are there, right, and not switched off.
 
-Called by the runner. Each is compared with its twin on shapes of the model; what fails, in whatever way, leaves
-the twin in its place and a line in the log.
+Called by the runner. Each is compared with its reference implementation on shapes of the model; what fails, in whatever way, leaves
+the reference implementation in its place and a line in the log.
 """
 
 import logging
@@ -77,7 +77,7 @@ class Trial:
 
 
 def load_ops(trial: Trial, disabled: Iterable[str]) -> DecoderOps:
-    """Kernels where they are right, their twins elsewhere."""
+    """Kernels where they are right, their reference implementations elsewhere."""
     ops = DecoderOps()
     for name in sorted(set(NAMES) - set(disabled)):
         complaint = find_complaint(name, trial)

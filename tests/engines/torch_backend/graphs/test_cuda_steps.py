@@ -1,4 +1,4 @@
-"""How a GPU computes steps, on a CPU: buffers padded to batch sizes, fused layers, joined products; kernels by their twins.
+"""How a GPU computes steps, on a CPU: buffers padded to batch sizes, fused layers, joined products; kernels by their reference implementations.
 
 Nothing is captured here, but the function that would be runs over the same buffers. `tests/gpu` has the rest.
 """
@@ -251,7 +251,7 @@ def test_what_needs_the_host_is_not_followed(sampling: dict[str, Any], on_cpu: N
     assert not made.launch(Batch(items)).can_be_followed
 
 
-def test_a_prompt_or_a_picture_is_not_decoded(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_or_a_image_is_not_decoded(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
     seen = spy(monkeypatch)
     model = pair("grouped")
     engine = make_engine(model)

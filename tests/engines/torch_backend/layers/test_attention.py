@@ -1,4 +1,4 @@
-"""Paged attention equals its plain twin for every mixture of sequences in a step."""
+"""Paged attention equals its plain reference implementation for every mixture of sequences in a step."""
 
 import pytest
 import torch

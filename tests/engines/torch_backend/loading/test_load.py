@@ -32,19 +32,20 @@ def make_spec(model: Path | str, **changes: Any) -> EngineSpec:
     return replace(spec, **changes)
 
 
-def make_picture(seed: int = 0) -> bytes:
+def make_image(seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def answer(loaded: LoadedEngine, pictures: list[bytes], num_tokens: int = 12) -> list[int]:
-    """Greedy tokens for the question about the pictures."""
+def answer(loaded: LoadedEngine, image_files: list[bytes], num_tokens: int = 12) -> list[int]:
+    """Greedy tokens for the question about the images."""
     processor, engine = loaded.processor, loaded.engine
-    parts = (*(ImagePart(i) for i in range(len(pictures))), TextPart(QUESTION))
+    parts = (*(ImagePart(i) for i in range(len(image_files))), TextPart(QUESTION))
     images = [
-        (f"picture {i}", processor.process_image(data, (28, 28))) for i, data in enumerate(pictures)
+        (f"image {i}", processor.process_image(data, (28, 28)))
+        for i, data in enumerate(image_files)
     ]
     prompt = processor.build_prompt([ChatMessage("user", parts)], images)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
@@ -57,10 +58,10 @@ def answer(loaded: LoadedEngine, pictures: list[bytes], num_tokens: int = 12) ->
     return token_ids
 
 
-def reference(directory: Path, pictures: list[bytes], num_tokens: int = 12) -> list[int]:
+def reference(directory: Path, image_files: list[bytes], num_tokens: int = 12) -> list[int]:
     model = LlavaForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
     processor: Any = AutoProcessor.from_pretrained(directory)
-    content = [{"type": "image", "image": Image.open(io.BytesIO(data))} for data in pictures]
+    content = [{"type": "image", "image": Image.open(io.BytesIO(data))} for data in image_files]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}],
         tokenize=True,
@@ -81,16 +82,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("num_pictures", [0, 1, 2])
-def test_a_checkpoint_answers_as_in_transformers(tiny: Path, num_pictures: int) -> None:
-    pictures = [make_picture(seed) for seed in range(num_pictures)]
+@pytest.mark.parametrize("num_images", [0, 1, 2])
+def test_a_checkpoint_answers_as_in_transformers(tiny: Path, num_images: int) -> None:
+    image_files = [make_image(seed) for seed in range(num_images)]
 
-    assert answer(create_engine(make_spec(tiny)), pictures) == without_eos(tiny, pictures)
+    assert answer(create_engine(make_spec(tiny)), image_files) == without_eos(tiny, image_files)
 
 
-def without_eos(directory: Path, pictures: list[bytes]) -> list[int]:
+def without_eos(directory: Path, image_files: list[bytes]) -> list[int]:
     """transformers suppresses EOS up to `min_new_tokens`; the tiny model must not have wanted it."""
-    expected = reference(directory, pictures)
+    expected = reference(directory, image_files)
     assert 2 not in expected
     return expected
 
@@ -103,7 +104,7 @@ def test_a_quantized_engine_answers_in_less_memory(
     full = create_engine(make_spec(tiny, dtype=dtype))
     small = create_engine(make_spec(tiny, dtype=dtype, quantization=quantization))
 
-    assert len(answer(small, [make_picture()])) == 12
+    assert len(answer(small, [make_image()])) == 12
     weights = (engine.stats().memory_bytes["weights"] for engine in (small.engine, full.engine))
     assert next(weights) < next(weights)
 
@@ -154,7 +155,7 @@ def test_a_quantized_checkpoint_is_served_like_any_other(tiny: Path, tmp_path: P
     saved = create_engine(make_spec(tmp_path / "q", dtype="bfloat16"))
     made = create_engine(make_spec(tiny, dtype="bfloat16", quantization="int8"))
 
-    assert answer(saved, [make_picture()]) == answer(made, [make_picture()])
+    assert answer(saved, [make_image()]) == answer(made, [make_image()])
     assert "quantize" not in saved.engine.stats().startup_s
 
 
@@ -176,11 +177,11 @@ def test_a_checkpoint_without_template_gets_that_of_llava(tmp_path: Path) -> Non
     assert without.build_prompt(messages, images) == with_own.build_prompt(messages, images)
 
 
-def test_a_template_without_pictures_is_refused_at_start(tmp_path: Path) -> None:
+def test_a_template_without_images_is_refused_at_start(tmp_path: Path) -> None:
     make_checkpoint("tiny", tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages[0].role }}")
 
-    with pytest.raises(UnsupportedCheckpoint, match="no place for pictures"):
+    with pytest.raises(UnsupportedCheckpoint, match="no place for images"):
         create_engine(make_spec(tmp_path / "t"))
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.models.llava import PictureSlots, map_state_dict
+from engines.torch_backend.models.llava import ImageSlots, map_state_dict
 from tests.factories_torch import load_ours, make_model_pair, make_vlm_config
 
 
 @pytest.mark.parametrize("strategy", ["default", "full"])
 @pytest.mark.parametrize("layers", [(-1,), (-2,), (-2, -1)])
 @torch.inference_mode()
-def test_picture_features_equal_those_of_transformers(strategy, layers):
+def test_image_features_equal_those_of_transformers(strategy, layers):
     config = make_vlm_config(vision_feature_select_strategy=strategy, vision_feature_layers=layers)
     pair = make_model_pair(config)
     pixels = torch.randn(2, 3, 24, 24)
@@ -26,7 +26,7 @@ def test_features_fill_their_slots_and_nothing_else():
     pair = make_model_pair(make_vlm_config())
     token_ids = torch.arange(10)
     plain = pair.ours.embed(token_ids, [])
-    filled = pair.ours.embed(token_ids, [PictureSlots(3, torch.ones(4, 32))])
+    filled = pair.ours.embed(token_ids, [ImageSlots(3, torch.ones(4, 32))])
     assert_close(filled[3:7], torch.ones(4, 32))
     assert_close(filled[:3], plain[:3])
     assert_close(filled[7:], plain[7:])

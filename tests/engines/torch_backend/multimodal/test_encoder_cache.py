@@ -1,4 +1,4 @@
-"""Picture features stay while they are read, and leave in the order of their last use."""
+"""Image features stay while they are read, and leave in the order of their last use."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def test_features_come_back_as_they_were_put():
     assert cache.pin("a", key(1)).tolist() == [1.0] * 10
 
 
-def test_a_picture_that_is_not_here_is_a_key_error():
+def test_a_image_that_is_not_here_is_a_key_error():
     with pytest.raises(KeyError):
         make_cache().pin("a", key(0))
 
 
-def test_the_longest_unused_picture_leaves_first():
+def test_the_longest_unused_image_leaves_first():
     cache = make_cache(3)
     cache.pin("a", key(0))
     cache.unpin("a", key(0))
@@ -39,7 +39,7 @@ def test_the_longest_unused_picture_leaves_first():
     assert cache.num_bytes == 2 * FEATURE_BYTES
 
 
-def test_a_pinned_picture_stays_beyond_the_limit():
+def test_a_pinned_image_stays_beyond_the_limit():
     cache = make_cache(2, capacity=0)
     cache.pin("a", key(0))
     cache.pin("b", key(0))
@@ -89,8 +89,8 @@ def test_whatever_happens_the_books_are_right_and_what_is_read_is_there(events, 
             cache.release(request_id)
             held = {pair for pair in held if pair[0] != request_id}
         cache.check_integrity()
-        assert all(cache.is_pinned_by(owner, key(picture)) for owner, picture in held)
-        assert all(key(picture) in cache for _, picture in held)
+        assert all(cache.is_pinned_by(owner, key(image)) for owner, image in held)
+        assert all(key(image) in cache for _, image in held)
     for request_id in "abc":
         cache.release(request_id)
     cache.unpin("nobody", key(0))

@@ -1,4 +1,4 @@
-"""Pixels are those of transformers' CLIPImageProcessor, and no picture does harm."""
+"""Pixels are those of transformers' CLIPImageProcessor, and no image does harm."""
 
 import io
 import json
@@ -12,20 +12,18 @@ from PIL import Image, ImageFile
 from transformers import CLIPImageProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from engines import image_decoder as picture_decoder
+from engines import image_decoder as image_decoder
 from engines.base import InvalidImage
 from engines.image_decoder import decode_image
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.multimodal import image_processor as module
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
-from tests.factories_pictures import two_headed_png
+from tests.factories_images import two_headed_png
 
 SIZE = 32
 
 
-def make_picture(
-    width: int = 50, height: int = 40, mode: str = "RGB", seed: int = 0
-) -> Image.Image:
+def make_image(width: int = 50, height: int = 40, mode: str = "RGB", seed: int = 0) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
     smooth = Image.fromarray(pixels, "RGBA").resize((width, height), Image.Resampling.BOX)
     return smooth.convert(mode)
@@ -51,8 +49,8 @@ def load(directory: Path, settings: dict[str, Any]) -> ImageProcessor:
 
 
 def reference(kind: Any, settings: dict[str, Any], data: bytes) -> np.ndarray:
-    picture = Image.open(io.BytesIO(data))
-    return kind(**settings)(picture, return_tensors="np")["pixel_values"][0]
+    pil_image = Image.open(io.BytesIO(data))
+    return kind(**settings)(pil_image, return_tensors="np")["pixel_values"][0]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_pixels_equal_those_of_transformers_bit_by_bit(
     tmp_path: Path, changes: dict[str, Any], size: tuple[int, int]
 ) -> None:
     settings = make_settings(**changes)
-    data = to_bytes(make_picture(*size))
+    data = to_bytes(make_image(*size))
 
     pixels = load(tmp_path, settings).process(data)
 
@@ -89,7 +87,7 @@ def test_pixels_are_near_those_of_the_torchvision_processor(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
     """AutoProcessor gives that one; it resizes in its own arithmetic and rounds pixels differently."""
-    data = to_bytes(make_picture(*size))
+    data = to_bytes(make_image(*size))
 
     pixels = load(tmp_path, make_settings()).process(data)
 
@@ -101,7 +99,7 @@ def test_pixels_are_near_those_of_the_torchvision_processor(
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK", "YCbCr"])
 def test_every_mode_equals_transformers(tmp_path: Path, mode: str) -> None:
     form = "JPEG" if mode in ("CMYK", "YCbCr") else "PNG"
-    data = to_bytes(make_picture(mode=mode), form)
+    data = to_bytes(make_image(mode=mode), form)
 
     pixels = load(tmp_path, make_settings()).process(data)
 
@@ -110,7 +108,7 @@ def test_every_mode_equals_transformers(tmp_path: Path, mode: str) -> None:
 
 
 def as_is(data: bytes) -> np.ndarray:
-    """The decoded picture itself. Shapes: (H, W, 3)."""
+    """The decoded image itself. Shapes: (H, W, 3)."""
     return np.asarray(decode_image(data))
 
 
@@ -119,10 +117,10 @@ def test_transparency_lies_on_white() -> None:
 
 
 def test_a_transparent_palette_colour_lies_on_white() -> None:
-    picture = Image.new("P", (4, 4), 0)
-    picture.putpalette([0, 0, 0] * 256)
+    pil_image = Image.new("P", (4, 4), 0)
+    pil_image.putpalette([0, 0, 0] * 256)
 
-    assert (as_is(to_bytes(picture, transparency=0)) == 255).all()
+    assert (as_is(to_bytes(pil_image, transparency=0)) == 255).all()
 
 
 def test_sixteen_bit_grey_keeps_its_brightness() -> None:
@@ -131,19 +129,19 @@ def test_sixteen_bit_grey_keeps_its_brightness() -> None:
     assert (as_is(to_bytes(grey)) == 0x80).all()
 
 
-def test_a_picture_is_turned_as_its_camera_was() -> None:
-    picture = Image.new("RGB", (4, 8), "white")
-    picture.paste("black", (0, 0, 4, 4))  # the upper half
+def test_a_image_is_turned_as_its_camera_was() -> None:
+    pil_image = Image.new("RGB", (4, 8), "white")
+    pil_image.paste("black", (0, 0, 4, 4))  # the upper half
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
 
-    upright = as_is(to_bytes(picture, exif=exif))
+    upright = as_is(to_bytes(pil_image, exif=exif))
 
     assert (upright[:4] == 255).all()
     assert (upright[4:] == 0).all()
 
 
-def test_broken_metadata_does_not_spoil_a_sound_picture() -> None:
+def test_broken_metadata_does_not_spoil_a_sound_image() -> None:
     data = to_bytes(Image.new("RGB", (4, 4), "white"), exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
 
     assert as_is(data).shape == (4, 4, 3)
@@ -159,28 +157,28 @@ def test_the_first_frame_of_an_animation_counts() -> None:
 @pytest.mark.parametrize("form", ["GIF", "BMP", "TIFF", "ICO", "PPM"])
 def test_other_formats_are_refused(form: str) -> None:
     with pytest.raises(InvalidImage, match="PNG, JPEG and WebP"):
-        decode_image(to_bytes(make_picture(), form))
+        decode_image(to_bytes(make_image(), form))
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
-def test_truncated_pictures_are_refused_in_fixed_words(form: str, share: float) -> None:
-    data = to_bytes(make_picture(90, 90), form)
+def test_truncated_images_are_refused_in_fixed_words(form: str, share: float) -> None:
+    data = to_bytes(make_image(90, 90), form)
 
-    with pytest.raises(InvalidImage, match=r"^The picture cannot be decoded; .* understood\.$"):
+    with pytest.raises(InvalidImage, match=r"^The image cannot be decoded; .* understood\.$"):
         decode_image(data[: int(len(data) * share)])
 
 
-def test_a_picture_with_too_many_pixels_is_refused_before_it_is_decoded(
+def test_a_image_with_too_many_pixels_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(picture_decoder, "MAX_PIXELS", 99)
+    monkeypatch.setattr(image_decoder, "MAX_PIXELS", 99)
 
     with pytest.raises(InvalidImage, match="more than 99 pixels"):
-        decode_image(to_bytes(make_picture(10, 10)))
+        decode_image(to_bytes(make_image(10, 10)))
 
 
-def test_a_picture_of_another_size_than_admitted_is_refused_before_it_is_decoded(
+def test_a_image_of_another_size_than_admitted_is_refused_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = load(tmp_path, make_settings())
@@ -191,22 +189,22 @@ def test_a_picture_of_another_size_than_admitted_is_refused_before_it_is_decoded
         processor.process(data, (8, 8))
 
 
-def test_a_picture_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
+def test_a_image_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
     tmp_path: Path,
 ) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn: upright, it is higher than wide
-    data = to_bytes(make_picture(50, 40), "JPEG", exif=exif)
+    data = to_bytes(make_image(50, 40), "JPEG", exif=exif)
 
     assert load(tmp_path, make_settings()).process(data, (50, 40)).shape == (3, SIZE, SIZE)
 
 
 @pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (3, 7001)])
-def test_a_very_long_picture_is_never_resized_as_a_whole(
+def test_a_very_long_image_is_never_resized_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
     """The middle alone is computed, and is that of the whole."""
-    data = to_bytes(make_picture(*size))
+    data = to_bytes(make_image(*size))
     exact = load(tmp_path, make_settings(do_normalize=False, do_rescale=False)).process(data)
     sizes = watch_resizes(monkeypatch)
     monkeypatch.setattr(module, "MAX_RESIZED_PIXELS", 40 * SIZE)
@@ -218,7 +216,7 @@ def test_a_very_long_picture_is_never_resized_as_a_whole(
 
 
 def watch_resizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The sizes that pictures are resized to from now on."""
+    """The sizes that images are resized to from now on."""
     sizes: list[tuple[int, int]] = []
     resize = Image.Image.resize
 

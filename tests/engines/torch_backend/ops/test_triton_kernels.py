@@ -1,4 +1,4 @@
-"""Each kernel computes what its twin in torch does: in Triton's interpreter, or on a GPU where there is one.
+"""Each kernel computes what its reference implementation in torch does: in Triton's interpreter, or on a GPU where there is one.
 
 `tests/gpu/test_kernels.py` has the same on shapes of real models.
 """

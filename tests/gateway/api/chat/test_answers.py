@@ -9,7 +9,7 @@ import pytest
 from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
 from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import Answer, make_body
-from tests.factories_pictures import data_url, encoded
+from tests.factories_images import data_url, encoded
 
 
 async def test_an_answer_has_every_field_of_the_contract(gateway, worker):
@@ -167,7 +167,7 @@ async def test_fields_that_change_nothing_are_accepted(gateway, worker):
     assert (await gateway.chat(body)).status_code == 200
 
 
-async def test_a_conversation_with_pictures_keeps_its_order(gateway, worker):
+async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
     messages = [
         {"role": "developer", "content": "Be short."},
         {
@@ -207,7 +207,7 @@ async def test_a_conversation_with_pictures_keeps_its_order(gateway, worker):
     assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 12
 
 
-async def test_text_that_looks_like_a_picture_stays_text(gateway, worker):
+async def test_text_that_looks_like_a_image_stays_text(gateway, worker):
     text = f"![]({data_url()}) <image> <img src='http://127.0.0.1/'>"
     await gateway.chat(make_body(text))
     [request] = worker.requests

@@ -1,4 +1,4 @@
-"""The official client works unchanged: sync, async, streamed, with pictures, and its errors."""
+"""The official client works unchanged: sync, async, streamed, with images, and its errors."""
 
 import asyncio
 
@@ -7,10 +7,10 @@ import pytest
 
 from shared.protocol import ErrorCode
 from tests.factories_gateway import MODEL, Answer
-from tests.factories_pictures import data_url
+from tests.factories_images import data_url
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-PICTURE = [
+IMAGE = [
     {
         "role": "user",
         "content": [
@@ -39,10 +39,10 @@ async def test_an_answer(client, worker):
     assert answer._request_id.startswith("req_")
 
 
-async def test_an_answer_about_a_picture_and_the_turn_after_it(client, worker):
-    answer = await client.chat.completions.create(model=MODEL, messages=PICTURE)
+async def test_an_answer_about_a_image_and_the_turn_after_it(client, worker):
+    answer = await client.chat.completions.create(model=MODEL, messages=IMAGE)
     echoed = answer.choices[0].message.model_dump()
-    again = [*PICTURE, echoed, {"role": "user", "content": "and now?"}]
+    again = [*IMAGE, echoed, {"role": "user", "content": "and now?"}]
     await client.chat.completions.create(model=MODEL, messages=again)
     assert [len(request.images) for request in worker.requests] == [1, 1]
     assert [message.role for message in worker.requests[1].messages] == [

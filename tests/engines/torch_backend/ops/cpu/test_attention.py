@@ -1,4 +1,4 @@
-"""Attention by the C++ kernel equals its plain twin for every mixture of sequences in a step."""
+"""Attention by the C++ kernel equals its plain reference implementation for every mixture of sequences in a step."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Pictures' attention by the C++ kernel equals torch's, and a query's does not depend on the others."""
+"""Images' attention by the C++ kernel equals torch's, and a query's does not depend on the others."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.ops.cpu.library import Library
 from tests.engines.torch_backend.ops.cpu.test_tower import make_model, make_pixels
 
-SIZES = [  # pictures, heads, tokens, head width
+SIZES = [  # images, heads, tokens, head width
     (1, 16, 577, 64),
     (2, 3, 17, 8),
     (1, 2, 1, 24),
@@ -25,10 +25,10 @@ SIZES = [  # pictures, heads, tokens, head width
 
 
 def make_heads(
-    num_pictures: int, num_heads: int, num_tokens: int, head_dim: int, size: float = 1.0
+    num_images: int, num_heads: int, num_tokens: int, head_dim: int, size: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shape = (num_pictures, num_tokens, 3 * num_heads * head_dim)
+    shape = (num_images, num_tokens, 3 * num_heads * head_dim)
     return split_heads(size * torch.randn(shape, generator=generator), num_heads)
 
 
@@ -42,7 +42,7 @@ def test_it_is_torchs(kernels: CpuKernels, sizes: tuple[int, int, int, int]):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_query_has_the_same_result_in_any_part_and_beside_any_picture(
+def test_a_query_has_the_same_result_in_any_part_and_beside_any_image(
     kernels: CpuKernels, sizes: tuple[int, int, int, int]
 ):
     queries, keys, values = make_heads(*sizes)
@@ -84,7 +84,7 @@ def test_a_tower_uses_it_where_it_was_found_right(
         return mix_by_kernel(library, *heads)
 
     monkeypatch.setattr(tower, "mix_by_kernel", counted)
-    found = encode(tower.cpu_maps(model, left, torch.float32), make_pixels(model))
+    found = encode(tower.cpu_ops(model, left, torch.float32), make_pixels(model))
 
     assert len(calls) == (len(list(model.vision_tower.blocks)) if is_right else 0)
     assert torch.allclose(found, model.encode_images(make_pixels(model)), atol=1e-4)

@@ -1,4 +1,4 @@
-"""Products by C++ kernels equal those of their slow twins, whatever is before and after them."""
+"""Products by C++ kernels equal those of their reference implementations, whatever is before and after them."""
 
 from dataclasses import replace
 

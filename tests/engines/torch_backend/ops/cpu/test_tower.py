@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.models.encoding_run import EncodingRun, encode, plain_maps
+from engines.torch_backend.models.encoding_run import EncodingRun, encode, reference_ops
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.ops.cpu.packed_linear import PackedLinear, pack_tower
-from engines.torch_backend.ops.cpu.tower import cpu_maps
+from engines.torch_backend.ops.cpu.tower import cpu_ops
 from tests.factories_torch import make_model_pair, make_vlm_config
 
 ACTIVATIONS = ["quick_gelu", "gelu"]
@@ -23,10 +23,10 @@ def make_model(hidden_act: str = "quick_gelu", **vision: Any) -> Llava:
     return deepcopy(make_model_pair(config).ours)
 
 
-def make_pixels(model: Llava, num_pictures: int = 2) -> Tensor:
+def make_pixels(model: Llava, num_images: int = 2) -> Tensor:
     size = model.config.vision.image_size
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(num_pictures, 3, size, size, generator=generator)
+    return torch.randn(num_images, 3, size, size, generator=generator)
 
 
 def linears_of_tower(model: Llava) -> dict[str, nn.Module]:
@@ -47,7 +47,7 @@ def test_in_full_precision_features_are_those_of_the_modules(kernels: CpuKernels
     model = make_model(hidden_act)
     pixels = make_pixels(model)
 
-    found = encode(cpu_maps(model, kernels, torch.float32), pixels)
+    found = encode(cpu_ops(model, kernels, torch.float32), pixels)
 
     assert error(found, model.encode_images(pixels)) < 1e-5
 
@@ -64,7 +64,7 @@ def test_matrices_may_be_of_another_type_than_the_rest(kernels: CpuKernels):
         full.weight.copy_(linear.weight)
     pixels = make_pixels(model)
 
-    found = encode(cpu_maps(model, kernels, torch.float32), pixels)
+    found = encode(cpu_ops(model, kernels, torch.float32), pixels)
 
     assert error(found, meant.encode_images(pixels)) < 1e-5
 
@@ -79,7 +79,7 @@ def test_eight_bits_cost_little(kernels: CpuKernels, hidden_act: str):
     pack_tower(model, kernels)
     modules = model.encode_images(pixels)
 
-    found = encode(cpu_maps(model, kernels, torch.float32), pixels)
+    found = encode(cpu_ops(model, kernels, torch.float32), pixels)
 
     assert error(modules, full) < 0.03
     assert error(found, full) < 0.03
@@ -111,7 +111,7 @@ def test_without_a_right_kernel_the_tower_stays_as_it_is(kernels: CpuKernels):
     pack_tower(model, left)
 
     assert {type(module) for module in linears_of_tower(model).values()} == {nn.Linear}
-    assert error(encode(cpu_maps(model, left, torch.float32), pixels), full) < 1e-6
+    assert error(encode(cpu_ops(model, left, torch.float32), pixels), full) < 1e-6
 
 
 @pytest.mark.parametrize("tokens_per_part", [1, 4, 1000])
@@ -119,10 +119,10 @@ def test_without_a_right_kernel_the_tower_stays_as_it_is(kernels: CpuKernels):
 def test_in_parts_it_is_the_same(kernels: CpuKernels, tokens_per_part: int):
     model = make_model()
     pack_tower(model, kernels)
-    maps, pixels = cpu_maps(model, kernels, torch.float32), make_pixels(model)
+    maps, pixels = cpu_ops(model, kernels, torch.float32), make_pixels(model)
     run = EncodingRun(maps, pixels, tokens_per_part)
     while not run.is_done:
         run.advance()
 
     assert error(run.features, encode(maps, pixels)) < 1e-2
-    assert error(run.features, encode(plain_maps(model), pixels)) < 0.03
+    assert error(run.features, encode(reference_ops(model), pixels)) < 0.03

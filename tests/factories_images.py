@@ -1,4 +1,4 @@
-"""Pictures for tests: small, deterministic, each seed its own."""
+"""Images for tests: small, deterministic, each seed its own."""
 
 import base64
 import io
@@ -9,7 +9,7 @@ import zlib
 from PIL import Image, ImageDraw
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB") -> Image.Image:
+def make_image(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB") -> Image.Image:
     """A flat background with one disc; its colours and place come from the seed."""
     draw_from = random.Random(seed)
     image = Image.new("RGB", size, tuple(draw_from.randrange(256) for _ in range(3)))
@@ -22,7 +22,7 @@ def picture(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB") 
 def encoded(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG") -> bytes:
     """Its bytes in a file format."""
     buffer = io.BytesIO()
-    picture(seed, size).save(buffer, format)
+    make_image(seed, size).save(buffer, format)
     return buffer.getvalue()
 
 
@@ -33,7 +33,7 @@ def data_url(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG
 
 
 def two_headed_png(first: tuple[int, int], second: tuple[int, int]) -> bytes:
-    """A black picture that says one size where a reader of headers looks, and another to a decoder."""
+    """A black image that says one size where a reader of headers looks, and another to a decoder."""
     headers = [
         _png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0))
         for size in (first, second)

@@ -1,4 +1,4 @@
-"""The panels of the dashboard as pictures, drawn from a Prometheus about as Grafana would: for people to look at."""
+"""The panels of the dashboard as images, drawn from a Prometheus about as Grafana would: for people to look at."""
 
 import re
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def shown_as(unit: str) -> tuple[float, str]:
 
 
 def draw_dashboard(browser: Chrome, panels: list[dict[str, Any]], drawn: dict[int, str]) -> None:
-    """Write a picture of each panel, and one of all. `drawn`: the inside of a panel, by its id."""
+    """Write a image of each panel, and one of all. `drawn`: the inside of a panel, by its id."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels) * ROW
     parts = "".join(place(panel, drawn.get(panel["id"], "")) for panel in panels)
@@ -84,20 +84,20 @@ def draw_dashboard(browser: Chrome, panels: list[dict[str, Any]], drawn: dict[in
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     browser.get(page.as_uri())
     browser.save_screenshot(str(FOLDER / "dashboard.png"))
-    with Image.open(FOLDER / "dashboard.png") as picture:
+    with Image.open(FOLDER / "dashboard.png") as image:
         for panel in panels:
             if panel["type"] != "row":
-                picture.crop(box(panel)).save(picture_of(panel))
+                image.crop(box(panel)).save(image_of(panel))
 
 
 def box(panel: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom on the picture of all."""
+    """Left, top, right and bottom on the image of all."""
     cell = panel["gridPos"]
     left, top = cell["x"] * COLUMN, cell["y"] * ROW
     return left, top, left + cell["w"] * COLUMN, top + cell["h"] * ROW
 
 
-def picture_of(panel: dict[str, Any]) -> Path:
+def image_of(panel: dict[str, Any]) -> Path:
     return FOLDER / f"{panel['title'].lower().replace(' ', '-')}.png"
 
 

@@ -1,6 +1,6 @@
-"""Pictures that are broken, odd or meant to do harm, made by code, each with what is to become of it.
+"""Images that are broken, odd or meant to do harm, made by code, each with what is to become of it.
 
-`python -m tests.factories_hostile_pictures FOLDER` writes them as files, to look at or to send by hand.
+`python -m tests.factories_hostile_images FOLDER` writes them as files, to look at or to send by hand.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, PngImagePlugin
 
-from tests.factories_pictures import encoded, picture, two_headed_png
+from tests.factories_images import encoded, make_image, two_headed_png
 
 SIZE = (64, 48)
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -30,7 +30,7 @@ class Case:
     make: Callable[[], bytes]
     door: str | None = None
     decodes: bool = True
-    size: tuple[int, int] | None = None  #: of the decoded picture, where it is not `SIZE`
+    size: tuple[int, int] | None = None  #: of the decoded image, where it is not `SIZE`
     pixel: tuple[int, int, int] | None = None  #: its colour in the upper left corner, within 3
 
 
@@ -52,7 +52,7 @@ def rows(width: int, height: int, pixel: bytes = b"\xff\0\0") -> bytes:
 
 
 def with_chunk(extra: bytes) -> bytes:
-    """A sound picture with one more chunk behind its header."""
+    """A sound image with one more chunk behind its header."""
     data = encoded()
     return data[:33] + extra + data[33:]
 
@@ -87,7 +87,7 @@ def oriented(orientation: int, form: str = "JPEG") -> bytes:
 
 
 def jpeg(**options: Any) -> bytes:
-    return saved(picture(), "JPEG", **options)
+    return saved(make_image(), "JPEG", **options)
 
 
 def jpeg_of_two_frames(width: int, height: int) -> bytes:
@@ -108,14 +108,14 @@ def jpeg_of_size(width: int, height: int) -> bytes:
 
 
 def jpeg_of_many_scans() -> bytes:
-    """A progressive picture that repeats one of its scans thousands of times."""
+    """A progressive image that repeats one of its scans thousands of times."""
     data = saved(Image.new("RGB", (2048, 2048), "red"), "JPEG", progressive=True)
     start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     return data[:end] + data[start:end] * (4_000_000 // (end - start)) + data[end:]
 
 
 def webp(**options: Any) -> bytes:
-    return saved(picture(), "WEBP", **options)
+    return saved(make_image(), "WEBP", **options)
 
 
 def animated(form: str) -> bytes:
@@ -124,7 +124,7 @@ def animated(form: str) -> bytes:
 
 
 def webp_of_size(width: int, height: int) -> bytes:
-    """An extended WebP whose canvas is of another size than its picture."""
+    """An extended WebP whose canvas is of another size than its image."""
     data = bytearray(webp(exif=exif(1)))
     data[24:27], data[27:30] = (width - 1).to_bytes(3, "little"), (height - 1).to_bytes(3, "little")
     return bytes(data)
@@ -163,7 +163,7 @@ def palette(transparent: int | None = None) -> bytes:
 WHITE, RED, GREY = (255, 255, 255), (255, 0, 0), (128, 128, 128)
 UNSUPPORTED, INVALID, LARGE = "unsupported_image", "invalid_image", "image_too_large"
 
-NOT_PICTURES = [
+NOT_IMAGES = [
     Case("empty", lambda: b"", INVALID),
     Case("text", lambda: b"hello", UNSUPPORTED),
     Case("svg", lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", UNSUPPORTED),
@@ -267,7 +267,7 @@ WEBPS = [
     Case("webp of an unknown kind", lambda: b"RIFF\x40\0\0\0WEBPVP9 " + bytes(60), INVALID),
     Case("webp with orientation", lambda: oriented(3, "WEBP"), size=(32, 16), pixel=RED),
 ]  # fmt: skip
-CASES = [*NOT_PICTURES, *PNGS, *JPEGS, *WEBPS]
+CASES = [*NOT_IMAGES, *PNGS, *JPEGS, *WEBPS]
 
 
 def write_all(folder: Path) -> Iterator[Path]:

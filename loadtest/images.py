@@ -1,6 +1,6 @@
-"""Pictures for load: random noise, which no format can make smaller, the same for the same seed.
+"""Images for load: random noise, which no format can make smaller, the same for the same seed.
 
-Called by the scenarios and the gateway benchmark. A picture that no cache has seen costs no drawing: only a
+Called by the scenarios and the gateway benchmark. A image that no cache has seen costs no drawing: only a
 number in a JPEG comment differs, so that its bytes and their hash are new and its pixels are not.
 """
 
@@ -35,8 +35,8 @@ def noise_jpeg(num_bytes: int = 60_000, seed: int = 0) -> bytes:
 
 
 def numbered(jpeg: bytes, number: int) -> bytes:
-    """The same picture with a comment that holds `number`: new bytes, equal pixels."""
-    return picture_head(number) + jpeg[len(START_OF_IMAGE) :]
+    """The same image with a comment that holds `number`: new bytes, equal pixels."""
+    return image_head(number) + jpeg[len(START_OF_IMAGE) :]
 
 
 def to_data_url(jpeg: bytes) -> str:
@@ -45,24 +45,24 @@ def to_data_url(jpeg: bytes) -> str:
 
 
 class NumberedUrls:
-    """Data URLs of one picture under ever new numbers, at the cost of a few bytes each."""
+    """Data URLs of one image under ever new numbers, at the cost of a few bytes each."""
 
     def __init__(self, jpeg: bytes) -> None:
         self._tail = base64.b64encode(jpeg[len(START_OF_IMAGE) :]).decode()
 
     def url(self, number: int) -> str:
         """The data URL of `numbered(jpeg, number)`."""
-        return DATA_URL + base64.b64encode(picture_head(number)).decode() + self._tail
+        return DATA_URL + base64.b64encode(image_head(number)).decode() + self._tail
 
 
-def picture_head(number: int) -> bytes:
-    """The first HEAD_BYTES bytes of the picture with this number."""
+def image_head(number: int) -> bytes:
+    """The first HEAD_BYTES bytes of the image with this number."""
     comment = f"{number:0{COMMENT_BYTES - 2}d}".encode()
     return START_OF_IMAGE + COMMENT + COMMENT_BYTES.to_bytes(2, "big") + comment
 
 
 def numbered_png(png: bytes, number: int) -> bytes:
-    """The same picture with a text chunk that holds `number`: new bytes, equal pixels."""
+    """The same image with a text chunk that holds `number`: new bytes, equal pixels."""
     chunk = b"tEXtComment\0%d" % number
     framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:PNG_HEAD_BYTES] + framed + png[PNG_HEAD_BYTES:]
