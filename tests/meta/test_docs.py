@@ -102,7 +102,7 @@ def test_every_error_code_has_its_row():
         line.split("|") for line in page.splitlines() if re.match(r"\| `\w+`.*\| \d{3} \|", line)
     ]
     shown = {code: int(row[2]) for row in table for code in re.findall(r"`(\w+)`", row[1])}
-    code = "\n".join(path.read_text() for path in (ROOT / "gateway").glob("*.py"))
+    code = "\n".join(path.read_text() for path in (ROOT / "gateway").rglob("*.py"))
     raised = set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', code))
     framework = {from_status(status).code for status in (404, 405)}
     assert set(shown) == raised | {failure.value for failure in FAILURES} | framework
