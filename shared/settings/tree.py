@@ -24,6 +24,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from shared.settings import SettingsError as SettingsError
 from shared.settings.engine import EngineSettings
 from shared.settings.group import MIB, Group, split_items
 from shared.settings.limits import LimitSettings
@@ -31,10 +32,6 @@ from shared.settings.limits import LimitSettings
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
-
-
-class SettingsError(Exception):
-    """The settings cannot be used; the message names each field and what is wrong with it."""
 
 
 class GatewaySettings(Group):

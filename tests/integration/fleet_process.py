@@ -10,7 +10,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parent.parent.parent
-SAMPLE = ROOT / "engines" / "shapes" / "samples" / "shapes.png"
+SAMPLE = ROOT / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 
 
 class Served:

@@ -8,12 +8,12 @@ import sys
 import httpx
 import pytest
 
+from gateway.client.status import Period, Snapshot, read_snapshot
 from loadtest.asking import first_model
 from loadtest.fleet import free_port, run_server
 from loadtest.record import Order, Plan, Record, Target, Workload
 from loadtest.result import values_of
 from loadtest.run import drive
-from loadtest.status import Period, Snapshot, read_snapshot
 from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
 from tests.loadtest.fake_server import stream
 

@@ -40,7 +40,7 @@ console = Console(stderr=True, highlight=False)
 logger = logging.getLogger(__name__)
 
 
-def run_fleet(settings: Settings, num_workers: int, data_dir: Path | None) -> int:
+def run_node(settings: Settings, num_workers: int, data_dir: Path | None) -> int:
     """Run Redis (unless one is named), workers and a gateway until a signal. Returns the exit code."""
     quiet = LogSettings(**{**settings.logs.model_dump(), **_quiet(settings)})
     setup_logging(quiet, "serve")

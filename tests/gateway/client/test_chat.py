@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from loadtest.chat import ChatError, Conversation, first_model, printable, run_chat
+from gateway.client.chat import ChatError, Conversation, first_model, printable, run_chat
 from tests.loadtest.fake_server import FakeServer, chunk, event
 
 

@@ -1,14 +1,25 @@
-"""Commands of the engine's tools, as the command line offers them: `vlm quantize`, `vlm bench engine` and
-`vlm bench peers`.
+"""The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm bench engine`, `vlm bench peers`.
 
-Registered by `vlm.py`. Torch is loaded when one of them runs, and not before.
+Torch is loaded when one of them runs, and not before.
 """
 
-from importlib import import_module
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+
+def make_checkpoint(
+    directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
+    shape: Annotated[str, typer.Option(help="tiny, llava-1b or llava-1.5-7b.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
+    from engines.torch_backend.loading.make_checkpoint import run
+
+    run(shape, directory, seed)
 
 
 def quantize(
@@ -17,7 +28,9 @@ def quantize(
     scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
 ) -> None:
     """Save a checkpoint with its decoder quantized; it loads faster, and without the original."""
-    import_module("engines.torch_backend.loading.quantize_checkpoint").run(source, target, scheme)
+    from engines.torch_backend.loading.quantize_checkpoint import run
+
+    run(source, target, scheme)
 
 
 def bench_engine(
@@ -40,8 +53,9 @@ def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Drive the engine alone, beside what this machine's memory and arithmetic allow."""
-    module = import_module("engines.bench.run")
-    options = module.BenchOptions(
+    from engines.bench.run import BenchOptions, run
+
+    options = BenchOptions(
         model=model,
         device=device,
         dtype=dtype,
@@ -53,7 +67,7 @@ def bench_engine(
         num_tokens=num_tokens,
         rounds=rounds,
     )
-    module.run(options, as_json)
+    run(options, as_json)
 
 
 def bench_peers(
@@ -77,8 +91,11 @@ def bench_peers(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
-    module = import_module("engines.bench.peers.run")
-    options = module.PeerOptions(
+    if find_spec("engines.bench.peers") is None:
+        sys.exit("vlm bench peers is a part of the repository, not of the installed package")
+    from engines.bench.peers.run import PeerOptions, run
+
+    options = PeerOptions(
         model=model,
         systems=tuple(systems.split(",")),
         workloads=tuple(workloads.split(",")),
@@ -88,4 +105,4 @@ def bench_peers(
         results=results,
         plots=plots,
     )
-    module.run(options, as_json)
+    run(options, as_json)

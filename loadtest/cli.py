@@ -1,11 +1,10 @@
-"""Commands of the load test, as the command line offers them: `vlm loadtest`, and `compare` below it.
+"""The commands of the load test: `vlm loadtest`, and `compare` and `report` below it.
 
-Registered by `vlm.py`. Locust is loaded when a test runs, and not before.
+Locust is loaded when a test runs, and not before.
 """
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,10 +82,10 @@ def loadtest(
         think_s=think_time,
         seed=seed,
     )
-    module = import_module("loadtest.run")
-    wanted = module.Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
-    outputs = module.Outputs(json, html, markdown)
-    call(module.run, module.LoadTestError, wanted, outputs, max_failures)
+    from loadtest.run import LoadTestError, Outputs, Wanted, run
+
+    wanted = Wanted(host, engine, model, api_key, timeout, workload, plan, objective)
+    call(run, LoadTestError, wanted, Outputs(json, html, markdown), max_failures)
 
 
 def call(function: Callable[..., int], fault: type[Exception], *arguments: Any) -> None:
@@ -113,11 +112,10 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Write a page with both runs' plots.")] = None,
 ) -> None:
     """Show what changed between two runs beyond chance."""
-    run, fault = (
-        import_module("loadtest.difference").run,
-        import_module("loadtest.result").ResultError,
-    )
-    call(run, fault, before, after, least, every, fail_if_worse, markdown, html)
+    from loadtest.difference import run
+    from loadtest.result import ResultError
+
+    call(run, ResultError, before, after, least, every, fail_if_worse, markdown, html)
 
 
 @app.command()
@@ -126,8 +124,7 @@ def report(
     page: Annotated[Path, typer.Argument(help="Where to write the page.")],
 ) -> None:
     """Make the page of a run from its result."""
-    run, fault = (
-        import_module("loadtest.html_report").run,
-        import_module("loadtest.result").ResultError,
-    )
-    call(run, fault, result, page)
+    from loadtest.html_report import run
+    from loadtest.result import ResultError
+
+    call(run, ResultError, result, page)

@@ -13,7 +13,7 @@ import termios
 import pytest
 from rich.console import Console
 
-from loadtest.status import Period, Snapshot, parse_metrics, to_screen
+from gateway.client.status import Period, Snapshot, parse_metrics, to_screen
 from tests.factories_images import data_url
 from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
 

@@ -1,0 +1,104 @@
+"""The commands of the gateway and of its clients: `vlm gateway`, `vlm chat`, `vlm status`, `vlm bench gateway`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shared.settings.options import (
+    AllowOpen,
+    Assignments,
+    DieWithParent,
+    Host,
+    LogLevel,
+    Port,
+    RedisUrl,
+    read_settings,
+    run_process,
+)
+
+Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server wants one.")
+]
+
+
+def gateway(
+    host: Host = None,
+    port: Port = None,
+    allow_open: AllowOpen = None,
+    redis_url: RedisUrl = None,
+    log_level: LogLevel = None,
+    assignments: Assignments = None,
+    die_with_parent: DieWithParent = False,
+) -> None:
+    """Run one gateway process. Redis is the one that VLM_REDIS_URL names."""
+    from gateway.main import run_gateway
+
+    options = {
+        "gateway.host": host,
+        "gateway.port": port,
+        "gateway.allow_open": allow_open,
+        "redis.url": redis_url,
+        "logs.level": log_level,
+    }
+    settings = read_settings(options, assignments, die_with_parent)
+    run_process("gateway", settings, die_with_parent)
+    sys.exit(run_gateway(settings))
+
+
+def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="What to ask; without it, a conversation.")
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", "-i", help="An image; may be repeated.")
+    ] = None,
+    url: Url = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask.", show_default="the server's first")
+    ] = None,
+    api_key: ApiKey = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+) -> None:
+    """Ask a question about images and watch the answer come, with the time of each stage."""
+    from gateway.client.chat import ChatError, run_chat
+
+    try:
+        run_chat(url, model, api_key, image or [], question, max_tokens, temperature)
+    except ChatError as error:
+        _fail(error)
+
+
+def status(
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
+    pause_s: Annotated[float, typer.Option("--pause", min=0.2, help="Seconds between looks.")] = 2,
+) -> None:
+    """Show a fleet's models, workers, queues, rates and the time of each stage."""
+    from gateway.client.status import StatusError, run_status
+
+    try:
+        run_status(url, api_key, pause_s if watch else None)
+    except StatusError as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> None:
+    typer.secho(str(error), err=True, fg="red")
+    sys.exit(1)
+
+
+def bench_gateway(
+    seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    connections: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,8,32,128",
+    markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
+) -> None:
+    """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
+    from loadtest.bench_gateway import run
+
+    run(seconds, rounds, [int(number) for number in connections.split(",")], markdown)

@@ -1,0 +1,134 @@
+"""Options of the command line reach the settings of what they start; a command loads no more than it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import vlm
+from shared.settings.load import load_settings
+from shared.settings.tree import Settings
+from tests.integration.fleet_process import ROOT, run_vlm
+
+ENGINE_OPTIONS = ["--engine", "mock", "--max-num-seqs", "7", "--dtype", "float16"]
+REDIS = ["--redis-url", "unix:///nowhere"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What commands would have started, with its arguments."""
+    calls: list[tuple[Any, ...]] = []
+
+    def record(target: str) -> None:
+        monkeypatch.setattr(target, lambda *arguments: calls.append((target, *arguments)))
+
+    for target in ("worker.node.serve.run_node", "worker.main.run_worker"):
+        record(target)
+    for target in ("gateway.main.run_gateway", "shared.process.die_with_parent"):
+        record(target)
+    monkeypatch.setattr("shared.telemetry.logs.setup_logging", lambda settings, name: None)
+    return calls
+
+
+def run(*arguments: str) -> None:
+    result = CliRunner().invoke(vlm.app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def test_serve_hands_options_of_every_group_on(started):
+    run("serve", *ENGINE_OPTIONS, "--port", "0", "--allow-open", "--workers", "3")
+    [(target, settings, workers, data_dir)] = started
+    assert (target, workers, data_dir) == ("worker.node.serve.run_node", 3, None)
+    assert isinstance(settings, Settings)
+    assert (settings.engine.kind, settings.engine.max_num_seqs) == ("mock", 7)
+    assert (settings.gateway.port, settings.gateway.allow_open) == (0, True)
+
+
+def test_worker_hands_its_options_on(started):
+    run("worker", *ENGINE_OPTIONS, *REDIS, "--log-level", "error")
+    target, settings = started[-1]
+    assert target == "worker.main.run_worker"
+    assert (settings.engine.dtype, settings.redis.url) == ("float16", "unix:///nowhere")
+    assert settings.logs.level == "error"
+
+
+def test_what_is_not_given_is_the_settings_own(started):
+    run("gateway", *REDIS, "--die-with-parent")
+    assert started[0] == ("shared.process.die_with_parent",)
+    settings = started[-1][1]
+    assert settings == Settings(redis=settings.redis)
+
+
+def test_any_setting_can_be_set(started):
+    run("worker", *REDIS, "--set", "engine.mock.decode_s=0.25", "--set", "worker.lease_s=5")
+    settings = started[-1][1]
+    assert settings == load_settings(
+        redis={"url": "unix:///nowhere"},
+        engine={"mock": {"decode_s": 0.25}},
+        worker={"lease_s": 5},
+    )
+
+
+def test_a_setting_that_is_set_goes_before_the_environment(started, monkeypatch):
+    monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one")
+    run("gateway", *REDIS, "--set", "gateway.api_keys=sk-two,sk-three")
+    keys = started[-1][1].gateway.api_keys
+    assert [key.get_secret_value() for key in keys] == ["sk-two", "sk-three"]
+
+
+@pytest.mark.parametrize("wrong", [["--port", "zero"], ["--nothing"], ["--workers", "0"]])
+def test_a_wrong_option_is_refused(wrong, started):
+    result = CliRunner().invoke(vlm.app, ["serve", *wrong])
+    assert result.exit_code == 2
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--set", "worker.lease_s"], "worker.lease_s"),
+        (["--set", "worker.leese_s=1"], "VLM_WORKER__LEESE_S"),
+        (["--set", "worker=1", "--set", "worker.lease_s=1"], "worker.lease_s"),
+        (["--set", "worker.lease_s=long"], "VLM_WORKER__LEASE_S"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_78(wrong, named):
+    done = run_vlm("worker", *REDIS, *wrong)
+    assert done.returncode == 78
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_tools_of_the_engine_get_what_was_asked_for(monkeypatch):
+    from engines.bench import run as bench  # noqa: PLC0415
+
+    calls: list[tuple[Any, ...]] = []
+    quantized = "engines.torch_backend.loading.quantize_checkpoint.run"
+    monkeypatch.setattr(quantized, lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(bench, "run", lambda *arguments: calls.append(arguments))
+    run("quantize", "org/name", "out", "--scheme", "int4")
+    run("bench", "engine", "--batch-sizes", "1,8", "--scenarios", "decode", "--json")
+    assert calls[0] == ("org/name", Path("out"), "int4")
+    options, is_json = calls[1]
+    assert (options.batch_sizes, options.scenarios, is_json) == ((1, 8), ("decode",), True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (["--help"], {"torch", "numpy", "pydantic", "fastapi", "httpx", "locust", "shared.settings.tree"}),
+        (["gateway", *REDIS, "--set", "nothing=1"], {"torch", "numpy", "engines.base", "worker.main", "locust"}),
+        (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "fastapi", "uvicorn", "shared.settings.tree"}),
+    ],
+)  # fmt: skip
+def test_a_command_loads_no_more_than_it_needs(arguments, unneeded):
+    code = "import atexit, sys, vlm; atexit.register(lambda: print(*sys.modules)); vlm.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "vlm" in loaded
+    assert not unneeded & loaded
