@@ -5,6 +5,7 @@ is in `EngineOutput` and `EngineStats`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -80,15 +81,32 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """A image in a prompt: it fills `num_tokens` token positions from `offset`.
+    """An image in a prompt: a run of `num_tokens` tokens from `offset`, some of which are slots.
 
-    `image_hash` identifies it in every cache; `pixels` is whatever the runner's own image processor made.
+    `image_hash` identifies it in every cache, together with how it was processed; `pixels` is whatever the runner's
+    own image processor made. Tokens of the run that are no slots, such as line breaks, are embedded as text.
     """
 
     offset: int
     num_tokens: int
     image_hash: str
     pixels: Any
+    slots: tuple[tuple[int, int], ...] = ()
+    """Runs of slots as (start, stop) within the image, which its features fill in order. Empty: all of it."""
+
+    @property
+    def slot_runs(self) -> tuple[tuple[int, int], ...]:
+        """Where features go, as (start, stop) within the image."""
+        return self.slots or ((0, self.num_tokens),)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of features that the image has."""
+        return sum(stop - start for start, stop in self.slot_runs)
+
+
+#: Rotary positions of a prompt: R rows of one number a token. Empty: 0, 1, 2 ... in every row.
+Positions = tuple[Sequence[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +120,7 @@ class EngineRequest:
     output_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
+    positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
 
 
 @dataclass(slots=True)

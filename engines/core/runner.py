@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engines.base import ImageInput
+from engines.base import ImageInput, Positions
 from engines.core.sequence import Batch
 from engines.image_decoder import Decode, decode_image
 from shared.protocol import ChatMessage
@@ -120,10 +120,11 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids with one run of image slots per image; `images` come in the order of the parts."""
+    """Token ids with one run of tokens per image; `images` come in the order of the parts."""
 
     token_ids: list[int]
     images: tuple[ImageInput, ...] = ()
+    positions: Positions = ()
 
 
 class Processor(Protocol):

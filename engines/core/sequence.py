@@ -6,7 +6,7 @@ Used by scheduler, block manager and runners; knows no tensors, no text, no cloc
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engines.base import EngineRequest, ImageInput
+from engines.base import EngineRequest, ImageInput, Positions
 from shared.protocol import FinishReason, Priority, SamplingParams
 
 #: Newcomers that pass a waiting batch sequence before it counts as one of them.
@@ -36,6 +36,7 @@ class Sequence:
     images: tuple[ImageInput, ...] = ()
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
+    prompt_positions: Positions = ()  #: rotary ones; empty: 0, 1, 2 ...
     max_output_tokens: int = 1
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
@@ -47,6 +48,12 @@ class Sequence:
     num_preemptions: int = 0
     num_passes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
+    _shift: int = field(init=False)  #: from a later token's place to its rotary position
+
+    def __post_init__(self) -> None:
+        rows = self.prompt_positions
+        # what follows the prompt has one position in all rows, behind the largest of the prompt
+        self._shift = max(map(max, rows)) + 1 - self.num_prompt_tokens if rows else 0
 
     @classmethod
     def from_request(cls, request: EngineRequest, max_output_tokens: int) -> "Sequence":
@@ -59,9 +66,18 @@ class Sequence:
             images=request.images,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            prompt_positions=request.positions,
             max_output_tokens=max_output_tokens,
             num_restored_tokens=len(request.output_token_ids),
         )
+
+    def positions(self, start: int, end: int) -> list[list[int]]:
+        """Rotary positions of the tokens from `start` to before `end`, by row; one row where all are alike."""
+        if not self.prompt_positions:
+            return [list(range(start, end))]
+        split, shift = self.num_prompt_tokens, self._shift
+        later = range(max(start, split) + shift, max(end, split) + shift)
+        return [[*row[start:end], *later] for row in self.prompt_positions]
 
     @property
     def is_preemptible(self) -> bool:

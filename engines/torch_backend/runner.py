@@ -242,14 +242,16 @@ class TorchRunner:
         return decoder(embeddings, self._rotary.at(positions), attend)
 
     def _token_inputs(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor]:
-        """Ids and positions of all new tokens, in one transfer. Shapes: two (N,)."""
+        """Ids and positions of all new tokens, in one transfer. Shapes: (N,), and (N,) or (R, N)."""
         token_ids: list[int] = []
-        positions: list[int] = []
+        positions: list[list[int]] = [[] for _ in range(self._rotary.num_rows)]
         for item in items:
             token_ids += self._tokens_of(item)
-            positions += range(item.start, item.end)
-        inputs = torch.tensor([token_ids, positions]).to(self._device)
-        return inputs[0], inputs[1]
+            rows = item.sequence.positions(item.start, item.end)
+            for place, row in enumerate(positions):
+                row += rows[place % len(rows)]
+        inputs = torch.tensor([token_ids, *positions]).to(self._device)
+        return inputs[0], inputs[1] if len(positions) == 1 else inputs[1:]
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
         if item.follows is None:

@@ -116,6 +116,7 @@ class DecodeGraphs:
             self._vocab_size,
             padding_slot=(pool.num_blocks - 1) * pool.block_size,
             device=self._device,
+            num_position_rows=self._rotary.num_rows,
         )
         self._buffers[size] = buffers
         return buffers

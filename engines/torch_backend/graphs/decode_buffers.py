@@ -27,16 +27,19 @@ class DecodeBuffers:
         vocab_size: int,
         padding_slot: int,
         device: torch.device,
+        num_position_rows: int = 1,
     ) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
         # of a row without a sequence; in the order of the views below
-        self._idle = np.array([[0, 0, padding_slot, 0, 0, 0, vocab_size, -1]]).T
+        self._idle = np.array(
+            [[0, padding_slot, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
+        ).T
         self._idle_numbers = np.array([[1.0, 1.0, 0.0]]).T
         is_pinned = device.type == "cuda"
         self._hosts = [
             (
-                torch.zeros(8, num_rows, dtype=torch.int64, pin_memory=is_pinned),
+                torch.zeros(len(self._idle), num_rows, dtype=torch.int64, pin_memory=is_pinned),
                 torch.zeros(3, num_rows, dtype=torch.float32, pin_memory=is_pinned),
                 torch.zeros(num_rows, table_width, dtype=torch.int32, pin_memory=is_pinned),
                 torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_pinned),  # tokens drawn
@@ -45,11 +48,12 @@ class DecodeBuffers:
         ]
         self._device = tuple(tensor.to(device, copy=True) for tensor in self._hosts[0][:3])
         integers, numbers, self.tables = self._device  # tables: (B, W)
-        self.token_ids, self.positions, self.slots, self.lengths = integers[:4]
-        self.is_drawn, keys, top_ks = integers[4:7]  # is_drawn: (B,) 0 where the best is taken
-        self.followed = integers[
-            7
-        ]  #: (B,) the row of the step before that draws the token; -1: it is known
+        self.token_ids, self.slots, self.lengths = integers[:3]
+        self.is_drawn, keys, top_ks = integers[3:6]  # is_drawn: (B,) 0 where the best is taken
+        #: (B,) the row of the step before that draws the token; -1: it is known
+        self.followed = integers[6]
+        #: (B,), or (R, B) where a token has several
+        self.positions = integers[7] if num_position_rows == 1 else integers[7:]
         temperatures, top_ps, min_ps = numbers
         self.draw_params = DrawParams(keys, top_ks, temperatures, top_ps, min_ps)
 
@@ -63,9 +67,8 @@ class DecodeBuffers:
             sequence, sampling = item.sequence, item.sequence.sampling
             position = item.start
             block, offset = divmod(position, self._block_size)
-            integers[:, row] = (
+            integers[:7, row] = (
                 sequence.token_ids[position] if item.follows is None else 0,
-                position,
                 sequence.block_ids[block] * self._block_size + offset,
                 position + 1,
                 sampling.temperature > 0,
@@ -73,6 +76,7 @@ class DecodeBuffers:
                 min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size,
                 -1 if item.follows is None else item.follows,
             )
+            integers[7:, row] = [one for [one] in sequence.positions(position, position + 1)]
             temperature = max(sampling.temperature, LEAST_TEMPERATURE)
             numbers[:, row] = temperature, min(sampling.top_p, 1.0), sampling.min_p
             tables[row, : block + 1] = sequence.block_ids[: block + 1]

@@ -1,9 +1,10 @@
 """Rotary position embedding: frequencies with their scalings, and the rotation itself.
 
 Used by the decoder. Source: Su et al. 2021 (RoFormer), in the half-split form of LLaMA's published weights;
-`linear` scaling: Chen et al. 2023 (position interpolation); `llama3`: the Llama 3.1 release.
+`linear` scaling: Chen et al. 2023 (position interpolation); `llama3`: the Llama 3.1 release; sections: Wang et
+al. 2024 (Qwen2-VL's M-RoPE), where time, height and width of a token turn channels of their own.
 
-Shape letters: N tokens, H heads, D head width.
+Shape letters: N tokens, R positions of a token, H heads, D head width.
 """
 
 import math
@@ -40,6 +41,13 @@ class RotaryTable:
     def __init__(
         self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.num_rows = max(1, len(config.rope_sections))  #: R, positions of one token
+        # (D,) which row of positions turns a channel; None where there is one
+        self._rows: Tensor | None = None
+        if config.rope_sections:
+            sections = torch.tensor(config.rope_sections)
+            rows = torch.arange(self.num_rows).repeat_interleave(sections).repeat(2)
+            self._rows = rows.to(device)
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
         sin = angles.sin()
         self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)
@@ -47,7 +55,10 @@ class RotaryTable:
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines. Shapes: positions (N,); returns two (N, 1, D)."""
+        """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""
+        if self._rows is not None:
+            by_channel = positions[self._rows].T, torch.arange(len(self._rows)).to(self._rows)
+            return self.cos[by_channel].unsqueeze(1), self.sin[by_channel].unsqueeze(1)
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 

@@ -54,6 +54,9 @@ class TextConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_sections: tuple[
+        int, ...
+    ] = ()  #: channel pairs that each row of positions turns; () one row
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

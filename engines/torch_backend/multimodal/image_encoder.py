@@ -97,14 +97,15 @@ class ImageEncoder:
         for item, span in zip(items, spans, strict=True):
             for image in item.images:
                 features = self.cache.pin(item.sequence.request_id, _key(item.sequence, image))
-                first = max(image.offset, span.num_computed)
-                last = min(image.offset + image.num_tokens, span.num_context)
-                slots.append(
-                    ImageSlots(
-                        start=span.start + first - span.num_computed,
-                        features=features[first - image.offset : last - image.offset],
-                    )
-                )
+                row = 0
+                for start, stop in image.slot_runs:
+                    first = max(image.offset + start, span.num_computed)
+                    last = min(image.offset + stop, span.num_context)
+                    if first < last:
+                        rows = row - image.offset - start  # from a slot's place to its row
+                        place = span.start + first - span.num_computed
+                        slots.append(ImageSlots(place, features[first + rows : last + rows]))
+                    row += stop - start
         return slots
 
     def let_go(self, items: list[ScheduledSequence]) -> None:
@@ -118,7 +119,7 @@ class ImageEncoder:
         config = self._model.config
         size = config.vision.image_size
         is_fit = tuple(image.pixels.shape) == (3, size, size)
-        if not is_fit or image.num_tokens != config.tokens_per_image:
+        if not is_fit or image.num_slots != config.tokens_per_image:
             raise SequenceFailure(sequence.request_id, "A image was not prepared for this model.")
 
     def _encode(self, missing: dict[ImageKey, ImageInput], is_limited: bool) -> Set[ImageKey]:
