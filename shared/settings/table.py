@@ -1,6 +1,6 @@
 """The settings as a table for people: variable, default, meaning. Made from the code, so always true.
 
-Called by `vlm settings` and by the test that keeps the README's table equal to it.
+Called by `vlm settings` and by the test that keeps docs/settings.md equal to it.
 """
 
 from dataclasses import dataclass

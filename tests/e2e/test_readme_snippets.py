@@ -1,4 +1,4 @@
-"""The README's chat, curl and Python work as they stand, but for the port, against the built-in model."""
+"""Every command of the README works as it stands, but for the port, against the built-in model."""
 
 import json
 import re
@@ -6,10 +6,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_process import ROOT
+from tests.integration.fleet_process import ROOT, Served
 
 README = (ROOT / "README.md").read_text()
 ANSWER = "A white background with a red star at the top left"
@@ -42,6 +43,21 @@ def test_the_curl_that_serve_prints_answers(shapes_fleet):
     answer = json.loads(run(["bash", "-c", shapes_fleet.curl]))
     assert answer["choices"][0]["message"]["content"].startswith(ANSWER)
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
+    """What it installs is here already: the stamp counts as new."""
+    [command] = re.findall(r"^(make serve) ", README, re.M)
+    options = ["-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
+    served = Served.start(
+        [*command.split(), *options, f"ARGS=--engine mock --port 0 --data-dir {tmp_path}"]
+    )
+    try:
+        with served.client() as client:
+            assert client.get("/readyz").status_code == 200
+    finally:
+        served.end()
 
 
 def test_the_chat_of_the_readme_prints_what_it_shows(shapes_fleet):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 import httpx
 import psutil
@@ -20,6 +21,21 @@ class Served:
         self.process = process
         self.screen = screen
         self.url = re.findall(r"http://127\.0\.0\.1:\d+", screen)[0]
+
+    @classmethod
+    def start(cls, command: list[str], **variables: str) -> Self:
+        """Run a command that serves; returns when its screen is complete."""
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **variables}, text=True,
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                return cls(process, "".join(lines))
+        raise AssertionError("the fleet ended early:\n" + "".join(lines))
 
     @property
     def curl(self) -> str:
@@ -50,19 +66,11 @@ class Served:
 
 def start_fleet(data_dir: Path, *arguments: str, engine: str = "mock", **variables: str) -> Served:
     """Start `vlm serve` on a free port; returns when its screen is complete."""
-    process = subprocess.Popen(
+    return Served.start(
         [sys.executable, "-m", "vlm", "serve", "--engine", engine, "--port", "0",
          "--data-dir", str(data_dir), *arguments],
-        cwd=ROOT, env={**os.environ, **variables}, text=True,
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        **variables,
     )  # fmt: skip
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if "Ctrl-C" in line:
-            return Served(process, "".join(lines))
-    raise AssertionError("vlm serve ended early:\n" + "".join(lines))
 
 
 def run_vlm(*arguments: str, **options) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The README is true: its settings table, its commands, its files and its Python run."""
+"""README, settings page and API page are true: commands, targets, tables and examples of a settings file."""
 
 import re
 import subprocess
@@ -8,23 +8,38 @@ from pathlib import Path
 import pytest
 
 from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
+from shared.settings.load import load_settings
 from shared.settings.table import to_markdown
 
 ROOT = Path(__file__).parent.parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+API = (ROOT / "docs" / "api.md").read_text()
 
 
 def test_settings_table_is_the_one_that_the_code_makes():
-    assert to_markdown() in README, "run: vlm settings --markdown"
+    assert to_markdown() in SETTINGS, "run: vlm settings --markdown"
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)", README))))
+def test_the_settings_file_on_the_page_loads(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    path.write_text(re.findall(r"^```yaml\n(.*?)^```$", SETTINGS, re.M | re.S)[0])
+    monkeypatch.setenv("VLM_CONFIG", str(path))
+    monkeypatch.chdir(tmp_path)
+    assert load_settings().gateway.port == 9000
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:`|^)make ([a-z-]+)", TEXT, re.M))))
 def test_every_make_target_that_is_named_exists(target):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`vlm ([a-z-]+(?: gateway)?)", README))))
+COMMANDS = r"(?:`|^)vlm ((?:bench |loadtest (?=[a-z]))?[a-z][a-z-]+)"
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(COMMANDS, TEXT, re.M))))
 def test_every_vlm_command_that_is_named_exists(command):
     done = subprocess.run(
         [sys.executable, "-m", "vlm", *command.split(), "--help"],
@@ -33,13 +48,8 @@ def test_every_vlm_command_that_is_named_exists(command):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_every_file_that_is_linked_exists(link):
-    assert (ROOT / link).exists()
-
-
 def table_row(name: str) -> set[str]:
-    [row] = [line for line in README.splitlines() if line.startswith(f"| {name} |")]
+    [row] = [line for line in API.splitlines() if line.startswith(f"| {name} |")]
     return set(re.findall(r"`([^`]+)`", row.split("|", 2)[2]))
 
 

@@ -82,7 +82,7 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     web_search_options: Neutral = UNSET
 
 
-#: Fields that change nothing. The README's list is tested against this one.
+#: Fields that change nothing. The list in docs/api.md is tested against this one.
 IGNORED_FIELDS = (
     *IgnoredFields.__struct_fields__,
     *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
