@@ -99,6 +99,6 @@ def bench_gateway(
     markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
-    from loadtest.bench_gateway import run
+    from gateway.bench.run import run
 
     run(seconds, rounds, [int(number) for number in connections.split(",")], markdown)

@@ -1,10 +1,9 @@
 """A fleet on this machine for the length of a measurement, started by its command line.
 
-Called by `loadtest.run` and the gateway benchmark. It knows `vlm serve`, its readiness probe and its child
+Called by `loadtest.run`. It knows `vlm serve`, its readiness probe and its child
 processes, as anyone with a shell does; it imports nothing of the fleet.
 """
 
-import os
 import signal
 import socket
 import subprocess
@@ -44,26 +43,23 @@ class Server:
 
 
 @contextmanager
-def run_fleet(engine: str = "mock", environment: dict[str, str] | None = None) -> Iterator[Server]:
+def run_fleet(engine: str = "mock") -> Iterator[Server]:
     """`vlm serve` with a Redis of its own, ready to answer; stopped at the end. Raises: ServerError."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
         arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
         arguments += ["--data-dir", data_dir, "--host", HOST]
-        with run_server(arguments, port, "/readyz", environment) as server:
+        with run_server(arguments, port, "/readyz") as server:
             yield server
 
 
 @contextmanager
-def run_server(
-    arguments: list[str], port: int, probe: str, environment: dict[str, str] | None = None
-) -> Iterator[Server]:
+def run_server(arguments: list[str], port: int, probe: str) -> Iterator[Server]:
     """A Python process that answers `probe` with 200; stopped at the end. Raises: ServerError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
-            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """Images for load: random noise, which no format can make smaller, the same for the same seed.
 
-Called by the scenarios and the gateway benchmark. A image that no cache has seen costs no drawing: only a
+Called by the scenarios. An image that no cache has seen costs no drawing: only a
 number in a JPEG comment differs, so that its bytes and their hash are new and its pixels are not.
 """
 

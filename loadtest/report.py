@@ -1,6 +1,6 @@
 """Numbers into tables: for a terminal, or for a document.
 
-Called by `loadtest.run` and the gateway benchmark. Pure arithmetic and text.
+Pure arithmetic and text.
 """
 
 import math

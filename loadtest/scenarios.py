@@ -1,6 +1,6 @@
 """What is asked: the messages of chat requests, the same for the same seed.
 
-Called by the users, the open loop and the gateway benchmark. Pure: no network, no clock, no Locust.
+Called by the users and the open loop. Pure: no network, no clock, no Locust.
 """
 
 import random

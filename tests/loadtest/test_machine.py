@@ -1,14 +1,6 @@
 """What is said of the machine."""
 
-import psutil
-
-from loadtest.machine import machine, measure_round_trip_s
-
-
-def test_waking_a_process_takes_a_time_and_leaves_no_process():
-    before = psutil.Process().children()
-    assert 1e-6 < measure_round_trip_s() < 0.1
-    assert psutil.Process().children() == before
+from loadtest.machine import machine
 
 
 def test_cores_and_python_are_named():

@@ -1,6 +1,6 @@
 """What the gateway benchmark measured, beside what it is compared to: tables and goals.
 
-Called by `loadtest.bench_gateway`. Pure arithmetic; it must not know how anything was measured.
+Pure arithmetic.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from loadtest.http_load import Result
-from loadtest.report import Table, in_ms, in_number
+from rich.table import Table
+
+from gateway.bench.client import Result
 
 BARE = "bare FastAPI"
 FLEET = "vlm-fleet"
@@ -18,7 +19,7 @@ ROLES = ("gateway", "worker", "redis-server")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """A kind of request. `is_new`: each one shows a image that was not seen before."""
+    """A kind of request. `is_new`: each one shows an image that was not seen before."""
 
     name: str
     content: list[dict[str, Any]]
@@ -74,6 +75,24 @@ class Samples:
         )
 
 
+def new_table(title: str, *columns: str) -> Table:
+    """A table whose first column names the row."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def in_figures(value: float) -> str:
+    """A number to three figures at least."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def in_ms(seconds: float) -> str:
+    """Milliseconds to three figures."""
+    return in_figures(1e3 * seconds)
+
+
 Measured = dict[tuple[Cell, str], Samples]
 
 
@@ -116,11 +135,11 @@ def to_tables(measured: Measured) -> list[Table]:
     columns = ["connections", "bare req/s", "p50 ms", "p99 ms"]
     columns += ["fleet req/s", "p50 ms", "p99 ms", "ratio", "added ms", "events"]
     for cell, bare, fleet in pairs(measured):
-        table = tables.setdefault(cell.name, Table(cell.name, columns))
-        table.add(
+        table = tables.setdefault(cell.name, new_table(cell.name, *columns))
+        table.add_row(
             str(cell.num_connections),
-            *(in_number(bare.rate), in_ms(bare.p50_s), in_ms(bare.p99_s)),
-            *(in_number(fleet.rate), in_ms(fleet.p50_s), in_ms(fleet.p99_s)),
+            *(in_figures(bare.rate), in_ms(bare.p50_s), in_ms(bare.p99_s)),
+            *(in_figures(fleet.rate), in_ms(fleet.p50_s), in_ms(fleet.p99_s)),
             f"{fleet.rate / bare.rate:.2f}",
             in_ms(fleet.p50_s - bare.p50_s),
             f"{bare.num_events:.0f}/{fleet.num_events:.0f}" if cell.stream else "-",
@@ -131,9 +150,9 @@ def to_tables(measured: Measured) -> list[Table]:
 def to_cpu_table(measured: Measured) -> Table:
     """What each request costs each process."""
     columns = ["request", "connections", "bare", "gateway", "worker", "Redis", "client"]
-    table = Table("CPU milliseconds per request", columns)
+    table = new_table("CPU milliseconds per request", *columns)
     for cell, bare, fleet in pairs(measured):
-        table.add(
+        table.add_row(
             cell.name,
             str(cell.num_connections),
             in_ms(bare.cpu_of("bare")),
@@ -144,11 +163,11 @@ def to_cpu_table(measured: Measured) -> Table:
 
 def to_goals(measured: Measured) -> Table:
     """The goals for text, as far as they were measured."""
-    table = Table("Goals for text", ["goal", "wanted", "measured", "met"])
+    table = new_table("Goals for text", "goal", "wanted", "measured", "met")
     for goal in GOALS:
         for cell, bare, fleet in pairs(measured):
             if cell.body.name != "text" or cell.stream != goal.stream:
                 continue
             if cell.num_connections == goal.num_connections:
-                table.add(goal.name, *goal.judge(bare, fleet))
+                table.add_row(goal.name, *goal.judge(bare, fleet))
     return table

@@ -1,6 +1,6 @@
 """The least that FastAPI can do: read a chat request as JSON and return an answer that is always the same.
 
-Run as a process of its own, beside which the gateway benchmark measures: `python -m loadtest.bare_endpoint PORT`.
+Run as a process of its own, beside which the gateway benchmark measures: `python -m gateway.bench.bare_endpoint PORT`.
 """
 
 import json

@@ -1,10 +1,20 @@
 """The benchmark runs the real way and the bare endpoint, says what each costs, and counts no wrong answer."""
 
+import psutil
 import pytest
 
-from loadtest.bench_gateway import BenchError, measure, run_checked
-from loadtest.comparison import BARE, FLEET, Body, Cell, Samples, to_cpu_table, to_goals, to_tables
-from loadtest.http_load import Job, Result
+from gateway.bench.client import Job, Result
+from gateway.bench.run import BenchError, measure, measure_round_trip_s, run_checked, show
+from gateway.bench.tables import (
+    BARE,
+    FLEET,
+    Body,
+    Cell,
+    Samples,
+    to_cpu_table,
+    to_goals,
+    to_tables,
+)  # fmt: skip
 
 TEXT = Body("text", [])
 #: Far below the goals: the machine of a test is busy. What this guards against is a way that got 5x slower.
@@ -46,9 +56,19 @@ def test_tables_name_every_kind_of_request_once(measured):
     tables = to_tables(measured)
     titles = [table.title for table in tables]
     assert len(titles) == len(set(titles)) == 6
-    assert len(to_cpu_table(measured).rows) == 6
+    assert to_cpu_table(measured).row_count == 6
     for table in (*tables, to_cpu_table(measured)):
-        assert all(len(row) == len(table.columns) for row in table.rows)
+        assert all(len(list(column.cells)) == table.row_count for column in table.columns)
+
+
+@pytest.mark.parametrize("markdown", [True, False])
+def test_tables_are_for_people_or_for_documents(capsys, markdown):
+    measured = compared(Cell(TEXT, False, 32), samples(), samples(rate=25))
+    show([*to_tables(measured), to_goals(measured)], markdown)
+    printed = capsys.readouterr().out
+    assert "text, whole" in printed
+    assert "0.25" in printed
+    assert ("|---" in printed) == markdown
 
 
 def test_numbers_are_medians_of_the_rounds():
@@ -70,8 +90,8 @@ def test_numbers_are_medians_of_the_rounds():
     ],
 )
 def test_goals_are_judged(cell, fleet, is_met):
-    [row] = to_goals(compared(cell, samples(), fleet)).rows
-    assert row[-1] == is_met
+    [verdict] = to_goals(compared(cell, samples(), fleet)).columns[-1].cells
+    assert verdict == is_met
 
 
 def test_wrong_answer_ends_the_benchmark(fake):
@@ -80,3 +100,9 @@ def test_wrong_answer_ends_the_benchmark(fake):
     job = Job(port, "{}", num_connections=1, seconds=0.1)
     with pytest.raises(BenchError, match="500"):
         run_checked(job)
+
+
+def test_waking_a_process_takes_a_time_and_leaves_no_process():
+    before = psutil.Process().children()
+    assert 1e-6 < measure_round_trip_s() < 0.1
+    assert psutil.Process().children() == before

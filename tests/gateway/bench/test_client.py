@@ -1,21 +1,25 @@
 """The lean client: keeps its connections busy, counts complete answers only, refuses every other."""
 
 import base64
+import io
 import json
 from dataclasses import asdict
 
 import pytest
+from PIL import Image
 
-from loadtest.http_load import Job, check_answer, run_job, to_parts
-from loadtest.images import image_head, noise_jpeg, numbered, to_data_url
-from loadtest.scenarios import image_part, text_part, to_body
+from gateway.bench.client import Job, check_answer, image_head, run_job, to_parts
+from gateway.bench.run import noise_url
 from tests.loadtest.fake_server import WORDS, chunk, completion, event, stream
 
 TEXT = "".join(WORDS)
+IMAGE = {"type": "image_url", "image_url": {"url": noise_url()}}
+HELLO = {"type": "text", "text": "hello"}
 
 
 def job(fake=None, stream=False, content=None, **changes) -> Job:
-    body = to_body("fake", content or [text_part("hello")], 3, stream=stream)
+    messages = [{"role": "user", "content": content or [HELLO]}]
+    body = {"model": "fake", "messages": messages, "max_tokens": 3, "stream": stream}
     port = int(fake.url.rpartition(":")[2]) if fake else 1
     options = {"num_connections": 2, "seconds": 0.2, "warmup_s": 0.05, "expected_text": TEXT}
     return Job(port, json.dumps(body), stream=stream, **{**options, **changes})
@@ -42,20 +46,19 @@ async def test_latency_is_the_time_to_the_end_of_the_stream(fake):
 
 
 async def test_each_request_shows_the_next_image(fake):
-    jpeg = noise_jpeg(2_000)
-    content = [image_part(to_data_url(numbered(jpeg, 0))), text_part("What?")]
-    body = json.dumps(to_body("fake", content, 3, stream=False))
-    at = body.index("base64,") + len("base64,")
+    content = [IMAGE, HELLO]
+    at = job(content=content).body.index("base64,") + len("base64,")
     await run_job(job(fake, content=content, image_at=at, first_number=7, num_connections=1))
     urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in fake.bodies]
-    assert urls[:3] == [to_data_url(numbered(jpeg, number)) for number in (8, 9, 10)]
+    jpegs = [base64.b64decode(url.partition(",")[2]) for url in urls]
+    assert [jpeg[6:18] for jpeg in jpegs[:3]] == [b"%012d" % number for number in (8, 9, 10)]
     assert len(set(urls)) == len(urls)
+    pixels = [Image.open(io.BytesIO(jpeg)).convert("RGB").tobytes() for jpeg in jpegs[:2]]
+    assert pixels[0] == pixels[1]
 
 
 def test_length_of_a_numbered_request_is_the_one_it_names():
-    jpeg = noise_jpeg(2_000)
-    content = [image_part(to_data_url(numbered(jpeg, 0)))]
-    order = job(content=content)
+    order = job(content=[IMAGE])
     parts = to_parts(Job(**{**asdict(order), "image_at": order.body.index("base64,") + 7}))
     head, _, rest = (parts[0] + base64.b64encode(image_head(5)) + parts[1]).partition(b"\r\n\r\n")
     assert f"content-length: {len(rest)}".encode() in head
