@@ -39,10 +39,10 @@ function toDataUrl(blob) {
 
 /** A image as an `<img>`. */
 export function toImage(image) {
-  const image = document.createElement("img");
-  image.src = image.url;
-  image.alt = image.name;
-  return image;
+  const element = document.createElement("img");
+  element.src = image.url;
+  element.alt = image.name;
+  return element;
 }
 
 /** The images of the next message, shown in `list`. `onChange` is called after each change. */

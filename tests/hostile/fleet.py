@@ -30,7 +30,7 @@ INSIDE = re.compile(
 )
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _SOURCES = [
-    path.read_text() for part in ("gateway", "shared") for path in (ROOT / part).glob("*.py")
+    path.read_text() for part in ("gateway", "shared") for path in (ROOT / part).rglob("*.py")
 ]
 _WORDS = {word for source in _SOURCES for word in re.findall(r'"([a-z_]+)"', source)}
 #: By label: the values that the fleet itself may give it, which stand in its source as they are.

@@ -193,7 +193,7 @@ def test_a_directory_is_itself(checkpoint: Path) -> None:
 
 
 def test_the_built_in_model_is_in_the_package() -> None:
-    assert resolve_model("shapes").parts[-3:] == ("engines", "shapes", "checkpoint")
+    assert resolve_model("shapes").parts[-3:] == ("packages", "shapes", "checkpoint")
     assert default_name("shapes") == "shapes"
 
 

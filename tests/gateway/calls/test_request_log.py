@@ -55,7 +55,7 @@ async def test_the_tenant_is_a_hash_that_tells_keys_apart(gateway, lines):
 async def test_a_refused_request_is_a_line_too(gateway, lines):
     await gateway.chat(make_body(n=-1))
     [line] = lines()
-    assert (line["model"], line["outcome"], line["status"]) == ("other", "invalid_value", 400)
+    assert (line["model"], line["outcome"], line["status"]) == ("tiny", "invalid_value", 400)
 
 
 async def test_a_failure_after_the_first_token_shows_what_the_client_was_told(
