@@ -14,16 +14,16 @@ from gateway.http.server import DrainingServer, create_server
 from gateway.services import Services
 from shared.blobs.store import ImageStore
 from shared.protocol import (
-    Delta,
+    CallEvent,
     ErrorCode,
     Failed,
     Finished,
     FinishReason,
-    GenerateEvent,
     ModelCard,
     OutputLogprob,
     StageTimings,
     Started,
+    Tokens,
     Usage,
 )
 from shared.queue.claims import RequestClaims
@@ -61,14 +61,14 @@ class Answer:
         self.worker = worker
         self.claim = claim
         self.request = claim.request
-        self.usage = Usage(num_prompt_tokens=7, num_image_tokens=4 * len(self.request.images))
+        self.usage = Usage(num_prompt_tokens=7, num_image_tokens=4 * len(self.request.task.images))
         self.num_tokens = len(claim.output_token_ids)
         self.refused: str | None = None
         self._numbers = itertools.count(1)
 
     @property
     def choice(self) -> int:
-        return int(self.request.request_id.rpartition("-")[2])
+        return int(self.request.id.rpartition("-")[2])
 
     async def start(self) -> None:
         await self.publish(self.started())
@@ -84,15 +84,15 @@ class Answer:
         await self.publish(*deltas, self.finished(reason, **options))
 
     async def fail(self, code: ErrorCode, message: str = "It failed.") -> None:
-        await self.publish(Failed(self.request.request_id, self.claim.attempt, code, message))
+        await self.publish(Failed(self.request.id, self.claim.attempt, code, message))
 
     def started(self) -> Started:
-        return Started(self.request.request_id, self.claim.attempt, self.usage)
+        return Started(self.request.id, self.claim.attempt, self.usage)
 
-    def deltas(self, *texts: str, logprobs: tuple[OutputLogprob, ...] = ()) -> list[Delta]:
+    def deltas(self, *texts: str, logprobs: tuple[OutputLogprob, ...] = ()) -> list[Tokens]:
         start = self.num_tokens
         return [
-            Delta(self.request.request_id, self.claim.attempt, i, (100 + i,), text, logprobs)
+            Tokens(self.request.id, self.claim.attempt, i, (100 + i,), text, logprobs)
             for i, text in enumerate(texts, start)
         ]
 
@@ -104,14 +104,14 @@ class Answer:
         timings: StageTimings | None = None,
     ) -> Finished:
         return Finished(
-            self.request.request_id,
+            self.request.id,
             self.claim.attempt,
             reason,
             Usage(7, num_tokens or self.num_tokens, self.usage.num_image_tokens, 2),
             timings or StageTimings(queue_s=self.claim.waited_s),
         )
 
-    async def publish(self, *events: GenerateEvent) -> None:
+    async def publish(self, *events: CallEvent) -> None:
         """Publish events together; their terminal event counts their tokens."""
         publication = Publication(self.claim, next(self._numbers), self.num_tokens, events)
         self.num_tokens += publication.num_new_tokens
@@ -123,7 +123,7 @@ class Answer:
                 self.claim, publication.number, publication.num_tokens, (*events[:-1], end)
             )
         refused = await self.worker.claims.publish([publication])
-        self.refused = refused.get(self.request.request_id)
+        self.refused = refused.get(self.request.id)
         if self.refused == "cancelled":
             self.worker.cancelled.set()
 
@@ -153,7 +153,7 @@ async def say_nothing(answer: Answer) -> None:
     while answer.refused is None:
         await asyncio.sleep(0.02)
         lost = await answer.worker.claims.renew([answer.claim])
-        answer.refused = lost.get(answer.request.request_id)
+        answer.refused = lost.get(answer.request.id)
     answer.worker.cancelled.set()
 
 

@@ -8,16 +8,17 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared.protocol import (
+    Call,
+    CallEvent,
     ChatMessage,
-    Delta,
     Finished,
     FinishReason,
-    GenerateEvent,
-    GenerateRequest,
+    Generate,
     ImagePart,
     ImageRef,
     SamplingParams,
     TextPart,
+    Tokens,
     Usage,
 )
 from shared.queue.claims import RequestClaims
@@ -31,41 +32,42 @@ GATEWAY = "gateway-1"
 _ids = count(1)
 
 
-def make_request(text: str = "hello", **changes: Any) -> GenerateRequest:
+def make_request(text: str = "hello", **changes: Any) -> Call:
     """A short text request to `MODEL`."""
-    images = changes.get("images", ())
+    images = changes.pop("images", ())
     parts = (*(ImagePart(i) for i in range(len(images))), TextPart(text))
+    messages = changes.pop("messages", (ChatMessage("user", parts),))
+    sampling = changes.pop("sampling", SamplingParams(max_tokens=8, temperature=0.0))
     fields: dict[str, Any] = {
-        "request_id": f"request-{next(_ids)}",
+        "id": f"request-{next(_ids)}",
         "reply_to": GATEWAY,
         "model": MODEL,
-        "messages": (ChatMessage("user", parts),),
-        "sampling": SamplingParams(max_tokens=8, temperature=0.0),
+        "task": Generate(messages, sampling, images),
     }
-    return GenerateRequest(**{**fields, **changes})
+    return Call(**{**fields, **changes})
 
 
 def make_image(sha256: str, num_bytes: int = 3) -> ImageRef:
-    return ImageRef(sha256, "image/png", 1, 1, num_bytes)
+    return ImageRef(sha256, num_bytes, "image/png", 1, 1)
 
 
-def make_delta(claim: Claim, index: int, *token_ids: int) -> Delta:
+def make_delta(claim: Claim, index: int, *token_ids: int) -> Tokens:
     text = "".join(f" {token}" for token in token_ids)
-    return Delta(claim.request.request_id, claim.attempt, index, token_ids, text)
+    return Tokens(claim.request.id, claim.attempt, index, token_ids, text)
 
 
 def make_finished(claim: Claim, num_output_tokens: int = 0) -> Finished:
     usage = Usage(num_prompt_tokens=1, num_output_tokens=num_output_tokens)
-    return Finished(claim.request.request_id, claim.attempt, FinishReason.STOP, usage)
+    return Finished(claim.request.id, claim.attempt, FinishReason.STOP, usage)
 
 
-def publication(claim: Claim, number: int, index: int, *events: GenerateEvent) -> Publication:
+def publication(claim: Claim, number: int, index: int, *events: CallEvent) -> Publication:
     return Publication(claim, number, index, events)
 
 
 async def enqueue(
     queue: RequestQueue,
-    *choices: GenerateRequest,
+    *choices: Call,
     timeout_s: float = 60.0,
     num_tokens: int = 1,
     max_waiting: int = 100,
@@ -91,9 +93,7 @@ class Ends:
         ]
         self._events = self.mailbox.events()
 
-    async def enqueue(
-        self, request: GenerateRequest | None = None, **options: Any
-    ) -> GenerateRequest:
+    async def enqueue(self, request: Call | None = None, **options: Any) -> Call:
         request = request or make_request()
         await enqueue(self.queue, request, **options)
         return request
@@ -125,7 +125,7 @@ class Ends:
         [later] = await worker.reclaim(1)
         return later
 
-    async def next_events(self) -> tuple[GenerateEvent, ...]:
+    async def next_events(self) -> tuple[CallEvent, ...]:
         return await anext(self._events)
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, Engi
 from engines.mock.engine import MockConfig
 from engines.registry import EngineSpec, LoadedEngine, create_engine
 from shared.blobs.store import ImageStore
-from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest
+from shared.protocol import Call, CallEvent, Failed, Finished, Tokens
 from shared.queue.registry import Registry
 from shared.settings.engine import EngineSettings
 from shared.settings.limits import LimitSettings
@@ -149,8 +149,8 @@ class Answers:
     """What a gateway hears, by request."""
 
     def __init__(self, ends: Ends) -> None:
-        self.events: dict[str, list[GenerateEvent]] = {}
-        self.order: list[GenerateEvent] = []  #: of all requests together
+        self.events: dict[str, list[CallEvent]] = {}
+        self.order: list[CallEvent] = []  #: of all requests together
         self._heard = asyncio.Condition()
         self._task = asyncio.create_task(self._read(ends))
 
@@ -164,22 +164,22 @@ class Answers:
                 self._heard.notify_all()
 
     async def wait_for(
-        self, request: GenerateRequest, ready: Callable[[list[GenerateEvent]], bool]
-    ) -> list[GenerateEvent]:
-        def heard() -> list[GenerateEvent]:
-            return self.events.get(request.request_id, [])
+        self, request: Call, ready: Callable[[list[CallEvent]], bool]
+    ) -> list[CallEvent]:
+        def heard() -> list[CallEvent]:
+            return self.events.get(request.id, [])
 
         async with asyncio.timeout(20), self._heard:
             await self._heard.wait_for(lambda: ready(heard()))
         return heard()
 
-    async def end(self, request: GenerateRequest) -> list[GenerateEvent]:
+    async def end(self, request: Call) -> list[CallEvent]:
         """All events of a request, once it has ended."""
         return await self.wait_for(
             request, lambda events: any(isinstance(e, Finished | Failed) for e in events)
         )
 
-    async def tokens(self, request: GenerateRequest, count: int) -> list[GenerateEvent]:
+    async def tokens(self, request: Call, count: int) -> list[CallEvent]:
         """The events of a request, once it has so many output tokens."""
         return await self.wait_for(request, lambda events: len(token_ids(events)) >= count)
 
@@ -189,15 +189,15 @@ class Answers:
             await self._task
 
 
-def token_ids(events: list[GenerateEvent]) -> list[int]:
+def token_ids(events: list[CallEvent]) -> list[int]:
     """The output tokens; fails on a gap or a repetition."""
     tokens: list[int] = []
     for event in events:
-        if isinstance(event, Delta):
+        if isinstance(event, Tokens):
             assert event.index == len(tokens)
             tokens += event.token_ids
     return tokens
 
 
-def text(events: list[GenerateEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Delta))
+def text(events: list[CallEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Tokens))

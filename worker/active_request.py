@@ -11,15 +11,15 @@ import msgspec
 
 from engines.base import EngineOutput
 from shared.protocol import (
-    Delta,
+    CallEvent,
     ErrorCode,
     Failed,
     Finished,
-    GenerateEvent,
     ImagePart,
     Priority,
     StageTimings,
     Started,
+    Tokens,
 )
 from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
 
@@ -47,7 +47,7 @@ class ActiveRequest:
     @property
     def request_id(self) -> str:
         """The request's id on the wire."""
-        return self.claim.request.request_id
+        return self.claim.request.id
 
     @property
     def is_alone(self) -> bool:
@@ -71,16 +71,16 @@ class ActiveRequest:
 
     def place_of_image(self, index: int) -> str | None:
         """Where the client put a image, in the words of the wire."""
-        for i, message in enumerate(self.claim.request.messages):
+        for i, message in enumerate(self.claim.request.task.messages):
             for j, part in enumerate(message.parts):
                 if isinstance(part, ImagePart) and part.image == index:
                     return f"messages.[{i}].content.[{j}].image_url"
         return None
 
-    def events(self, outputs: Sequence[EngineOutput]) -> list[GenerateEvent]:
+    def events(self, outputs: Sequence[EngineOutput]) -> list[CallEvent]:
         """What consecutive outputs of the engine mean on the wire: their tokens are one event."""
         request_id, attempt = self.request_id, self.claim.attempt
-        events: list[GenerateEvent] = []
+        events: list[CallEvent] = []
         first, last = outputs[0], outputs[-1]
         if first.usage is not None and first.error is None and not self.is_announced:
             self.is_announced = True
@@ -106,9 +106,9 @@ class ActiveRequest:
         )
 
 
-def to_delta(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Delta]) -> Delta:
+def to_delta(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:
     """The tokens of consecutive pieces as one event."""
-    return Delta(
+    return Tokens(
         request_id,
         attempt,
         pieces[0].index,

@@ -64,7 +64,7 @@ class ActiveRequests:
 
     def find(self, claim: Claim) -> ActiveRequest | None:
         """The flight of this very claim, if it is still in the air."""
-        active = self._active_requests.get(claim.request.request_id)
+        active = self._active_requests.get(claim.request.id)
         return active if active is not None and active.claim is claim else None
 
     def room(self) -> int:
@@ -97,7 +97,7 @@ class ActiveRequests:
     def start(self, claims: Iterable[Claim]) -> None:
         """Begin to work on claims."""
         for claim in claims:
-            earlier = self._active_requests.get(claim.request.request_id)
+            earlier = self._active_requests.get(claim.request.id)
             if earlier is not None:  # it was taken from us, and its new owner lost it to us
                 self.forget(earlier)
             active = ActiveRequest.of(claim, time.monotonic())

@@ -8,7 +8,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from shared.protocol import Delta, Failed, Finished, GenerateEvent, Started
+from shared.protocol import CallEvent, Failed, Finished, Started, Tokens
 from shared.queue.publication import Publication
 from worker.active_request import ActiveRequest, to_delta
 
@@ -22,21 +22,21 @@ class _Draft:
 
     begun_at: float
     started: Started | None = None
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[Tokens] = field(default_factory=list)
     terminal: Finished | Failed | None = None
 
-    def add(self, event: GenerateEvent) -> None:
+    def add(self, event: CallEvent) -> None:
         """Say one thing more."""
-        if isinstance(event, Delta):
+        if isinstance(event, Tokens):
             self.deltas.append(event)
         elif isinstance(event, Started):
             self.started = event
         else:
             self.terminal = event
 
-    def events(self) -> tuple[GenerateEvent, ...]:
+    def events(self) -> tuple[CallEvent, ...]:
         """What was said, tokens in one piece."""
-        parts: list[GenerateEvent] = []
+        parts: list[CallEvent] = []
         if self.started is not None:
             parts.append(self.started)
         if self.deltas:
@@ -60,7 +60,7 @@ class Outbox:
         self._ended: set[ActiveRequest] = set()
         self._filled = asyncio.Event()
 
-    def post(self, active: ActiveRequest, event: GenerateEvent) -> None:
+    def post(self, active: ActiveRequest, event: CallEvent) -> None:
         """Say something about a request; nothing counts after its terminal event."""
         if active in self._ended:
             return
@@ -69,7 +69,7 @@ class Outbox:
         draft.add(event)
         if draft.terminal is not None:
             self._ended.add(active)
-        elif not active.claim.request.stream and now - draft.begun_at < self._hold_s:
+        elif not active.claim.request.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
             return
         self._due[active] = draft

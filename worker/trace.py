@@ -40,9 +40,9 @@ class RequestTracer:
         span.add(
             {
                 "gen_ai.request.model": request.model,
-                "vlm.request.id": request.request_id,
+                "vlm.request.id": request.id,
                 "vlm.attempt": active.claim.attempt,
-                "vlm.image.count": len(request.images),
+                "vlm.image.count": len(request.task.images),
                 "vlm.outcome": outcome,
             }
         )

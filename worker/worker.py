@@ -155,7 +155,7 @@ class Worker:
             try:
                 return await self.claims.begin(claim)
             except RedisError as error:
-                logger.warning("cannot begin %s: %s; trying on", claim.request.request_id, error)
+                logger.warning("cannot begin %s: %s; trying on", claim.request.id, error)
                 await asyncio.sleep(self._settings.heartbeat_s)
 
     async def publish_events(self) -> None:
@@ -191,7 +191,7 @@ class Worker:
 
     async def _cancel_deserted(self) -> None:
         """End what nobody waits for: the requests of gateways that are gone."""
-        waited_for = [f for f in self._active_requests.all() if not f.claim.request.is_detached]
+        waited_for = [f for f in self._active_requests.all() if not f.claim.request.is_resumable]
         names = {active.claim.request.reply_to for active in waited_for}
         gone = self._gateway_liveness.note(
             await self.claims.publisher.listening(names), time.monotonic()

@@ -49,7 +49,7 @@ class ResumeStream:
     async def _serve(self, shown_id: str, exchange: Exchange, context: RequestContext) -> None:
         request_id = answer_id(shown_id)
         last_id = last_event_id(context)
-        record = await self.streams.find(request_id, context.cache_salt)
+        record = await self.streams.find(request_id, context.tenant)
         generation = await self.streams.follow(request_id, record.model)
         watcher = asyncio.create_task(close_when_gone(exchange, generation))
         clock = StageClock(context.received_at)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 
 from gateway.calls.open_call import Generation
-from shared.protocol import ErrorCode, GenerateEvent, GenerateRequest
+from shared.protocol import Call, CallEvent, ErrorCode
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import (
     Bounds,
@@ -92,22 +92,22 @@ class Dispatcher:
         return (route for routes in list(self._routes.values()) for route in list(routes))
 
     async def submit(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds
+        self, requests: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
     ) -> Generation:
         """Queue the choices of one request, each of which may come to so many tokens.
 
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
         for request in requests:
-            if any(not other.is_follower for other, _ in self._routes.get(request.request_id, ())):
-                raise DuplicateRequest(f"request {request.request_id} is open")
+            if any(not other.is_follower for other, _ in self._routes.get(request.id, ())):
+                raise DuplicateRequest(f"request {request.id} is open")
         generation = Generation(
             requests[0].model,
-            [request.request_id for request in requests],
+            [request.id for request in requests],
             time.monotonic() + timeout_s,
             self._forget,
         )
-        generation.is_detached = requests[0].is_detached
+        generation.is_resumable = requests[0].is_resumable
         self._add(generation)
         try:
             await self.queue.enqueue(
@@ -133,7 +133,7 @@ class Dispatcher:
         await self.mailbox.open([model])
         now = time.monotonic()
         generation = Generation(model, [request_id], now + timeout_s, self._forget)
-        generation.is_detached = generation.is_follower = True
+        generation.is_resumable = generation.is_follower = True
         generation.begins_by = now + begins_within_s
         generation.choices[0].has_gap = True
         self._add(generation)
@@ -165,7 +165,7 @@ class Dispatcher:
             routes.remove((generation, choice))
             if not routes:
                 del self._routes[progress.request_id]
-        if not generation.is_detached and (unsettled := generation.unsettled_ids):
+        if not generation.is_resumable and (unsettled := generation.unsettled_ids):
             waiting = self._cancels.setdefault(generation.model, {})
             waiting.update(dict.fromkeys(unsettled, generation.deadline_at))
             self._has_cancels.set()
@@ -217,7 +217,7 @@ class Dispatcher:
         async for events in self.mailbox.events():
             self._deliver(events)
 
-    def _deliver(self, events: Sequence[GenerateEvent]) -> None:
+    def _deliver(self, events: Sequence[CallEvent]) -> None:
         num_dropped = 0
         for event in events:
             is_news = False
@@ -227,7 +227,7 @@ class Dispatcher:
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
 
-    def _deliver_one(self, generation: Generation, choice: int, event: GenerateEvent) -> bool:
+    def _deliver_one(self, generation: Generation, choice: int, event: CallEvent) -> bool:
         try:
             return generation.deliver(choice, event)
         except Exception:

@@ -31,7 +31,7 @@ from gateway.http.errors import ApiError, InvalidRequest
 from gateway.http.exchange import Exchange
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.store import ImageStore
-from shared.protocol import GenerateRequest, ModelCard
+from shared.protocol import Call, Generate, ModelCard
 from shared.queue.submit import QueueRefused, QueueUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
@@ -107,24 +107,24 @@ class Intake:
         held: HeldBody,
     ) -> Generation:
         """Queue one request per choice. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
-        self.key_limits.check(card.name, context.cache_salt)
+        self.key_limits.check(card.name, context.tenant)
         count = num_choices(request, self.limits)
         sampling = translate_sampling(request, self.limits, seed=random.getrandbits(64))
         conversation = translate_messages(request.messages, self.limits)
         check_model(conversation, sampling, card)
         images = await self._load_images(conversation.sources, clock, held)
-        generate = GenerateRequest(
-            request_id=context.id,
+        generate = Call(
+            id=context.id,
             reply_to=self.gateway_id,
             model=card.name,
-            messages=tuple(conversation.messages),
-            sampling=sampling,
-            images=tuple(image.ref for image in images),
-            cache_salt=context.cache_salt,
+            task=Generate(
+                tuple(conversation.messages), sampling, tuple(image.ref for image in images)
+            ),
+            tenant=context.tenant,
             priority=context.priority,
             trace_parent=context.trace_parent,
-            is_detached=context.is_detached,
-            stream=bool(request.stream),
+            is_resumable=context.is_resumable,
+            wants_stream=bool(request.stream),
         )
         requests = split_choices(generate, count)
         possible = possible_tokens(generate, card)
@@ -138,16 +138,16 @@ class Intake:
             await self.image_store.put_all(data_by_digest.items(), ttl_s, holder)
             generation = await self._enqueue(requests, possible, clock)
         except BaseException as error:
-            may_run = context.is_detached and isinstance(error, QueueUnavailable)
+            may_run = context.is_resumable and isinstance(error, QueueUnavailable)
             if not may_run:
                 self.image_store.release_soon(digests, holder)
             raise
-        if not context.is_detached:  # else a worker may need them yet
+        if not context.is_resumable:  # else a worker may need them yet
             generation.when_closed(lambda _: self.image_store.release_soon(digests, holder))
         return generation
 
     async def _enqueue(
-        self, requests: list[GenerateRequest], possible: PossibleTokens, clock: StageClock
+        self, requests: list[Call], possible: PossibleTokens, clock: StageClock
     ) -> Generation:
         clock.submitted_at = time.perf_counter()
         first = requests[0]
@@ -156,12 +156,12 @@ class Intake:
         try:
             generation = await self.dispatcher.submit(requests, timeout_s, possible.total, bounds)
         except QueueRefused as refused:
-            raise self.key_limits.to_error(refused, first.model, first.cache_salt) from None
+            raise self.key_limits.to_error(refused, first.model, first.tenant) from None
         if bounds.max_tenant_tokens_per_minute:
             taken = Reservation(
                 first.model,
-                first.cache_salt,
-                tuple(request.request_id for request in requests),
+                first.tenant,
+                tuple(request.id for request in requests),
                 possible.num_answer_tokens,
                 bounds.max_tenant_tokens_per_minute,
             )

@@ -13,8 +13,8 @@ from contextvars import Context
 from redis.exceptions import RedisError
 
 from gateway.api.chat.schemas import ModelList, ModelObject
-from gateway.http.errors import NotFound
-from shared.protocol import ModelCard
+from gateway.http.errors import ApiError, NotFound, Overloaded
+from shared.protocol import PROTOCOL_VERSION, ModelCard, explain_versions
 from shared.queue.registry import Registry
 
 _REFRESH_PAUSE_S = 1.0
@@ -33,6 +33,7 @@ class ModelDirectory:
     def __init__(self, registry: Registry, on_models: OnModels) -> None:
         self.registry = registry
         self.cards: dict[str, ModelCard] = {}
+        self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
         self.num_workers: Counter[str] = Counter()  #: that take requests, by model
         self._on_models = on_models
         self._refreshed_at = float("-inf")
@@ -53,13 +54,17 @@ class ModelDirectory:
         """Ask the registry. Raises: RedisError, OSError."""
         async with self._lock:
             workers = await self.registry.workers()
-            cards = {card.name: card for card in await self.registry.models()}
-            for worker in sorted(workers, key=lambda worker: worker.card.created_at):
-                cards[worker.card.name] = worker.card
+            known = await self.registry.models()
+            known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
+            cards = {card.name: card for card in known if _is_spoken(card)}
+            others = {card.name: card for card in known if not _is_spoken(card)}
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
-            self.num_workers = Counter(w.card.name for w in workers if w.state == "ready")
+            self._other_versions = others
+            self.num_workers = Counter(
+                w.card.name for w in workers if w.state == "ready" and _is_spoken(w.card)
+            )
             self._refreshed_at = time.monotonic()
 
     async def _open(self, names: list[str]) -> None:
@@ -79,14 +84,22 @@ class ModelDirectory:
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str) -> ModelCard:
-        """A model's card. Raises: NotFound; RedisError or OSError if there is nobody to ask."""
+        """A model's card. Raises: NotFound; Overloaded if its workers speak another version; RedisError, OSError."""
         card = self.cards.get(name)
         if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
             await self._look_again()  # it may have come this second
             card = self.cards.get(name)
         if card is None:
-            raise _not_found()
+            raise self._missing(name)
         return card
+
+    def _missing(self, name: str) -> ApiError:
+        other = self._other_versions.get(name)
+        if other is None:
+            return _not_found()
+        versions = explain_versions(PROTOCOL_VERSION, other.version)
+        message = f"No worker of the model can be asked: {versions}."
+        return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
     async def _look_again(self) -> None:
         """Refresh once for all who ask meanwhile; they share what comes of it. Raises: RedisError, OSError."""
@@ -111,7 +124,7 @@ class ModelDirectory:
     def shown(self, name: str) -> ModelObject:
         """The answer of `/v1/models/{name}`. Raises: NotFound."""
         if name not in self.cards:
-            raise _not_found()
+            raise self._missing(name)
         return self._to_object(self.cards[name])
 
     def _to_object(self, card: ModelCard) -> ModelObject:
@@ -122,6 +135,10 @@ class ModelDirectory:
             card.supports_images,
             self.num_workers[card.name],
         )
+
+
+def _is_spoken(card: ModelCard) -> bool:
+    return card.version == PROTOCOL_VERSION
 
 
 def _not_found() -> NotFound:

@@ -7,9 +7,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from shared.protocol import Delta, ErrorCode, Failed, Finished, GenerateEvent, Started
+from shared.protocol import CallEvent, ErrorCode, Failed, Finished, Started, Tokens
 
-ChoiceEvent = tuple[int, GenerateEvent]  #: which choice, and what happened to it
+ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
 
 
 class Gone(Exception):
@@ -37,16 +37,16 @@ class ChoiceProgress:
         )
         self.heard_at = time.monotonic()
 
-    def accept(self, event: GenerateEvent) -> GenerateEvent | None:
+    def accept(self, event: CallEvent) -> CallEvent | None:
         """The event if it is news, a failure if it contradicts what came before, else None."""
         if self.is_finished or event.attempt < self.attempt:
             return None
         self.attempt = event.attempt
         return self._accept(event)
 
-    def replay(self, log: Sequence[GenerateEvent]) -> list[GenerateEvent]:
+    def replay(self, log: Sequence[CallEvent]) -> list[CallEvent]:
         """What is news in the whole log, which holds the accepted events of all attempts in order."""
-        news: list[GenerateEvent] = []
+        news: list[CallEvent] = []
         for event in log:
             self.attempt = max(self.attempt, event.attempt)
             accepted = None if self.is_finished else self._accept(event)
@@ -56,9 +56,9 @@ class ChoiceProgress:
         self.has_gap = not self.is_finished and self._num_expected > len(self.token_ids)
         return news
 
-    def _accept(self, event: GenerateEvent) -> GenerateEvent | None:
+    def _accept(self, event: CallEvent) -> CallEvent | None:
         match event:
-            case Delta():
+            case Tokens():
                 return self._accept_delta(event)
             case Started():
                 is_news, self.has_started = not self.has_started, True
@@ -73,7 +73,7 @@ class ChoiceProgress:
                 self.is_finished = self.is_settled = True
                 return event
 
-    def _accept_delta(self, event: Delta) -> GenerateEvent | None:
+    def _accept_delta(self, event: Tokens) -> CallEvent | None:
         num_known = len(self.token_ids) - event.index
         if num_known == 0:
             self.token_ids.extend(event.token_ids)
@@ -113,7 +113,7 @@ class Generation:
         self.deadline_at = deadline_at
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
-        self.is_detached = False  #: it goes on when it is closed
+        self.is_resumable = False  #: it goes on when it is closed
         self.is_follower = False  #: another generation queued it, and is what metrics count
         self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
         self._on_close = [on_close]
@@ -130,7 +130,7 @@ class Generation:
         for choice in self.choices:
             choice.is_settled = True
 
-    def deliver(self, choice: int, event: GenerateEvent) -> bool:
+    def deliver(self, choice: int, event: CallEvent) -> bool:
         """Take an event from a worker. Returns whether it was news."""
         progress = self.choices[choice]
         progress.heard_at = time.monotonic()
@@ -140,7 +140,7 @@ class Generation:
         self._put(choice, accepted)
         return True
 
-    def replay(self, choice: int, log: Sequence[GenerateEvent]) -> None:
+    def replay(self, choice: int, log: Sequence[CallEvent]) -> None:
         """Catch up with the log of a choice."""
         for event in self.choices[choice].replay(log):
             self._put(choice, event)
@@ -150,7 +150,7 @@ class Generation:
         if not self.choices[choice].is_finished:
             self._put(choice, self.choices[choice].fail(code, message))
 
-    def _put(self, choice: int, event: GenerateEvent) -> None:
+    def _put(self, choice: int, event: CallEvent) -> None:
         self._pending.append((choice, event))
         self._wake()
 

@@ -10,7 +10,7 @@ from gateway.api.chat.answer import AnswerTotals, check_finished
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.timings import StageClock, slowest, stages_of, ttft_of
 from gateway.http.errors import from_failed
-from shared.protocol import Delta, Failed, Finished, Priority
+from shared.protocol import Failed, Finished, Priority, Tokens
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
 
 
@@ -48,7 +48,7 @@ class AnswerRecorder:
         """Take events that arrived together. Raises: ApiError if one of them is a failure."""
         now = time.perf_counter()
         for index, event in events:
-            if isinstance(event, Delta):
+            if isinstance(event, Tokens):
                 self._note_tokens(index, event, now)
             elif isinstance(event, Finished):
                 if failed := check_finished(event):
@@ -57,7 +57,7 @@ class AnswerRecorder:
             elif isinstance(event, Failed):
                 raise from_failed(event)
 
-    def _note_tokens(self, index: int, event: Delta, now: float) -> None:
+    def _note_tokens(self, index: int, event: Tokens, now: float) -> None:
         if event.text and self.clock.first_text_at is None:
             self.clock.first_text_at = now
         last = self._last_token_at.get(index)

@@ -35,8 +35,8 @@ def log_request(
         fields["client_request_id"] = context.client_id
     if context.trace_parent is not None:
         fields["trace_id"] = trace_id_of(context.trace_parent)
-    if context.cache_salt:
-        fields["tenant"] = short_hash(context.cache_salt)
+    if context.tenant:
+        fields["tenant"] = short_hash(context.tenant)
     if user:
         fields["user"] = short_hash(user)
     e2e_s = clock.elapsed_s()

@@ -69,7 +69,7 @@ def detach(context: RequestContext, request: ChatCompletionRequest) -> bool:
                 "Invalid Idempotency-Key: it is 1 to 256 visible ASCII characters.",
                 param="Idempotency-Key",
             )
-        context.id = hmac.new(context.cache_salt.encode(), key, hashlib.sha256).hexdigest()[:32]
+        context.id = hmac.new(context.tenant.encode(), key, hashlib.sha256).hexdigest()[:32]
     return True
 
 

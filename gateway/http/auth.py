@@ -31,7 +31,7 @@ class KeyRing:
 
     def __init__(self, api_keys: Sequence[SecretStr]) -> None:
         self._salts = {
-            _digest(key.get_secret_value().encode()): _cache_salt(key.get_secret_value().encode())
+            _digest(key.get_secret_value().encode()): _tenant(key.get_secret_value().encode())
             for key in api_keys
         }
 
@@ -72,7 +72,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _cache_salt(key: bytes) -> str:
+def _tenant(key: bytes) -> str:
     return hmac.new(key, b"vlm-fleet cache salt", hashlib.sha256).hexdigest()[:32]
 
 
@@ -108,7 +108,7 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         try:
-            context_of(scope).cache_salt = self._authenticate(scope)
+            context_of(scope).tenant = self._authenticate(scope)
         except (AuthenticationError, TooManyWrongKeys) as error:
             await send_error(send, error)
             return

@@ -27,8 +27,8 @@ class RequestContext:
     headers: dict[bytes, bytes]  #: names in lower case; of repeated ones the last
     received_at: float
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
-    cache_salt: str = ""
-    is_detached: bool = False  #: the request goes on when its client leaves
+    tenant: str = ""
+    is_resumable: bool = False  #: the request goes on when its client leaves
     priority: Priority = Priority.INTERACTIVE
     trace_parent: str | None = None  #: W3C: the caller's span, then the one that we made below it
 

@@ -132,6 +132,7 @@ FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
     ErrorCode.INVALID_IMAGE: (InvalidRequest, 400, None),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: (InvalidRequest, 400, None),
     ErrorCode.INVALID_REQUEST: (InvalidRequest, 400, None),
+    ErrorCode.UNSUPPORTED_VERSION: (ServerError, 503, 1),
     ErrorCode.IMAGE_UNAVAILABLE: (ServerError, 503, 1),
     ErrorCode.CANCELLED: (ServerError, 503, 1),
     ErrorCode.WORKER_LOST: (ServerError, 503, 1),

@@ -108,7 +108,7 @@ class ImageLoader:
         header = read_header(data)
         check_header(header, self.limits)
         digest = hashlib.sha256(data).hexdigest()
-        ref = ImageRef(digest, header.media_type, header.width, header.height, len(data))
+        ref = ImageRef(digest, len(data), header.media_type, header.width, header.height)
         return LoadedImage(ref, data)
 
     def _too_many_bytes(self) -> ImageRefused:

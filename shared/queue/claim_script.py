@@ -7,13 +7,15 @@ from typing import Any
 import msgspec
 
 from shared.protocol import (
-    Delta,
+    Call,
     ErrorCode,
     Failed,
-    GenerateRequest,
+    Generate,
     SamplingParams,
+    Tokens,
+    UnsupportedVersion,
+    decode_call,
     decode_events,
-    decode_request,
 )
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim, Publication
@@ -29,6 +31,7 @@ _FAILURES = {
         ErrorCode.REQUEST_KILLS_WORKERS,
         "every worker that ran the request by itself ended early",
     ),
+    b"unsupported_version": (ErrorCode.UNSUPPORTED_VERSION, "gateway and worker differ in version"),
     b"unreadable": (ErrorCode.INVALID_REQUEST, "the worker cannot read the request"),
 }
 
@@ -74,16 +77,22 @@ class ClaimCalls:
 
 def read_claim(
     reply: list[Any], *, entry_id: bytes, request_id: str, model: str, max_attempts: int
-) -> tuple[bytes, Claim]:
-    """The verdict and the claim of a reply. Verdicts: ok, expired, kills_workers, exhausted or unreadable."""
+) -> tuple[bytes, Claim, str]:
+    """The verdict and the claim of a reply, and of a call of another version what is wrong with it.
+
+    Verdicts: ok, expired, kills_workers, exhausted, unreadable or unsupported_version.
+    """
+    problem = ""
     verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
     try:
-        request = decode_request(payload)
+        request = decode_call(payload)
         events = decode_events(b"[" + b",".join(log) + b"]")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, UnsupportedVersion) as error:
         logger.error("cannot read request %s: %s", request_id, error)
-        request = GenerateRequest(request_id, reply_to.decode(), model, (), SamplingParams())
+        request = Call(request_id, reply_to.decode(), model, Generate((), SamplingParams()))
         events, verdict = (), b"unreadable"
+        if isinstance(error, UnsupportedVersion):
+            verdict, problem = b"unsupported_version", str(error)
     claim = Claim(
         request=request,
         entry_id=entry_id,
@@ -91,17 +100,17 @@ def read_claim(
         failures=failures,
         is_last_chance=failures > 0 and failures == max_attempts - 1,
         output_token_ids=tuple(
-            token for event in events if isinstance(event, Delta) for token in event.token_ids
+            token for event in events if isinstance(event, Tokens) for token in event.token_ids
         ),
         waited_s=waited_ms / 1000,
         remaining_s=remaining_ms / 1000,
     )
-    return verdict, claim
+    return verdict, claim, problem
 
 
-def giving_up(claim: Claim, verdict: bytes) -> Publication:
+def giving_up(claim: Claim, verdict: bytes, problem: str = "") -> Publication:
     """The end of a request that cannot run any more."""
     code, message = _FAILURES[verdict]
-    failed = Failed(claim.request.request_id, claim.attempt, code, message)
+    failed = Failed(claim.request.id, claim.attempt, code, problem or message)
     reason = "" if verdict == b"expired" else verdict.decode()
     return Publication(claim, 1, len(claim.output_token_ids), (failed,), reason)

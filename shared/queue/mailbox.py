@@ -13,7 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.protocol import GenerateEvent, decode_events
+from shared.protocol import CallEvent, decode_events
 from shared.queue.keys import MAILBOX_TTL_S, RedisKeys, to_ms
 from shared.redis.client import BLOCK_S
 from shared.redis.link import RedisLink, RedisSender
@@ -71,7 +71,7 @@ class Mailbox:
         await self._sender.execute("PEXPIRE", key, to_ms(MAILBOX_TTL_S))
         return entry_id
 
-    async def events(self) -> AsyncIterator[tuple[GenerateEvent, ...]]:
+    async def events(self) -> AsyncIterator[tuple[CallEvent, ...]]:
         """Yield what workers post, entry by entry, for ever; goes on where it was after an outage."""
         pause_s = 0.0
         while True:
@@ -95,7 +95,7 @@ class Mailbox:
                         yield events
             await asyncio.sleep(0)  # who waited for these answers before the next read is sent
 
-    def _decode(self, key: bytes, data: bytes) -> tuple[GenerateEvent, ...]:
+    def _decode(self, key: bytes, data: bytes) -> tuple[CallEvent, ...]:
         """The events of an entry; one that cannot be read is a gap in all requests of its model."""
         try:
             return decode_events(data)

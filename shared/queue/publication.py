@@ -5,7 +5,7 @@ It must not know Redis's commands; it knows what the scripts want to be told.
 
 from dataclasses import dataclass
 
-from shared.protocol import Delta, Failed, Finished, GenerateEvent, GenerateRequest, encode
+from shared.protocol import Call, CallEvent, Failed, Finished, Tokens, encode
 
 #: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
 #: loss of the worker is no evidence against it.
@@ -16,7 +16,7 @@ CLEARED_AFTER_TOKENS = 8
 class Claim:
     """One attempt at a request. Units: seconds by Redis's clock at the time of the claim."""
 
-    request: GenerateRequest
+    request: Call
     entry_id: bytes
     attempt: int  #: the fencing token
     failures: int  #: workers that were lost while they tried it, as far as this counts against it
@@ -41,7 +41,7 @@ class Publication:
     claim: Claim
     number: int
     num_tokens: int
-    events: tuple[GenerateEvent, ...]
+    events: tuple[CallEvent, ...]
     dead_reason: str = ""  #: why the request goes to the dead letters, if it does
 
     @property
@@ -53,7 +53,7 @@ class Publication:
     @property
     def num_new_tokens(self) -> int:
         """Output tokens that these events add."""
-        return sum(len(event.token_ids) for event in self.events if isinstance(event, Delta))
+        return sum(len(event.token_ids) for event in self.events if isinstance(event, Tokens))
 
     def to_item(self) -> tuple[int, int, int, int, bytes]:
         """The publish script's view of it."""
@@ -64,7 +64,7 @@ class Publication:
         """The finish script's view of it. A failure ends a request wherever its tokens stand."""
         is_whole = isinstance(self.terminal, Finished)
         return (
-            self.claim.request.request_id,
+            self.claim.request.id,
             self.claim.entry_id,
             self.claim.attempt,
             "finished" if is_whole else "failed",

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from shared.protocol import ModelCard, Report, decode_card, encode
+from shared.protocol import PROTOCOL_VERSION, ModelCard, Report, decode_card, encode
 from shared.queue.keys import MODEL_TTL_S, RedisKeys, to_ms
 from shared.redis.client import retry_idempotent
 from shared.redis.link import RedisSender
@@ -35,7 +35,25 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     state: Literal["ready", "draining"] = "ready"
 
 
+class _AnyRecord(Report, frozen=True):
+    """What records of every version have."""
+
+    worker_id: str
+    card: msgspec.Raw
+    engine: str = ""
+
+
 _record_decoder = msgspec.json.Decoder(WorkerRecord)
+_any_record_decoder = msgspec.json.Decoder(_AnyRecord)
+
+
+def decode_record(data: bytes) -> WorkerRecord:
+    """Read a record; of a worker of another version only who it is. Raises: msgspec.MsgspecError."""
+    record = _any_record_decoder.decode(data)
+    card = decode_card(record.card)
+    if card.version != PROTOCOL_VERSION:
+        return WorkerRecord(record.worker_id, card, record.engine)
+    return _record_decoder.decode(data)
 
 
 class Registry:
@@ -65,7 +83,7 @@ class Registry:
 
     async def workers(self) -> list[WorkerRecord]:
         """The workers that are there now."""
-        return await self._members(self._keys.workers, self._keys.worker, _record_decoder.decode)
+        return await self._members(self._keys.workers, self._keys.worker, decode_record)
 
     async def models(self) -> list[ModelCard]:
         """The models that were served within the last day, by name."""

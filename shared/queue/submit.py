@@ -10,7 +10,7 @@ from secrets import token_hex
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.protocol import GenerateEvent, GenerateRequest, Priority, decode_events, encode
+from shared.protocol import Call, CallEvent, Priority, decode_events, encode_call
 from shared.queue.keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
 from shared.queue.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE
 from shared.redis.client import retry_idempotent
@@ -76,7 +76,7 @@ class RequestQueue:
 
     async def enqueue(
         self,
-        choices: Sequence[GenerateRequest],
+        choices: Sequence[Call],
         *,
         timeout_s: float,
         num_tokens: int,
@@ -95,11 +95,11 @@ class RequestQueue:
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
         if verdict[0] == b"duplicate":
-            raise DuplicateRequest(f"request {choices[0].request_id} exists already")
+            raise DuplicateRequest(f"request {choices[0].id} exists already")
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
 
-    async def _forget_lost(self, refused: GenerateRequest) -> bool:
+    async def _forget_lost(self, refused: Call) -> bool:
         """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
         if refused.priority is not Priority.BATCH:
             return False
@@ -107,21 +107,21 @@ class RequestQueue:
         return await self._sender.run(FORGET_LOST, keys, (_MAX_FORGOTTEN,)) > 0
 
     def _to_call(
-        self, choices: Sequence[GenerateRequest], timeout_s: float, num_tokens: int, bounds: Bounds
+        self, choices: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
     ) -> tuple[list[str], list[Part]]:
         first = choices[0]
         keys = self._shared_keys(first.model)
-        keys.append(self._keys.rates(first.model, first.cache_salt))
+        keys.append(self._keys.rates(first.model, first.tenant))
         arguments: list[Part] = [
             *(token_hex(8), GROUP, to_ms(timeout_s), to_ms(AFTER_DEADLINE_S), to_ms(QUEUE_TTL_S)),
-            *(first.reply_to, first.priority.value, first.cache_salt, _held(first, num_tokens)),
+            *(first.reply_to, first.priority.value, first.tenant, _held(first, num_tokens)),
             *(bounds.max_waiting, bounds.max_tokens, bounds.max_tenant_requests),
             *(bounds.max_tenant_requests_per_minute, bounds.max_tenant_tokens_per_minute),
             num_tokens,
         ]
         for choice in choices:
-            keys.append(self._keys.request(choice.model, choice.request_id))
-            arguments += (choice.request_id, encode(choice))
+            keys.append(self._keys.request(choice.model, choice.id))
+            arguments += (choice.id, encode_call(choice))
         return keys, arguments
 
     def _shared_keys(self, model: str) -> list[str]:
@@ -184,7 +184,7 @@ class RequestQueue:
             raise QueueUnavailable(str(error)) from error
         return _to_state(*found) if found else None
 
-    async def events(self, model: str, request_id: str) -> tuple[GenerateEvent, ...]:
+    async def events(self, model: str, request_id: str) -> tuple[CallEvent, ...]:
         """Every event of a request that was accepted so far, in order: repairs a gap in the mailbox.
 
         Raises: QueueUnavailable.
@@ -256,9 +256,9 @@ class RequestQueue:
             raise QueueUnavailable(str(error)) from error
 
 
-def _held(choice: GenerateRequest, num_tokens: int) -> int:
+def _held(choice: Call, num_tokens: int) -> int:
     """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
-    sampling = choice.sampling
+    sampling = choice.task.sampling
     if sampling.num_logprobs is None:
         return num_tokens
     num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)

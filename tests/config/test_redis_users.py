@@ -17,7 +17,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 
 from loadtest.fleet import ROOT
 from shared.blobs.store import ImageStore
-from shared.protocol import Delta
+from shared.protocol import Tokens
 from shared.queue import scripts as scripts_module
 from shared.queue.claim_script import ClaimCalls
 from shared.queue.claims import RequestClaims
@@ -342,13 +342,13 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
     digest = sha256(image).hexdigest()
     with run_redis(redis_program, tmp_path) as server:
         async with open_queue(server) as (queue, images, worker):
-            await factories_queue.enqueue(queue, make_request(request_id="runs"))
+            await factories_queue.enqueue(queue, make_request(id="runs"))
             await images.put_all([(digest, image)], 60.0, "runs")
             await worker.create_group()
             [claim] = await worker.read(1, 1.0)
             await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
             for name in sorted(waiting):
-                await factories_queue.enqueue(queue, make_request(request_id=name))
+                await factories_queue.enqueue(queue, make_request(id=name))
             server.end(how)
             server.start()
             assert keys_that_never_expire(server) == []
@@ -357,9 +357,9 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
             ends = publication(claim, 2, 2, make_delta(claim, 2, 7), make_finished(claim, 3))
             assert await worker.publish([ends]) == {}
             events = await queue.events(claim.request.model, "runs")
-            tokens = [t for event in events if isinstance(event, Delta) for t in event.token_ids]
+            tokens = [t for event in events if isinstance(event, Tokens) for t in event.token_ids]
             assert tokens == [5, 6, 7]
             claims = await worker.read(len(waiting), 1.0)
-            assert {claim.request.request_id for claim in claims} == waiting
+            assert {claim.request.id for claim in claims} == waiting
             assert {claim.attempt for claim in claims} == {1}
             assert keys_that_never_expire(server) == []

@@ -102,7 +102,7 @@ async def test_redis_at_rest_holds_nothing_of_a_request_that_has_ended(
     async with open_ends(redis, redis_blocking, redis_prefix) as ends:
         worker = ends.worker("w")
         request = await ends.enqueue()
-        key = RedisKeys(redis_prefix).request(MODEL, request.request_id)
+        key = RedisKeys(redis_prefix).request(MODEL, request.id)
         assert any(f"{key} is still queued" in word for word in await _left(ends))
 
         claim = await ends.claim(worker)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shared.protocol import Finished, GenerateRequest, Priority, SamplingParams
+from shared.protocol import Call, Finished, Priority, SamplingParams
 from tests.factories_queue import make_request
 from tests.factories_worker import Answers, run_worker, token_ids
 from worker.claim_loops import PASSED_PER_AGED
@@ -10,12 +10,12 @@ from worker.claim_loops import PASSED_PER_AGED
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
 
 
-def asking(num_tokens: int, priority: Priority = Priority.INTERACTIVE) -> GenerateRequest:
+def asking(num_tokens: int, priority: Priority = Priority.INTERACTIVE) -> Call:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return make_request(sampling=sampling, priority=priority)
 
 
-def batch(num_tokens: int) -> GenerateRequest:
+def batch(num_tokens: int) -> Call:
     return asking(num_tokens, Priority.BATCH)
 
 
@@ -31,7 +31,7 @@ async def test_batch_work_makes_way_for_interactive_work_and_goes_on_where_it_wa
         short = [await ends.enqueue(asking(5)) for _ in range(2)]
         for request in short:
             await answers.end(request)
-        assert ended(answers) == [request.request_id for request in short]
+        assert ended(answers) == [request.id for request in short]
         assert running.engine.stats().num_preemptions >= 2
         for request in long:
             assert len(token_ids(await answers.end(request))) == 120
@@ -45,7 +45,7 @@ async def test_batch_work_starts_only_when_no_interactive_work_waits(ends, answe
         for request in requests:
             await answers.end(request)
     # Both may be given out at once when the last of the others leaves the queue empty.
-    assert ended(answers).index(requests[0].request_id) >= len(requests) - 2
+    assert ended(answers).index(requests[0].id) >= len(requests) - 2
 
 
 async def test_seats_that_batch_work_frees_are_taken_by_batch_work_at_once(ends, answers):
@@ -64,7 +64,7 @@ async def test_batch_work_is_not_passed_for_ever(ends, answers):
     waiting = await ends.enqueue(batch(2))
 
     async def ask_on() -> None:
-        while waiting.request_id not in ended(answers):
+        while waiting.id not in ended(answers):
             await answers.end(await ends.enqueue(asking(2)))
 
     async with (
@@ -74,4 +74,4 @@ async def test_batch_work_is_not_passed_for_ever(ends, answers):
     ):
         for _ in range(10):
             clients.create_task(ask_on())
-    assert ended(answers).index(waiting.request_id) >= PASSED_PER_AGED
+    assert ended(answers).index(waiting.id) >= PASSED_PER_AGED

@@ -6,7 +6,6 @@ import pytest
 
 from engines.base import EngineOutput
 from shared.protocol import (
-    Delta,
     ErrorCode,
     Failed,
     Finished,
@@ -15,6 +14,7 @@ from shared.protocol import (
     StageTimings,
     Started,
     TokenLogprob,
+    Tokens,
     Usage,
 )
 from shared.queue.publication import Claim
@@ -31,9 +31,9 @@ def make_flight(**changes) -> ActiveRequest:
     return ActiveRequest.of(Claim(**{**fields, **changes}), now=100.0)
 
 
-def delta(active: ActiveRequest, index: int, *tokens: int) -> Delta:
+def delta(active: ActiveRequest, index: int, *tokens: int) -> Tokens:
     logprobs = tuple(OutputLogprob(TokenLogprob(str(token), -1.0)) for token in tokens)
-    return Delta(active.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
+    return Tokens(active.request_id, 2, index, tokens, "".join(map(str, tokens)), logprobs)
 
 
 async def test_consecutive_deltas_become_one():
@@ -62,7 +62,7 @@ async def test_publications_are_numbered_and_know_the_tokens_before_them():
 
 
 async def test_tokens_of_a_whole_answer_wait_for_its_end():
-    active, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=1000.0)
+    active, outbox = make_flight(request=make_request(wants_stream=False)), Outbox(hold_s=1000.0)
     outbox.post(active, delta(active, 0, 1))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(outbox.take(), 0.01)
@@ -76,7 +76,7 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end():
 
 
 async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
-    active, outbox = make_flight(request=make_request(stream=False)), Outbox(hold_s=0.0)
+    active, outbox = make_flight(request=make_request(wants_stream=False)), Outbox(hold_s=0.0)
     outbox.post(active, delta(active, 0, 1))
 
     [publication] = await outbox.take()
@@ -84,7 +84,7 @@ async def test_tokens_of_a_whole_answer_do_not_wait_for_ever():
 
 
 async def test_what_waits_is_not_taken_with_another_request():
-    waiting, streaming = make_flight(request=make_request(stream=False)), make_flight()
+    waiting, streaming = make_flight(request=make_request(wants_stream=False)), make_flight()
     outbox = Outbox(hold_s=1000.0)
     outbox.post(waiting, delta(waiting, 0, 1))
     outbox.post(streaming, delta(streaming, 0, 2))
@@ -122,7 +122,7 @@ def test_stages_of_the_worker_are_added_to_those_of_the_engine():
 
     events = active.events([output])
 
-    assert [type(event) for event in events] == [Started, Delta, Finished]
+    assert [type(event) for event in events] == [Started, Tokens, Finished]
     assert isinstance(events[-1], Finished)
     assert events[-1].timings == StageTimings(1.75, 0.25, 2.0, 3.0, 4.0)
 
@@ -138,8 +138,8 @@ def test_tokens_of_several_steps_are_one_event_between_beginning_and_end():
 
     started, delta = active.events(beginning)
     assert started == Started(active.request_id, active.claim.attempt, Usage(3, 0))
-    assert delta == Delta(active.request_id, active.claim.attempt, 0, (5, 6, 7), "xyz")
-    assert [type(event) for event in active.events([end])] == [Delta, Finished]
+    assert delta == Tokens(active.request_id, active.claim.attempt, 0, (5, 6, 7), "xyz")
+    assert [type(event) for event in active.events([end])] == [Tokens, Finished]
 
 
 def test_what_a_sequence_said_before_it_failed_is_told():
@@ -148,7 +148,7 @@ def test_what_a_sequence_said_before_it_failed_is_told():
         EngineOutput(active.engine_id, 0, (5,), "x", usage=Usage(3, 0)),
         EngineOutput(active.engine_id, 1, error="no memory"),
     ]
-    assert [type(event) for event in active.events(outputs)] == [Started, Delta, Failed]
+    assert [type(event) for event in active.events(outputs)] == [Started, Tokens, Failed]
 
 
 def test_a_failed_sequence_ends_its_request_alone():

@@ -69,7 +69,7 @@ async def test_an_answer_cut_by_sigkill_is_finished_by_another_worker(ends, answ
         await answers.tokens(request, 10)
         first.send_signal(signal.SIGKILL)
         await first.wait()
-        assert not any(isinstance(e, Finished) for e in answers.events[request.request_id])
+        assert not any(isinstance(e, Finished) for e in answers.events[request.id])
     async with start_worker("second"):
         events = await answers.end(request)
 

@@ -63,7 +63,7 @@ async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, trac
     for name, seconds in msgspec.structs.asdict(finished.timings).items():
         told = sum(s.duration for s in stages if f"{s.name}_s" == name)
         assert told == pytest.approx(seconds, abs=2e-6), name
-    assert root.attributes["vlm.request.id"] == request.request_id
+    assert root.attributes["vlm.request.id"] == request.id
     assert (root.attributes["vlm.outcome"], root.is_error) == ("ok", False)
     assert not [body for body in collector.bodies if b"secret" in body]
 
@@ -106,7 +106,7 @@ async def test_a_request_that_is_cancelled_is_told_once_and_is_no_error(
             make_request(trace_parent=CALLER, sampling=SamplingParams(ignore_eos=True))
         )
         await answers.tokens(request, 1)
-        await ends.queue.cancel(MODEL, [request.request_id])
+        await ends.queue.cancel(MODEL, [request.id])
         await running.stop()
     tracer.close()
     root, _ = tree(collector.spans)

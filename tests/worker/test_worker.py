@@ -13,7 +13,6 @@ import worker.gateway_liveness
 from shared.blobs.store import ImageStore
 from shared.protocol import (
     ChatMessage,
-    Delta,
     ErrorCode,
     Failed,
     Finished,
@@ -23,6 +22,7 @@ from shared.protocol import (
     SamplingParams,
     Started,
     TextPart,
+    Tokens,
 )
 from shared.queue.keys import GROUP
 from shared.queue.publication import CLEARED_AFTER_TOKENS
@@ -46,7 +46,7 @@ def make_image(colour: str = "red") -> tuple[bytes, ImageRef]:
     buffer = BytesIO()
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
     data = buffer.getvalue()
-    return data, ImageRef(sha256(data).hexdigest(), "image/png", 8, 8, len(data))
+    return data, ImageRef(sha256(data).hexdigest(), len(data), "image/png", 8, 8)
 
 
 async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
@@ -64,7 +64,7 @@ async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
     assert finished.usage.num_prompt_tokens == events[0].usage.num_prompt_tokens > 0
     assert finished.timings.preprocess_s > 0
     assert finished.timings.queue_s >= 0
-    assert [type(e) for e in events[1:-1]] == [Delta] * (len(events) - 2)
+    assert [type(e) for e in events[1:-1]] == [Tokens] * (len(events) - 2)
 
 
 async def test_a_image_comes_from_the_store_and_is_decoded_once(ends, answers):
@@ -87,7 +87,7 @@ async def test_tenants_share_no_cache_entry(ends, answers):
     await store.put_all([(ref.sha256, data)], 60)
     async with run_worker(ends) as running:
         for salt in ("", "tenant"):
-            await answers.end(await ends.enqueue(make_request(images=(ref,), cache_salt=salt)))
+            await answers.end(await ends.enqueue(make_request(images=(ref,), tenant=salt)))
         first, second = (added.images[0].image_hash for added in running.engine.added)
         assert first != second
     await store.close()
@@ -96,7 +96,7 @@ async def test_tenants_share_no_cache_entry(ends, answers):
 async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
     _, missing = make_image("blue")
     junk = b"no image"
-    broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
+    broken = ImageRef(sha256(junk).hexdigest(), len(junk), "image/png", 8, 8)
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(broken.sha256, junk)], 60)
     image = "messages.[0].content.[0].image_url"
@@ -124,7 +124,7 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
 async def test_of_several_images_the_one_refused_is_named(ends, answers):
     data, good = make_image()
     junk = b"no image"
-    broken = ImageRef(sha256(junk).hexdigest(), "image/png", 8, 8, len(junk))
+    broken = ImageRef(sha256(junk).hexdigest(), len(junk), "image/png", 8, 8)
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(good.sha256, data), (broken.sha256, junk)], 60)
     messages = (
@@ -163,7 +163,7 @@ async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_seco
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 3)
 
-        await ends.queue.cancel(MODEL, [request.request_id])
+        await ends.queue.cancel(MODEL, [request.id])
 
         async def is_idle() -> bool:
             return not running.engine.has_work() and len(running.worker._active_requests) == 0
@@ -176,7 +176,7 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
     monkeypatch.setattr(worker.gateway_liveness, "GONE_AFTER_S", 0.2)
     async with run_worker(ends, mock=SLOW) as running:
         deserted = await ends.enqueue(make_request(reply_to="gone", sampling=LONG))
-        detached = make_request(reply_to="gone", sampling=LONG, is_detached=True)
+        detached = make_request(reply_to="gone", sampling=LONG, is_resumable=True)
         await ends.enqueue(detached)
         heard = await ends.enqueue(make_request(sampling=LONG))
 
@@ -187,11 +187,11 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
         assert isinstance((await answers.end(heard))[-1], Finished)
 
         async def has_ended() -> bool:
-            return (await ends.queue.state(MODEL, detached.request_id)).state == "finished"
+            return (await ends.queue.state(MODEL, detached.id)).state == "finished"
 
         await until(has_ended)
-    assert (await ends.queue.state(MODEL, deserted.request_id)).state == "cancelled"
-    assert running.engine.aborted == [f"{deserted.request_id}@1"]
+    assert (await ends.queue.state(MODEL, deserted.id)).state == "cancelled"
+    assert running.engine.aborted == [f"{deserted.id}@1"]
 
 
 async def test_a_request_past_its_deadline_is_ended_while_it_runs(ends, answers):
@@ -259,7 +259,7 @@ async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, 
                 events = await answers.end(request)
     assert isinstance(events[-1], Finished)
     assert len(token_ids(events)) == 200
-    state = await ends.queue.state(MODEL, request.request_id)
+    state = await ends.queue.state(MODEL, request.id)
     assert state is not None
     assert state.attempt == 2
 
@@ -272,7 +272,7 @@ async def test_a_second_stop_ends_at_once(ends, answers):
         running.worker.stop()
         await asyncio.wait_for(running.task, 2.0)
 
-    state = await ends.queue.state(MODEL, request.request_id)
+    state = await ends.queue.state(MODEL, request.id)
     assert state is not None
     assert state.state == "queued"
 
@@ -306,7 +306,7 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
                 return len(wedged.worker._active_requests) == 0
 
             await until(has_let_go)
-    assert len(token_ids(answers.events[request.request_id])) == 200
+    assert len(token_ids(answers.events[request.id])) == 200
 
 
 async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
@@ -342,7 +342,7 @@ async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monk
                 events = await answers.end(request)
         assert isinstance(events[-1], Finished)
         assert isinstance((await answers.end(running))[-1], Finished)
-    [failures] = await ends.redis.hmget(ends.keys.request(MODEL, request.request_id), "failures")
+    [failures] = await ends.redis.hmget(ends.keys.request(MODEL, request.id), "failures")
     assert failures == b"0"
 
 
@@ -355,9 +355,7 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
         await ends.let_lease_run_out(claim)
 
         async def is_parked() -> bool:
-            return suspect.request_id in {
-                f.request_id for f in running.worker._active_requests.all()
-            }
+            return suspect.id in {f.request_id for f in running.worker._active_requests.all()}
 
         await until(is_parked)
         later = await ends.enqueue()
@@ -365,8 +363,8 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
             assert isinstance((await answers.end(request))[-1], Finished)
 
     order = [added.request_id.partition("@")[0] for added in running.engine.added]
-    place = order.index(suspect.request_id)
-    assert order[0] == bystander.request_id
+    place = order.index(suspect.id)
+    assert order[0] == bystander.id
     assert running.engine.company[place:] == [0] * (3 - place)  # alone, and left alone
 
 
@@ -388,7 +386,7 @@ async def test_nobody_is_blamed_for_a_death_while_it_waits_to_run_alone(ends, an
 
     spared = await judge.reclaim(3)
 
-    assert [claim.request.request_id for claim in spared] == [s.request_id for s in suspects[1:]]
+    assert [claim.request.id for claim in spared] == [s.id for s in suspects[1:]]
     assert [claim.failures for claim in spared] == [2, 2]
     [failed] = [e for e in await answers.end(suspects[0]) if isinstance(e, Failed)]
     assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
@@ -404,10 +402,10 @@ async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answer
             assert isinstance((await answers.end(suspect))[-1], Finished)
 
     assert running.engine.company == [0, 1]
-    began = answers.events[suspects[1].request_id][0]
-    others = [e for e in answers.order if e.request_id == suspects[0].request_id or e is began]
+    began = answers.events[suspects[1].id][0]
+    others = [e for e in answers.order if e.request_id == suspects[0].id or e is began]
     tokens_before = sum(
-        len(e.token_ids) for e in others[: others.index(began)] if isinstance(e, Delta)
+        len(e.token_ids) for e in others[: others.index(began)] if isinstance(e, Tokens)
     )
     assert tokens_before >= CLEARED_AFTER_TOKENS
 
@@ -432,7 +430,7 @@ async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeyp
             return not running.engine.has_work()
 
         await until(has_computed_all)
-        assert not any(isinstance(e, Finished) for e in answers.events[request.request_id])
+        assert not any(isinstance(e, Finished) for e in answers.events[request.id])
         is_out = False
         events = await answers.end(request)
 
@@ -463,11 +461,11 @@ async def test_two_streams_share_one_entry_of_the_mailbox_per_step(ends):
     entries = []
     async with asyncio.timeout(20), run_worker(ends, mock=SLOW) as running:
         streams = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
-        ids = {stream.request_id for stream in streams}
+        ids = {stream.id for stream in streams}
         while min(tokens[each] for each in ids) <= 10:
             events = await ends.next_events()
             both_ran = all(tokens[each] for each in ids)
-            tokens.update({e.request_id: len(e.token_ids) for e in events if isinstance(e, Delta)})
+            tokens.update({e.request_id: len(e.token_ids) for e in events if isinstance(e, Tokens)})
             if both_ran:
                 entries.append([event.request_id for event in events])
         assert running.engine.stats().num_steps > 10

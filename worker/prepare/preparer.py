@@ -16,7 +16,7 @@ from engines.base import EngineError, EngineRequest, InvalidImage, InvalidReques
 from engines.core.runner import Processor
 from engines.image_decoder import Decode, decode_image
 from shared.blobs.store import ImageStore
-from shared.protocol import GenerateRequest, ImageRef, TextPart
+from shared.protocol import Generate, ImageRef, TextPart
 from shared.queue.publication import Claim
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
@@ -66,38 +66,33 @@ class Preprocessor:
 
     async def prepare(self, claim: Claim, engine_id: str) -> EngineRequest:
         """The engine's request for a claim, known to it as `engine_id`. Raises: EngineError."""
-        request = claim.request
-        num_chars = check_limits(request, self._limits)
+        request, task = claim.request, claim.request.task
+        num_chars = check_limits(task, self._limits)
         images = await asyncio.gather(
-            *(
-                self._image(index, image, request.cache_salt)
-                for index, image in enumerate(request.images)
-            )
+            *(self._image(index, image, request.tenant) for index, image in enumerate(task.images))
         )
         build = self._processor.build_prompt
         if self._processor.is_quick and num_chars <= MAX_INLINE_CHARS:
-            prompt = build(request.messages, images)
+            prompt = build(task.messages, images)
         else:
             prompt = await self._text_threads.run(
-                request.cache_salt, lambda: build(request.messages, images)
+                request.tenant, lambda: build(task.messages, images)
             )
         return EngineRequest(
             request_id=engine_id,
             prompt_token_ids=prompt.token_ids,
-            sampling=request.sampling,
+            sampling=task.sampling,
             images=prompt.images,
             output_token_ids=claim.output_token_ids,
-            cache_salt=request.cache_salt,
+            cache_salt=request.tenant,
             priority=request.priority,
         )
 
-    async def _image(self, index: int, image: ImageRef, cache_salt: str) -> tuple[str, Any]:
+    async def _image(self, index: int, image: ImageRef, tenant: str) -> tuple[str, Any]:
         """A image's identity in the caches, and its pixels. Raises: ImageRefused."""
-        image_hash = salted_hash(image.sha256, cache_salt)
+        image_hash = salted_hash(image.sha256, tenant)
         try:
-            pixels = await self._pixels.get(
-                image_hash, lambda: self._make_pixels(image, cache_salt)
-            )
+            pixels = await self._pixels.get(image_hash, lambda: self._make_pixels(image, tenant))
         except EngineError as error:
             raise ImageRefused(index, error) from error
         return image_hash, pixels
@@ -132,11 +127,11 @@ class Preprocessor:
         self._text_threads.close()
 
 
-def salted_hash(sha256: str, cache_salt: str) -> str:
+def salted_hash(sha256: str, tenant: str) -> str:
     """A image's identity in the caches: tenants with different salts share nothing."""
-    if not cache_salt:
+    if not tenant:
         return sha256
-    return hashlib.sha256(f"{cache_salt}\0{sha256}".encode()).hexdigest()
+    return hashlib.sha256(f"{tenant}\0{sha256}".encode()).hexdigest()
 
 
 def check_size(image: ImageRef, limits: LimitSettings) -> None:
@@ -150,22 +145,22 @@ def check_size(image: ImageRef, limits: LimitSettings) -> None:
         raise InvalidImage(f"A image of {image.width} x {image.height} is too large or too narrow.")
 
 
-def check_limits(request: GenerateRequest, limits: LimitSettings) -> int:
+def check_limits(task: Generate, limits: LimitSettings) -> int:
     """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest.
 
     Returns the characters of all texts.
     """
-    sampling = request.sampling
+    sampling = task.sampling
     num_chars = sum(
         len(part.text)
-        for message in request.messages
+        for message in task.messages
         for part in message.parts
         if isinstance(part, TextPart)
     )
     checks = (
-        ("messages", len(request.messages), limits.max_messages),
+        ("messages", len(task.messages), limits.max_messages),
         ("text characters", num_chars, limits.max_text_chars),
-        ("images", len(request.images), limits.max_images),
+        ("images", len(task.images), limits.max_images),
         ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
         ("stop strings", len(sampling.stop), limits.max_stop_strings),
         ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),

@@ -177,7 +177,7 @@ class ChatCompletions:
         held: HeldBody,
     ) -> tuple[ReplyOptions, Generation]:
         """Queue a request that outlives its connection, or follow it if it was sent before."""
-        context.is_detached = True
+        context.is_resumable = True
         options = replace(options, last_event_id=last_event_id(context))
         record = to_record(request, card.name, context, options, run.created)
         is_new = await self.streams.claim(context.id, record)
@@ -236,7 +236,7 @@ def to_record(
     tier = find_service_tier(request, context.priority)
     return StreamRecord(
         model=model,
-        tenant=context.cache_salt,
+        tenant=context.tenant,
         fingerprint=fingerprint(context, request),
         created=created,
         include_usage=options.include_usage,

@@ -21,7 +21,7 @@ from gateway.api.chat.schemas import (
 )
 from gateway.calls.open_call import ChoiceEvent
 from gateway.http.errors import ApiError
-from shared.protocol import Delta, Finished
+from shared.protocol import Finished, Tokens
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -41,15 +41,15 @@ def error_frame(error: ApiError) -> bytes:
 
 def merge_deltas(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
     """The same events with adjacent deltas of one choice made one."""
-    held: tuple[int, Delta] | None = None
+    held: tuple[int, Tokens] | None = None
     for index, event in events:
-        if held is not None and isinstance(event, Delta) and held[0] == index:
+        if held is not None and isinstance(event, Tokens) and held[0] == index:
             held = (index, _merge(held[1], event))
             continue
         if held is not None:
             yield held
         held = None
-        if isinstance(event, Delta):
+        if isinstance(event, Tokens):
             held = (index, event)
         else:
             yield index, event
@@ -57,8 +57,8 @@ def merge_deltas(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
         yield held
 
 
-def _merge(first: Delta, second: Delta) -> Delta:
-    return Delta(
+def _merge(first: Tokens, second: Tokens) -> Tokens:
+    return Tokens(
         first.request_id,
         first.attempt,
         first.index,
@@ -99,7 +99,7 @@ class ChunkWriter:
             if index not in self._begun:
                 self._begun.add(index)
                 frames.append(self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")), 0))
-            if isinstance(event, Delta):
+            if isinstance(event, Tokens):
                 if event.text or (self.with_logprobs and event.logprobs):
                     id_ = event.index + len(event.token_ids)
                     frames.append(self._chunk(self._content(index, event), id_))
@@ -115,10 +115,10 @@ class ChunkWriter:
         return [
             (index, event)
             for index, event in events
-            if not isinstance(event, Delta) or event.index + len(event.token_ids) > last_id
+            if not isinstance(event, Tokens) or event.index + len(event.token_ids) > last_id
         ]
 
-    def _content(self, index: int, event: Delta) -> ChunkChoice:
+    def _content(self, index: int, event: Tokens) -> ChunkChoice:
         logprobs = to_choice_logprobs(event.logprobs) if self.with_logprobs else None
         return ChunkChoice(index, ChoiceDelta(content=event.text), logprobs)
 

@@ -23,8 +23,8 @@ from gateway.http.body import unsupported
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
 from shared.protocol import (
+    Call,
     ChatMessage,
-    GenerateRequest,
     ImagePart,
     ModelCard,
     Priority,
@@ -228,14 +228,17 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") & _SEED_MASK
 
 
-def split_choices(request: GenerateRequest, count: int) -> list[GenerateRequest]:
+def split_choices(request: Call, count: int) -> list[Call]:
     """One request per choice, `{id}-{k}`, that differ in their seeds and share all else."""
-    seed, request_id = request.sampling.seed, request.request_id
+    seed = request.task.sampling.seed
     return [
         replace(
             request,
-            request_id=f"{request_id}-{choice}",
-            sampling=replace(request.sampling, seed=choice_seed(seed, choice)),
+            id=f"{request.id}-{choice}",
+            task=replace(
+                request.task,
+                sampling=replace(request.task.sampling, seed=choice_seed(seed, choice)),
+            ),
         )
         for choice in range(count)
     ]

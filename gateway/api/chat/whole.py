@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from gateway.api.chat.answer import AnswerHead, AnswerTotals, to_choice_logprobs
 from gateway.api.chat.schemas import AnswerMessage, ChatCompletion, Choice
-from shared.protocol import Delta, Finished, GenerateEvent, OutputLogprob
+from shared.protocol import CallEvent, Finished, OutputLogprob, Tokens
 
 
 @dataclass(slots=True)
@@ -15,9 +15,9 @@ class GatheredChoice:
     logprobs: list[OutputLogprob] = field(default_factory=list)
     finish_reason: str = ""
 
-    def add(self, event: GenerateEvent) -> None:
+    def add(self, event: CallEvent) -> None:
         """Take the next event."""
-        if isinstance(event, Delta):
+        if isinstance(event, Tokens):
             self.texts.append(event.text)
             self.logprobs.extend(event.logprobs)
         elif isinstance(event, Finished):

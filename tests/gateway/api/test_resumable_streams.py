@@ -325,7 +325,7 @@ async def test_a_detached_request_keeps_its_images_when_its_client_leaves(
             await asyncio.sleep(0.01)
         [answer] = worker.answers
     store = ImageStore(redis, redis_prefix)
-    [image] = answer.request.images
+    [image] = answer.request.task.images
     left_ms = await redis.pttl(store._keys.image(image.sha256))
     await store.close()
     script.go(6)

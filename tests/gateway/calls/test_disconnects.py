@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_before_any_event_cancels_its_request(gateway
     [request] = worker.requests
 
     async def is_cancelled() -> bool:
-        state = await gateway.services.queue.state("tiny", request.request_id)
+        state = await gateway.services.queue.state("tiny", request.id)
         return state is not None and state.state == "cancelled"
 
     async with asyncio.timeout(5):

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Generation, Gone
-from shared.protocol import Delta, ErrorCode, Failed, Finished, FinishReason, Started, Usage
+from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Started, Tokens, Usage
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import Bounds, DuplicateRequest, QueueUnavailable, RequestQueue
 from shared.telemetry.metrics import GatewayMetrics
@@ -16,8 +16,8 @@ from tests.factories_queue import GATEWAY, make_request
 from tests.gateway.api.chat.test_streams import read_events
 
 
-def delta(index: int, *token_ids: int, attempt: int = 1) -> Delta:
-    return Delta("r", attempt, index, token_ids, "".join(f" {t}" for t in token_ids))
+def delta(index: int, *token_ids: int, attempt: int = 1) -> Tokens:
+    return Tokens("r", attempt, index, token_ids, "".join(f" {t}" for t in token_ids))
 
 
 def finished(num_tokens: int, attempt: int = 1) -> Finished:
@@ -65,7 +65,7 @@ def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
     assert progress.has_gap
     log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2), delta(2, 3, attempt=2)]
     news = progress.replay(log)
-    assert [e.token_ids for e in news if isinstance(e, Delta)] == [(2,), (3,)]
+    assert [e.token_ids for e in news if isinstance(e, Tokens)] == [(2,), (3,)]
     assert not progress.has_gap
 
 
@@ -140,7 +140,7 @@ async def test_an_end_that_the_mailbox_lost_is_found(gateway, worker, redis, cha
 @pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
 async def test_a_request_that_redis_forgot_ends_with_an_error(gateway, worker, redis, changes):
     async def script(answer: Answer) -> None:
-        async for key in redis.scan_iter(f"*request:{answer.request.request_id}"):
+        async for key in redis.scan_iter(f"*request:{answer.request.id}"):
             await redis.delete(key)
 
     worker.script = script
@@ -172,7 +172,7 @@ async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker
     async def script(answer: Answer) -> None:
         await answer.start()
         if len(worker.answers) == 1:
-            async for key in redis.scan_iter(f"*log:{answer.request.request_id}"):
+            async for key in redis.scan_iter(f"*log:{answer.request.id}"):
                 await redis.rpush(key, b"nonsense")
         else:
             await asyncio.sleep(0.5)  # silent for long enough to be looked up
@@ -272,7 +272,7 @@ async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, m
 
 
 async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
-    request = make_request(is_detached=True)
+    request = make_request(is_resumable=True)
     first = await dispatcher.submit([request], 60.0, 1, ROOM)
     with pytest.raises(DuplicateRequest):
         await dispatcher.submit([request], 60.0, 1, ROOM)

@@ -32,7 +32,7 @@ async def test_a_finished_request_is_one_line_with_its_tokens_and_stages(gateway
     body = make_body("secret prompt", user="jane@example.com", metadata={"k": "label"})
     await gateway.chat(body, headers=headers)
     [line] = lines()
-    assert worker.requests[0].request_id.startswith(line["request_id"])
+    assert worker.requests[0].id.startswith(line["request_id"])
     assert (line["model"], line["outcome"], line["status"]) == ("tiny", "ok", 200)
     assert (line["client_request_id"], line["trace_id"]) == ("mine", "a" * 32)
     assert (line["prompt_tokens"], line["output_tokens"]) == (7, 3)
@@ -82,7 +82,7 @@ async def test_what_is_logged_during_a_request_names_it(gateway, worker, monkeyp
 
     monkeypatch.setattr(gateway.services.dispatcher, "submit", note)
     await gateway.chat()
-    assert worker.requests[0].request_id == f"{seen[0]}-0"
+    assert worker.requests[0].id == f"{seen[0]}-0"
     assert logs.request_id.get() is None
 
 

@@ -76,7 +76,7 @@ async def test_of_all_routes_only_the_probes_are_public(gateway, worker, changes
 async def test_caches_are_salted_by_key_and_never_by_the_client(gateway, worker, changes):
     for key in ("sk-one", "sk-two", "sk-one"):
         await gateway.chat(headers={"authorization": f"Bearer {key}", "cache-salt": "x"})
-    one, two, again = (request.cache_salt for request in worker.requests)
+    one, two, again = (request.tenant for request in worker.requests)
     assert one == again != two
     assert "sk-" not in one
     assert len(one) == 32
@@ -84,7 +84,7 @@ async def test_caches_are_salted_by_key_and_never_by_the_client(gateway, worker,
 
 async def test_an_open_gateway_needs_no_key(gateway, worker):
     assert (await gateway.chat(headers={"authorization": "Bearer anything"})).status_code == 200
-    assert worker.requests[0].cache_salt == ""
+    assert worker.requests[0].tenant == ""
 
 
 def test_keys_are_not_kept_in_clear():

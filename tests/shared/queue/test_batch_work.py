@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.protocol import GenerateRequest, Priority
+from shared.protocol import Call, Priority
 from shared.queue.submit import QueueRefused
 from tests.factories_queue import (
     MODEL,
@@ -16,17 +16,17 @@ from tests.factories_queue import (
 )
 
 
-async def enqueue_batch(ends: Ends, count: int = 1) -> list[GenerateRequest]:
+async def enqueue_batch(ends: Ends, count: int = 1) -> list[Call]:
     return [await ends.enqueue(make_request(priority=Priority.BATCH)) for _ in range(count)]
 
 
-async def make_older(ends: Ends, request: GenerateRequest, age_s: float) -> None:
+async def make_older(ends: Ends, request: Call, age_s: float) -> None:
     """As if a batch request had come so long before."""
     [(entry, fields)] = await ends.redis.xrange(ends.keys.backlog(MODEL))
     milliseconds = int(entry.partition(b"-")[0]) - round(age_s * 1000)
     await ends.redis.delete(ends.keys.backlog(MODEL))
     older = await ends.redis.xadd(ends.keys.backlog(MODEL), fields, id=f"{milliseconds}-1")
-    await ends.redis.hset(ends.keys.request(MODEL, request.request_id), "backlog", older)
+    await ends.redis.hset(ends.keys.request(MODEL, request.id), "backlog", older)
 
 
 async def test_batch_work_is_given_in_order_after_all_interactive_work(ends):
@@ -70,7 +70,7 @@ async def test_batch_work_cancelled_while_it_waits_is_never_given(ends):
     worker = ends.worker("a")
     await worker.create_group()
     first, second = await enqueue_batch(ends, 2)
-    await ends.queue.cancel(MODEL, [first.request_id])
+    await ends.queue.cancel(MODEL, [first.id])
 
     [nudge] = await worker.entries.take(1)
     await worker.entries.remove([nudge[0]])
@@ -82,7 +82,7 @@ async def test_batch_work_that_redis_has_forgotten_is_not_given(ends):
     await worker.create_group()
     [request] = await enqueue_batch(ends)
     await worker.read(1, 0.01)
-    await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+    await ends.redis.delete(ends.keys.request(MODEL, request.id))
 
     assert await worker.take(8) == []
     assert await ends.queue.depth(MODEL) == 0
@@ -155,7 +155,7 @@ async def test_batch_work_that_comes_and_goes_leaves_one_nudge_at_most(ends):
     await ends.worker("a").create_group()
     for _ in range(5):
         request = await ends.enqueue(make_request(priority=Priority.BATCH))
-        await ends.queue.cancel(MODEL, [request.request_id])
+        await ends.queue.cancel(MODEL, [request.id])
     assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 1
 
 
@@ -163,7 +163,7 @@ async def test_batch_work_that_redis_has_forgotten_is_not_counted_as_waiting(end
     """No worker came in time; the backlog has the id still."""
     lost = [await ends.enqueue(make_request(priority=Priority.BATCH)) for _ in range(2)]
     for request in lost:
-        await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+        await ends.redis.delete(ends.keys.request(MODEL, request.id))
 
     await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
     with pytest.raises(QueueRefused, match="queue_full"):

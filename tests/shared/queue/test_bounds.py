@@ -9,12 +9,12 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.protocol import (
-    Delta,
     ErrorCode,
     Failed,
     OutputLogprob,
     SamplingParams,
     TokenLogprob,
+    Tokens,
     encode,
 )
 from shared.queue.submit import QueueRefused, QueueUnavailable, RequestQueue
@@ -41,7 +41,7 @@ async def gateways(redis: Redis, redis_prefix: str) -> AsyncIterator[list[Reques
 async def refusal(queue: RequestQueue, **options) -> QueueRefused:
     tenant = options.pop("tenant", "")
     with pytest.raises(QueueRefused) as refused:
-        await enqueue(queue, make_request(cache_salt=tenant), **options)
+        await enqueue(queue, make_request(tenant=tenant), **options)
     return refused.value
 
 
@@ -97,10 +97,10 @@ async def test_every_end_gives_the_place_back(ends, how):
         if how == "finished":
             await worker.publish([publication(claim, 1, 0, make_finished(claim))])
         elif how == "failed":
-            failed = Failed(request.request_id, 1, ErrorCode.ENGINE_FAILURE, "")
+            failed = Failed(request.id, 1, ErrorCode.ENGINE_FAILURE, "")
             await worker.publish([publication(claim, 1, 0, failed)])
         elif how == "cancelled":
-            await ends.queue.cancel(MODEL, [request.request_id])
+            await ends.queue.cancel(MODEL, [request.id])
         else:
             await worker.cancel([claim])
 
@@ -115,7 +115,7 @@ async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(en
 
     places = ends.keys.places(MODEL)
     [place] = await ends.redis.zrange(places, 0, -1)
-    remembered_ms = await ends.redis.pttl(ends.keys.request(MODEL, request.request_id))
+    remembered_ms = await ends.redis.pttl(ends.keys.request(MODEL, request.id))
     forgotten_at_ms = await ends.redis.zscore(places, place)
     seconds, microseconds = await ends.redis.time()
     now_ms = seconds * 1000 + microseconds / 1000
@@ -156,7 +156,7 @@ async def test_a_minute_is_earned_back_with_time(ends):
     refused = await refusal(ends.queue, **options)
     assert 0 < refused.wait_s <= 0.26
     await asyncio.sleep(refused.wait_s + 0.001)
-    await enqueue(ends.queue, make_request(cache_salt="a"), max_tenant_requests_per_minute=1200)
+    await enqueue(ends.queue, make_request(tenant="a"), max_tenant_requests_per_minute=1200)
     assert 0 < await ends.redis.pttl(rates) <= 60_300
 
 
@@ -170,16 +170,16 @@ async def test_tokens_may_be_taken_in_advance_and_are_waited_for(ends):
 
 async def test_tenants_and_refusals_do_not_touch_each_others_minutes(ends):
     options = {"max_tenant_requests_per_minute": 1}
-    await enqueue(ends.queue, make_request(cache_salt="a"), **options)
+    await enqueue(ends.queue, make_request(tenant="a"), **options)
     first = await refusal(ends.queue, tenant="a", **options)
     second = await refusal(ends.queue, tenant="a", **options)
     assert second.wait_s <= first.wait_s <= 60
-    await enqueue(ends.queue, make_request(cache_salt="b"), **options)
+    await enqueue(ends.queue, make_request(tenant="b"), **options)
 
 
 async def test_no_tenant_gets_more_than_its_share_when_tokens_are_scarce(ends):
     async def ask(tenant: str, num_tokens: int) -> None:
-        request = make_request(cache_salt=tenant)
+        request = make_request(tenant=tenant)
         await enqueue(ends.queue, request, num_tokens=num_tokens, max_tokens=100)
 
     for _ in range(4):
@@ -204,12 +204,12 @@ async def test_an_answer_is_settled_once_when_it_has_ended(ends, num_tokens, wai
     request = await ends.enqueue(num_tokens=90, **options)
     worker = ends.worker("a")
     claim = await ends.claim(worker)
-    assert not await settle(ends, request.request_id, 90, 60)
+    assert not await settle(ends, request.id, 90, 60)
     deltas = [make_delta(claim, 0, *range(num_tokens))] if num_tokens else []
     end = make_finished(claim, num_tokens)
     await worker.publish([publication(claim, 1, 0, *deltas, end)])
     for _ in range(2):
-        assert await settle(ends, request.request_id, 90, 60)
+        assert await settle(ends, request.id, 90, 60)
     if wait_s is None:
         await ends.enqueue(num_tokens=1, **options)
         return
@@ -220,9 +220,9 @@ async def test_an_answer_is_settled_once_when_it_has_ended(ends, num_tokens, wai
 
 async def test_what_is_given_back_leaves_no_key_that_lives_for_ever(ends):
     request = await ends.enqueue(num_tokens=5, max_tenant_tokens_per_minute=60)
-    await ends.queue.cancel(MODEL, [request.request_id])
+    await ends.queue.cancel(MODEL, [request.id])
     await ends.redis.delete(ends.keys.rates(MODEL, ""))
-    assert await settle(ends, request.request_id, 5, 60)
+    assert await settle(ends, request.id, 5, 60)
     assert await ends.redis.exists(ends.keys.rates(MODEL, "")) == 0
     assert await settle(ends, "unknown", 5, 60)
 
@@ -244,7 +244,7 @@ async def test_logs_with_logprobs_are_small(ends: Ends):
     await worker.create_group()
     num_answers, num_tokens, num_bytes = 64, 40, 0
     for number in range(num_answers):
-        await ends.enqueue(make_request(request_id=f"{number:032}"))
+        await ends.enqueue(make_request(id=f"{number:032}"))
         claim = await ends.claim(worker)
         for index in range(num_tokens):
             ranked = [
@@ -253,14 +253,12 @@ async def test_logs_with_logprobs_are_small(ends: Ends):
             ]
             [chosen, *_] = ranked
             entry = OutputLogprob(chosen, tuple(ranked))
-            delta = Delta(
-                claim.request.request_id, 1, index, (30_000 + index,), chosen.token, (entry,)
-            )
+            delta = Tokens(claim.request.id, 1, index, (30_000 + index,), chosen.token, (entry,))
             assert await worker.publish([publication(claim, index + 1, index, delta)]) == {}
-        key = ends.keys.log(MODEL, claim.request.request_id)
+        key = ends.keys.log(MODEL, claim.request.id)
         num_bytes += await ends.redis.memory_usage(key, samples=0)
     [event] = await ends.next_events()
-    assert isinstance(event, Delta)
+    assert isinstance(event, Tokens)
     assert [rival.token for rival in event.logprobs[0].top] == words[:20]
     assert num_bytes / (num_answers * num_tokens) < 700
 

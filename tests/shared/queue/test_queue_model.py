@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from redis import Redis as SyncRedis
 
 import shared.redis.embedded
-from shared.protocol import Delta, ErrorCode, Failed, Finished, Priority, decode_events
+from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events
 from shared.queue.claim_script import LOSSES_PER_ATTEMPT
 from shared.queue.claims import RequestClaims
 from shared.queue.keys import GROUP, RedisKeys
@@ -105,7 +105,7 @@ class Hand:
 
     @property
     def id(self) -> str:
-        return self.claim.request.request_id
+        return self.claim.request.id
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -167,13 +167,13 @@ class QueueMachine(RuleBasedStateMachine):
         self, repeats: int, priority: Priority, count: int, num_tokens: int, tenant: str
     ) -> None:
         """A second call with the same nonce is the first one again, whose reply was lost."""
-        choices = [make_request(priority=priority, cache_salt=tenant) for _ in range(count)]
+        choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
         keys, arguments = self.queue._to_call(choices, 600, num_tokens, Bounds(1000, 10_000))
         for _ in range(repeats):
             assert self.run(self.sender.run(ENQUEUE, keys, arguments)) == [b"ok"]
         for choice in choices:
             is_batch = priority is Priority.BATCH
-            self.requests[choice.request_id] = Modelled(is_batch, num_tokens, tenant)
+            self.requests[choice.id] = Modelled(is_batch, num_tokens, tenant)
 
     @precondition(lambda self: any(r.is_live for r in self.requests.values()))
     @rule(priority=st.sampled_from(Priority), num_tokens=st.integers(1, 9))
@@ -188,7 +188,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def enqueue_a_known_id(self, data) -> None:
         name = self._any_request(data)
-        request = make_request(request_id=name)
+        request = make_request(id=name)
         with pytest.raises(DuplicateRequest):
             self.run(enqueue(self.queue, request))
 
@@ -219,7 +219,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Batch work only where no interactive request waits."""
         unread, backlog = self._unread(), self._backlog()
         claims = self.run(self.workers[name].take(count))
-        taken = {claim.request.request_id for claim in claims}
+        taken = {claim.request.id for claim in claims}
         assert taken.isdisjoint(backlog) or taken >= unread
         self._take(name, claims)
 
@@ -425,7 +425,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _check_events(self, request: Modelled, heard: list, log: list[bytes]) -> None:
         if request.state != "cancelled":
             assert list(decode_events(b"[" + b",".join(log) + b"]")) == heard
-            tokens = [t for e in heard if isinstance(e, Delta) for t in e.token_ids]
+            tokens = [t for e in heard if isinstance(e, Tokens) for t in e.token_ids]
             assert tokens == list(range(request.num_tokens))
         ends = [e for e in heard if isinstance(e, Finished | Failed)]
         assert len(ends) == (request.state in ("finished", "failed"))
@@ -539,7 +539,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _take(self, name: str, claims: list[Claim]) -> None:
         """Note what a worker got, and what was given up instead."""
         for claim in claims:
-            request = self.requests[claim.request.request_id]
+            request = self.requests[claim.request.id]
             assert request.state in ("queued", "running")
             request.claim(self.workers[name])
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.protocol import Delta, ErrorCode, Failed, Finished, Started, Usage
+from shared.protocol import ErrorCode, Failed, Finished, Started, Tokens, Usage
 from shared.queue.claim_script import LOSSES_PER_ATTEMPT, giving_up
 from shared.queue.claims import RequestClaims
 from shared.queue.keys import GROUP
@@ -112,11 +112,11 @@ async def test_a_request_cancelled_while_it_waits_is_never_claimed(ends):
     worker = ends.worker("a")
     await worker.create_group()
 
-    await ends.queue.cancel(MODEL, [request.request_id, "unknown"])
+    await ends.queue.cancel(MODEL, [request.id, "unknown"])
 
     assert await worker.read(1, 0.01) == []
     assert await ends.queue.depth(MODEL) == 0
-    state = await ends.queue.state(MODEL, request.request_id)
+    state = await ends.queue.state(MODEL, request.id)
     assert state is not None
     assert state.state == "cancelled"
 
@@ -125,13 +125,13 @@ async def test_a_worker_learns_of_a_cancellation_at_its_next_publish(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
     claim = await ends.claim(worker)
-    await ends.queue.cancel(MODEL, [request.request_id])
+    await ends.queue.cancel(MODEL, [request.id])
 
     refused = await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 7))])
 
-    assert refused == {request.request_id: "cancelled"}
+    assert refused == {request.id: "cancelled"}
     ending = publication(claim, 2, 1, make_finished(claim, 1))
-    assert await worker.publish([ending]) == {request.request_id: "cancelled"}
+    assert await worker.publish([ending]) == {request.id: "cancelled"}
 
 
 async def test_a_worker_learns_of_a_cancellation_at_its_next_renewal(ends):
@@ -140,9 +140,9 @@ async def test_a_worker_learns_of_a_cancellation_at_its_next_renewal(ends):
     claim = await ends.claim(worker)
     assert await worker.renew([claim]) == {}
 
-    await ends.queue.cancel(MODEL, [request.request_id])
+    await ends.queue.cancel(MODEL, [request.id])
 
-    assert await worker.renew([claim]) == {request.request_id: "cancelled"}
+    assert await worker.renew([claim]) == {request.id: "cancelled"}
 
 
 # Publish
@@ -170,7 +170,7 @@ async def test_the_same_publication_twice_is_heard_once(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
     claim = await ends.claim(worker)
-    started = Started(request.request_id, 1, Usage(3))
+    started = Started(request.id, 1, Usage(3))
     said = publication(claim, 1, 0, started, make_delta(claim, 0, 5))
 
     assert await worker.publish([said]) == {}
@@ -179,7 +179,7 @@ async def test_the_same_publication_twice_is_heard_once(ends):
 
     assert await ends.next_events() == said.events
     assert await ends.next_events() == (make_delta(claim, 1, 6),)
-    events = await ends.queue.events(MODEL, request.request_id)
+    events = await ends.queue.events(MODEL, request.id)
     assert events == (*said.events, make_delta(claim, 1, 6))
 
 
@@ -191,9 +191,9 @@ async def test_a_gap_between_tokens_is_refused(ends):
     gap = publication(claim, 1, 3, make_delta(claim, 3, 5))
     end = publication(claim, 2, 4, make_finished(claim, 4))
 
-    assert await worker.publish([gap]) == {request.request_id: "gap"}
-    assert await worker.publish([end]) == {request.request_id: "gap"}
-    assert await ends.queue.events(MODEL, request.request_id) == ()
+    assert await worker.publish([gap]) == {request.id: "gap"}
+    assert await worker.publish([end]) == {request.id: "gap"}
+    assert await ends.queue.events(MODEL, request.id) == ()
 
 
 async def test_a_gateway_without_a_mailbox_gets_none_but_the_log_is_written(ends):
@@ -204,7 +204,7 @@ async def test_a_gateway_without_a_mailbox_gets_none_but_the_log_is_written(ends
     assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == {}
 
     assert await ends.redis.exists(ends.keys.mailbox(MODEL, "gone")) == 0
-    assert await ends.queue.events(MODEL, request.request_id) == (make_delta(claim, 0, 5),)
+    assert await ends.queue.events(MODEL, request.id) == (make_delta(claim, 0, 5),)
 
 
 # Takeover and fencing
@@ -229,7 +229,7 @@ async def test_a_zombie_is_refused_wherever_it_speaks(ends):
     request = await ends.enqueue()
     claim = await ends.claim(zombie)
     later = await ends.take_over(owner, claim)
-    fenced = {request.request_id: "fenced"}
+    fenced = {request.id: "fenced"}
 
     assert await zombie.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == fenced
     assert await zombie.publish([publication(claim, 2, 0, make_finished(claim))]) == fenced
@@ -306,7 +306,7 @@ async def test_workers_that_reclaim_at_once_share_what_is_there(ends):
 
     taken = await asyncio.gather(*(ends.worker(name).reclaim(6) for name in "bcd"))
 
-    ids = [claim.request.request_id for claims in taken for claim in claims]
+    ids = [claim.request.id for claims in taken for claim in claims]
     assert len(ids) == len(set(ids)) == 6
 
 
@@ -319,7 +319,7 @@ async def test_finishing_twice_says_ok_and_is_heard_once(ends):
     assert await worker.publish([end]) == {}
     assert await worker.publish([end]) == {}
 
-    assert await ends.queue.events(MODEL, request.request_id) == end.events
+    assert await ends.queue.events(MODEL, request.id) == end.events
     assert await ends.queue.depth(MODEL) == 0
     assert await ends.redis.xlen(ends.keys.mailbox(MODEL, request.reply_to)) == 2  # opened, end
 
@@ -330,10 +330,10 @@ async def test_a_second_end_of_another_kind_is_refused(ends):
     claim = await ends.claim(worker)
     await worker.publish([publication(claim, 1, 0, make_finished(claim))])
 
-    failed = Failed(request.request_id, 1, ErrorCode.DEADLINE_EXCEEDED, "late")
+    failed = Failed(request.id, 1, ErrorCode.DEADLINE_EXCEEDED, "late")
 
     refused = await worker.publish([publication(claim, 2, 0, failed)])
-    assert refused == {request.request_id: "ended"}
+    assert refused == {request.id: "ended"}
 
 
 # Requests that cannot run
@@ -341,7 +341,7 @@ async def test_a_second_end_of_another_kind_is_refused(ends):
 
 async def test_a_request_past_its_deadline_is_failed_instead_of_claimed(ends):
     request = await ends.enqueue()
-    await ends.redis.hset(ends.keys.request(MODEL, request.request_id), "deadline_ms", 1)
+    await ends.redis.hset(ends.keys.request(MODEL, request.id), "deadline_ms", 1)
     worker = ends.worker("a")
     await worker.create_group()
 
@@ -416,7 +416,7 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
     assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
     [(_, dead)] = await ends.redis.xrange(ends.keys.dead(MODEL))
     assert dead == {
-        b"id": request.request_id.encode(),
+        b"id": request.id.encode(),
         b"reason": b"kills_workers",
         b"attempt": b"4",
         b"worker": b"d",
@@ -425,8 +425,8 @@ async def test_a_request_that_ends_every_worker_is_given_up_and_remembered(ends)
 
 async def test_an_unreadable_request_is_failed_and_remembered(ends):
     request = await ends.enqueue()
-    key = ends.keys.request(MODEL, request.request_id)
-    await ends.redis.hset(key, "payload", b'{"version": 99}')
+    key = ends.keys.request(MODEL, request.id)
+    await ends.redis.hset(key, "payload", b'{"version": 2, "id": 5}')
     worker = ends.worker("a")
     await worker.create_group()
 
@@ -450,7 +450,7 @@ async def test_an_entry_without_a_request_is_removed(ends):
 async def test_a_second_entry_of_the_same_request_runs_nothing(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.request_id})
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})
     await worker.create_group()
 
     claims = await worker.read(8, 1.0)
@@ -511,9 +511,7 @@ async def test_a_read_whose_reply_was_lost_is_found_and_nobody_blamed(ends, monk
     monkeypatch.setattr(worker._reader, "exchange", lose_reply)
     with pytest.raises(RedisConnectionError):
         await worker.read(1, 1.0)
-    assert (
-        await ends.redis.hget(ends.keys.request(MODEL, request.request_id), "state") == b"running"
-    )
+    assert await ends.redis.hget(ends.keys.request(MODEL, request.id), "state") == b"running"
     await asyncio.sleep(0.005)
 
     [claim] = await worker.reconcile()
@@ -558,7 +556,7 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
     assert later.output_token_ids == (5,)
     assert (later.attempt, later.failures) == (2, 0)
     after = await leaving.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])
-    assert after == {claim.request.request_id: "fenced"}
+    assert after == {claim.request.id: "fenced"}
 
 
 async def test_released_with_blame_counts_as_a_failure(ends):
@@ -669,9 +667,9 @@ async def test_a_lease_is_lost_when_redis_lost_the_request(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
     claim = await ends.claim(worker)
-    await ends.redis.delete(ends.keys.request(MODEL, request.request_id))
+    await ends.redis.delete(ends.keys.request(MODEL, request.id))
 
-    gone = {request.request_id: "gone"}
+    gone = {request.id: "gone"}
     assert await worker.renew([claim]) == gone
     assert await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))]) == gone
     assert await worker.publish([publication(claim, 2, 0, make_finished(claim))]) == gone
@@ -689,11 +687,11 @@ async def test_three_racing_workers_run_every_request_once(ends):
             for claim in claims:
                 end = publication(claim, 1, 0, make_delta(claim, 0, 1), make_finished(claim, 1))
                 await worker.publish([end])
-                finished.append(claim.request.request_id)
+                finished.append(claim.request.id)
 
     await asyncio.gather(*(work(worker) for worker in workers))
 
-    assert sorted(finished) == sorted(request.request_id for request in requests)
+    assert sorted(finished) == sorted(request.id for request in requests)
 
 
 # State and hygiene
@@ -704,7 +702,7 @@ async def test_the_state_follows_the_life_of_a_request(ends):
     request = await ends.enqueue()
 
     async def state():
-        found = await ends.queue.state(MODEL, request.request_id)
+        found = await ends.queue.state(MODEL, request.id)
         return (found.state, found.attempt, found.num_output_tokens, found.remaining_s > 50)
 
     assert await state() == ("queued", 0, 0, True)
@@ -724,7 +722,7 @@ async def test_every_key_expires(ends):
     one, two, three, four = await worker.read(4, 1.0)
     await worker.publish([publication(one, 1, 0, make_delta(one, 0, 5), make_finished(one, 1))])
     await worker.publish([publication(two, 1, 0, make_delta(two, 0, 5))])
-    await ends.queue.cancel(MODEL, [three.request.request_id])
+    await ends.queue.cancel(MODEL, [three.request.id])
     await worker.publish([giving_up(four, b"exhausted")])
 
     keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
@@ -737,11 +735,11 @@ async def test_types_of_events_survive_the_way(ends):
     worker = ends.worker("a")
     request = await ends.enqueue()
     claim = await ends.claim(worker)
-    started = Started(request.request_id, 1, Usage(3, num_image_tokens=2))
+    started = Started(request.id, 1, Usage(3, num_image_tokens=2))
     said = publication(claim, 1, 0, started, make_delta(claim, 0, 5), make_finished(claim, 1))
 
     await worker.publish([said])
 
     events = await ends.next_events()
     assert events == said.events
-    assert [type(event) for event in events] == [Started, Delta, Finished]
+    assert [type(event) for event in events] == [Started, Tokens, Finished]

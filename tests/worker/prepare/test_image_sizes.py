@@ -27,7 +27,7 @@ async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[ImageStore]:
 
 async def prepare(store: ImageStore, data: bytes, width: int, height: int, **limits: Any) -> None:
     """Prepare a request with a image that a gateway has found to be of a size."""
-    image = ImageRef(sha256(data).hexdigest(), "image/png", width, height, len(data))
+    image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put_all([(image.sha256, data)], 60)
     preprocessor = Preprocessor(MockProcessor(4), store, LimitSettings(**limits), 1)
     claim = Claim(make_request(images=(image,)), b"0-1", 1, 0, False, (), 0.0, 60.0)

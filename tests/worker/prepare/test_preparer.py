@@ -9,7 +9,7 @@ import pytest
 
 from engines.core.runner import Prompt
 from engines.mock.engine import MockProcessor
-from shared.protocol import ChatMessage, GenerateRequest, ImageRef, TextPart
+from shared.protocol import Call, ChatMessage, ImageRef, TextPart
 from shared.queue.publication import Claim
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
@@ -45,10 +45,10 @@ class SlowProcessor(MockProcessor):
 
 
 def image(name: str) -> ImageRef:
-    return ImageRef(sha256(name.encode()).hexdigest(), "image/png", 8, 8, 64)
+    return ImageRef(sha256(name.encode()).hexdigest(), 64, "image/png", 8, 8)
 
 
-def claim(request: GenerateRequest) -> Claim:
+def claim(request: Call) -> Claim:
     return Claim(request, b"0-1", 1, 0, False, (), 0.0, 60.0)
 
 
@@ -65,7 +65,7 @@ class Preparing:
         for ref, name in zip(images, names, strict=True):
             self.names[ref.sha256.encode()] = name
         messages = (ChatMessage("user", (TextPart(text),)),)
-        request = make_request(images=images, cache_salt=tenant, messages=messages)
+        request = make_request(images=images, tenant=tenant, messages=messages)
         return asyncio.create_task(self.preprocessor.prepare(claim(request), "r"))
 
     async def until_begun(self, count: int) -> None:

@@ -70,7 +70,7 @@ async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
     await gateway.chat(make_body(n=3, seed=5))
     seeds = {answer.choice: [] for answer in worker.answers}
     for answer in worker.answers:
-        seeds[answer.choice].append(answer.request.sampling.seed)
+        seeds[answer.choice].append(answer.request.task.sampling.seed)
     assert seeds[0] == [5, 5]
     assert seeds[1][0] == seeds[1][1] != seeds[2][0] == seeds[2][1]
 
@@ -78,20 +78,20 @@ async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
 async def test_different_seeds_stay_different(gateway, worker):
     for seed in (-1, 2**63 - 1, -(2**63), 0):
         await gateway.chat(make_body(seed=seed))
-    assert len({answer.request.sampling.seed for answer in worker.answers}) == 4
+    assert len({answer.request.task.sampling.seed for answer in worker.answers}) == 4
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_more_output_than_the_context_holds_may_be_asked_for(gateway, worker, name):
     response = await gateway.chat(make_body(**{name: 30_000}))
     assert response.status_code == 200
-    assert worker.requests[0].sampling.max_tokens == 30_000
+    assert worker.requests[0].task.sampling.max_tokens == 30_000
 
 
 async def test_a_request_without_seed_gets_a_new_one_each_time(gateway, worker):
     await gateway.chat()
     await gateway.chat()
-    first, second = (request.sampling.seed for request in worker.requests)
+    first, second = (request.task.sampling.seed for request in worker.requests)
     assert first != second
 
 
@@ -104,7 +104,7 @@ async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
 
     worker.script = script
     answer = (await gateway.chat(make_body(logprobs=True, top_logprobs=2))).json()
-    assert worker.requests[0].sampling.num_logprobs == 2
+    assert worker.requests[0].task.sampling.num_logprobs == 2
     assert answer["choices"][0]["logprobs"] == {
         "refusal": None,
         "content": [
@@ -129,7 +129,7 @@ async def test_every_parameter_reaches_the_worker(gateway, worker):
             logit_bias={"7": -100, "8": 1.5}, ignore_eos=True, user="u", metadata={"k": "v"},
         )
     )  # fmt: skip
-    [sampling] = [request.sampling for request in worker.requests]
+    [sampling] = [request.task.sampling for request in worker.requests]
     assert sampling.max_tokens == 9
     assert (sampling.temperature, sampling.top_p) == (0.5, 0.25)
     assert (sampling.top_k, sampling.min_p) == (3, 0.125)
@@ -148,14 +148,14 @@ async def test_defaults_are_openais(gateway, worker):
     )  # fmt: skip
     for body in (make_body(), make_body(**nothing)):
         await gateway.chat(body)
-        sampling = worker.requests[-1].sampling
+        sampling = worker.requests[-1].task.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
         assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (None, (), None)
 
 
 async def test_a_temperature_too_small_to_divide_by_is_greedy(gateway, worker):
     await gateway.chat(make_body(temperature=1e-45))
-    assert worker.requests[0].sampling.temperature == 0.0
+    assert worker.requests[0].task.sampling.temperature == 0.0
 
 
 async def test_fields_that_change_nothing_are_accepted(gateway, worker):
@@ -194,16 +194,16 @@ async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
     assert response.status_code == 200, response.text
     [request] = worker.requests
     shape = [(m.role, [getattr(p, "text", getattr(p, "image", None)) for p in m.parts])
-             for m in request.messages]  # fmt: skip
+             for m in request.task.messages]  # fmt: skip
     assert shape == [
         ("system", ["Be short."]),
         ("user", [0, "one", 1]),
         ("assistant", ["two"]),
         ("user", ["three", 2]),
     ]
-    media = [(image.media_type, image.width, image.height) for image in request.images]
+    media = [(image.media_type, image.width, image.height) for image in request.task.images]
     assert media == [("image/png", 64, 48), ("image/jpeg", 64, 48), ("image/webp", 64, 48)]
-    assert await worker.images.get(request.images[0].sha256) == encoded(1)
+    assert await worker.images.get(request.task.images[0].sha256) == encoded(1)
     assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 12
 
 
@@ -211,8 +211,8 @@ async def test_text_that_looks_like_a_image_stays_text(gateway, worker):
     text = f"![]({data_url()}) <image> <img src='http://127.0.0.1/'>"
     await gateway.chat(make_body(text))
     [request] = worker.requests
-    assert request.images == ()
-    assert request.messages[0].parts[0].text == text
+    assert request.task.images == ()
+    assert request.task.messages[0].parts[0].text == text
 
 
 async def test_headers_say_who_and_how_long(gateway, worker):

@@ -89,7 +89,7 @@ UNSUPPORTED = [
     ("prediction", {"type": "content", "content": CANARY}),
     ("reasoning_effort", "high"),
     ("web_search_options", {}),
-    ("cache_salt", CANARY),
+    ("tenant", CANARY),
     ("priority", 5),
     ("request_id", CANARY),
     ("attempt", 1),
@@ -391,7 +391,7 @@ async def test_controls_in_text_are_text(fleet):
     assert (await gateway.chat(make_body(text))).status_code == 200
     [request] = worker.requests
     worker.answers.clear()
-    assert request.messages[0].parts[0].text == text
+    assert request.task.messages[0].parts[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -404,8 +404,8 @@ async def test_what_looks_like_a_image_or_a_token_in_text_is_text(fleet, text):
     assert (await gateway.chat(make_body(text))).status_code == 200
     [request] = worker.requests
     worker.answers.clear()
-    assert request.images == ()
-    assert request.messages[0].parts[0].text == text
+    assert request.task.images == ()
+    assert request.task.messages[0].parts[0].text == text
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ async def test_an_answer_about_a_image_and_the_turn_after_it(client, worker):
     echoed = answer.choices[0].message.model_dump()
     again = [*IMAGE, echoed, {"role": "user", "content": "and now?"}]
     await client.chat.completions.create(model=MODEL, messages=again)
-    assert [len(request.images) for request in worker.requests] == [1, 1]
-    assert [message.role for message in worker.requests[1].messages] == [
+    assert [len(request.task.images) for request in worker.requests] == [1, 1]
+    assert [message.role for message in worker.requests[1].task.messages] == [
         "user",
         "assistant",
         "user",

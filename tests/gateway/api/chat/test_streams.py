@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gateway.api.chat.answer import AnswerHead
 from gateway.api.chat.sse import ChunkWriter, merge_deltas
 from gateway.http.errors import FAILURES
-from shared.protocol import Delta, ErrorCode, OutputLogprob, TokenLogprob
+from shared.protocol import ErrorCode, OutputLogprob, TokenLogprob, Tokens
 from shared.telemetry.metrics import STAGES
 from tests.factories_gateway import Answer, make_body
 from tests.fuzzing import num_examples
@@ -231,7 +231,7 @@ async def test_a_waiting_stream_is_kept_alive_by_comments(gateway, worker, chang
 @given(st.lists(st.text(), min_size=1))
 def test_no_text_of_a_model_breaks_a_frame(texts):
     writer = ChunkWriter(AnswerHead("i", 1, "m", "f"), include_usage=False, with_logprobs=False)
-    events = [(0, Delta("r", 1, i, (i,), text)) for i, text in enumerate(texts)]
+    events = [(0, Tokens("r", 1, i, (i,), text)) for i, text in enumerate(texts)]
     text = b"".join(writer.frames(events)).decode()
     *chunks, end = text.split("\n\n")
     assert end == ""
@@ -241,8 +241,8 @@ def test_no_text_of_a_model_breaks_a_frame(texts):
 
 
 def test_deltas_that_arrive_together_are_one_chunk_per_choice():
-    events = [(0, Delta("a", 1, 0, (1,), "x")), (0, Delta("a", 1, 1, (2,), "y")),
-              (1, Delta("b", 1, 0, (3,), "z"))]  # fmt: skip
+    events = [(0, Tokens("a", 1, 0, (1,), "x")), (0, Tokens("a", 1, 1, (2,), "y")),
+              (1, Tokens("b", 1, 0, (3,), "z"))]  # fmt: skip
     merged = list(merge_deltas(events))
     assert [(index, delta.text, delta.token_ids) for index, delta in merged] == [
         (0, "xy", (1, 2)),

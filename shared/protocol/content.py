@@ -1,0 +1,47 @@
+"""What messages are made of, and references to the blobs beside them."""
+
+from typing import Literal
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what gateways send: frozen and strict, so that nothing a client asks for is overlooked."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Base of what workers send: frozen, and fields that newer workers add are ignored."""
+
+
+class TextPart(Message, frozen=True, tag_field="type", tag="text"):
+    """Ordinary text; special tokens spelled inside it stay text."""
+
+    text: str
+
+
+class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
+    """One image: an index into the images of the task."""
+
+    image: int
+
+
+class ChatMessage(Message, frozen=True):
+    """One turn of the conversation; roles are `system`, `user` and `assistant`."""
+
+    role: Literal["system", "user", "assistant"]
+    parts: tuple[TextPart | ImagePart, ...]
+
+
+class BlobRef(Message, frozen=True):
+    """Bytes beside the queue, by their SHA-256 (hex)."""
+
+    sha256: str
+    num_bytes: int
+
+
+class ImageRef(BlobRef, frozen=True):
+    """An image by the blob of its encoded bytes. Units: pixels."""
+
+    media_type: str
+    width: int
+    height: int

@@ -1,0 +1,156 @@
+"""Gateways and workers of different versions meet: they refuse one another, and say which end to update.
+
+The bytes of version 1 and the structs that read them are frozen here as they were.
+"""
+
+from enum import StrEnum
+
+import msgspec
+import pytest
+
+from shared.protocol import (
+    PROTOCOL_VERSION,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    ModelCard,
+    Started,
+    Tokens,
+    UnsupportedVersion,
+    Usage,
+    decode_call,
+    decode_card,
+    decode_events,
+    encode,
+    encode_call,
+    explain_versions,
+)
+from shared.queue.registry import WorkerRecord, decode_record
+from tests.factories_queue import MODEL, make_image, make_request
+
+CALL_1 = (
+    b'{"request_id":"r-0","reply_to":"gateway-1","model":"tiny","messages":[{"role":"user","parts":'
+    b'[{"type":"image","image":0},{"type":"text","text":"what?"}]}],"sampling":{"max_tokens":8,'
+    b'"temperature":0.0,"seed":3},"images":[{"sha256":"abab","media_type":"image/png","width":8,'
+    b'"height":6,"num_bytes":64}],"cache_salt":"t","stream":false,"is_detached":true}'
+)
+CARD_1 = b'{"name":"tiny","created_at":1,"max_model_len":512,"vocab_size":1000}'
+RECORD_1 = (
+    b'{"worker_id":"old","card":%s,"engine":"torch","num_running":2,"max_num_seqs":8}' % CARD_1
+)
+
+
+class Request1(msgspec.Struct, forbid_unknown_fields=True):
+    """A request as workers of version 1 read it, so far as it matters here."""
+
+    request_id: str
+    reply_to: str
+    model: str
+    messages: tuple[msgspec.Raw, ...]
+    sampling: msgspec.Raw
+    images: tuple[msgspec.Raw, ...] = ()
+    cache_salt: str = ""
+    priority: str = "interactive"
+    trace_parent: str | None = None
+    stream: bool = True
+    is_detached: bool = False
+    version: int = 1
+
+
+class Card1(msgspec.Struct):
+    name: str
+    created_at: int
+    max_model_len: int
+    vocab_size: int
+    supports_images: bool = True
+    tokens_per_image: int = 0
+
+
+class ErrorCode1(StrEnum):
+    INVALID_REQUEST = "invalid_request"
+    ENGINE_FAILURE = "engine_failure"
+
+
+class Failed1(msgspec.Struct, tag_field="type", tag="failed"):
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+
+
+def test_a_worker_refuses_a_call_of_version_1_and_says_which_end_to_update():
+    with pytest.raises(UnsupportedVersion, match="protocol 1, the worker 2: update the gateway"):
+        decode_call(CALL_1)
+
+
+def test_a_worker_refuses_a_call_of_a_later_version():
+    call = encode_call(make_request()).replace(b'"version":2', b'"version":3')
+    with pytest.raises(UnsupportedVersion, match="protocol 3, the worker 2: update the worker"):
+        decode_call(call)
+
+
+def test_a_worker_of_version_1_refuses_a_call_of_this_version():
+    assert msgspec.json.decode(CALL_1, type=Request1).request_id == "r-0"
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(encode_call(make_request()), type=Request1)
+
+
+def test_a_gateway_of_version_1_understands_how_this_version_refuses():
+    refusal = Failed("r-0", 1, ErrorCode.UNSUPPORTED_VERSION, explain_versions(1, 2))
+    event = msgspec.json.decode(encode(refusal), type=Failed1)
+    assert event.message == "the gateway speaks protocol 1, the worker 2: update the gateway"
+
+
+def test_a_card_and_a_record_of_another_version_say_their_name_and_version():
+    card = decode_card(CARD_1)
+    assert (card.name, card.version) == ("tiny", 1)
+    record = decode_record(RECORD_1)
+    assert (record.worker_id, record.card.name, record.card.version) == ("old", "tiny", 1)
+    later = b'{"name":"tiny","version":3,"vocab_size":"unknown"}'
+    assert decode_card(later).version == 3
+
+
+def test_a_gateway_of_version_1_reads_cards_of_this_version():
+    card = ModelCard("tiny", 1, 512, 1000)
+    assert msgspec.json.decode(encode(card), type=Card1).vocab_size == 1000
+    assert decode_card(encode(card)) == card
+    record = WorkerRecord("new", card, "mock", num_running=2)
+    assert decode_record(encode(record)) == record
+    assert card.version == PROTOCOL_VERSION
+
+
+def test_a_call_comes_back_as_it_was_and_begins_with_its_version():
+    call = make_request(images=(make_image("ab"),), tenant="t", is_resumable=True)
+    data = encode_call(call)
+    assert data.startswith(b'{"version":2,')
+    assert decode_call(data) == call
+
+
+@pytest.mark.parametrize("change", [(b'"tenant"', b'"salt"'), (b'"generate"', b'"embed"')])
+def test_a_call_with_what_is_not_known_is_refused(change):
+    with pytest.raises(msgspec.ValidationError):
+        decode_call(encode_call(make_request(tenant="t")).replace(*change))
+
+
+def test_events_come_back_as_they_were():
+    events = (
+        Started("r", 1, Usage(1)),
+        Tokens("r", 1, 0, (5,), "x"),
+        Finished("r", 1, FinishReason.STOP, Usage(1, 1)),
+    )
+    assert decode_events(encode(events)) == events
+
+
+async def test_a_call_of_version_1_in_the_queue_fails_with_both_versions(ends):
+    request = await ends.enqueue()
+    await ends.redis.hset(ends.keys.request(MODEL, request.id), "payload", CALL_1)
+    worker = ends.worker("new")
+    await worker.create_group()
+
+    assert await worker.read(1, 0.1) == []
+
+    [failed] = await ends.next_events()
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.UNSUPPORTED_VERSION
+    assert failed.message == "the gateway speaks protocol 1, the worker 2: update the gateway"
