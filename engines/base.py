@@ -93,6 +93,9 @@ class ImageInput:
     pixels: Any
     slots: tuple[tuple[int, int], ...] = ()
     """Runs of slots as (start, stop) within the image, which its features fill in order. Empty: all of it."""
+    grid: tuple[
+        int, ...
+    ] = ()  #: rows and columns of slots and the like, where positions depend on them
 
     @property
     def slot_runs(self) -> tuple[tuple[int, int], ...]:

@@ -11,8 +11,9 @@ from engines.base import EngineConfig, EngineRequest, ImageInput
 from engines.core.engine import BatchingEngine
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
-from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig, VLMConfig
-from engines.torch_backend.models.llava import Llava, map_state_dict
+from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
+from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
+from engines.torch_backend.models.registry import rename_weights
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.ops.cpu.packed_linear import pack_linears
 from engines.torch_backend.ops.cpu_level import CpuLevel
@@ -155,7 +156,7 @@ def quantize_pair(
         ours = Llava(pair.config)
     scheme.swap_linears(ours, torch.float32)
     weights = scheme.quantize_state_dict(dict(pair.theirs.state_dict()), torch.float32)
-    ours.load_state_dict(map_state_dict(weights, pair.config), assign=True)
+    ours.load_state_dict(rename_weights(weights, FAMILY, pair.config), assign=True)
     theirs = deepcopy(pair.theirs) if same_weights else pair.theirs
     for name, linear in ours.named_modules():
         if same_weights and isinstance(linear, QuantizedLinear):
@@ -183,7 +184,7 @@ def halve_pair(pair: ModelPair) -> ModelPair:
 def load_ours(config: VLMConfig, weights: dict[str, torch.Tensor]) -> Llava:
     with torch.device("meta"):
         model = Llava(config)
-    model.load_state_dict(map_state_dict(weights, config), assign=True)
+    model.load_state_dict(rename_weights(weights, FAMILY, config), assign=True)
     return model.eval()
 
 

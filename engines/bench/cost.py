@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from engines.core.sequence import Batch
-from engines.torch_backend.models.config import TextConfig, VLMConfig
-from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.models.llava import Llava, VLMConfig
 
 
 @dataclass(frozen=True, slots=True)

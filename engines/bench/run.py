@@ -23,6 +23,7 @@ from engines.registry import EngineSpec, create_engine
 from engines.torch_backend.kv_cache import kv_storage_dtype
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.runner import TorchRunner
 
 
@@ -70,6 +71,7 @@ class Bench:
         assert isinstance(engine.runner, TorchRunner)
         self.engine = engine
         model = engine.runner.model
+        assert isinstance(model, Llava)
         self._quantization = model.config.quantization or options.quantization
         self._counter = WorkCounter(
             engine.runner, ModelCost(model, kv_storage_dtype(options.kv_dtype, self.dtype))

@@ -10,7 +10,7 @@ from random import Random
 import torch
 
 from engines.base import EngineRequest, ImageInput
-from engines.torch_backend.models.config import VLMConfig
+from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import SamplingParams
 
 

@@ -132,7 +132,7 @@ class Processor(Protocol):
 
     tokenizer: Tokenizer
     max_model_len: int
-    tokens_per_image: int  #: 0 where it varies
+    image_tokens: int  #: the most tokens that one image may come to
     is_quick: (
         bool  #: whether short messages are a prompt in less time than another thread would cost
     )

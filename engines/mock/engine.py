@@ -77,7 +77,7 @@ class MockProcessor:
 
     def __init__(self, tokens_per_image: int) -> None:
         self.tokenizer: Tokenizer = MockTokenizer()
-        self.tokens_per_image = tokens_per_image
+        self.tokens_per_image = self.image_tokens = tokens_per_image
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image

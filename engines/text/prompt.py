@@ -33,6 +33,23 @@ class ControlToken:
     rstrip: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An image as a family's processor made it ready.
+
+    `hash` is of the image and of how it was processed: the key of every cache. `text` stands in the prompt in place of
+    the template's placeholder; it spells control tokens, among them the slots, and may hold plain text between them.
+    """
+
+    hash: str
+    num_tokens: int  #: from the first control token of `text` to its last
+    pixels: Any
+    text: str
+    grid: tuple[
+        int, ...
+    ] = ()  #: rows and columns of slots and the like, where positions depend on them
+
+
 class PromptTokenizer(Protocol):
     """What prompts need of a tokenizer, beyond what engines need."""
 
@@ -49,58 +66,98 @@ class PromptTokenizer(Protocol):
 class PromptBuilder:
     """Makes prompts for one model."""
 
-    def __init__(
-        self,
-        tokenizer: PromptTokenizer,
-        template: ChatTemplate,
-        image_token_id: int,
-        tokens_per_image: int,
-    ) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, template: ChatTemplate, slot_id: int) -> None:
+        """`slot_id` is the token of image slots; the template spells it once where an image is."""
         self._tokenizer = tokenizer
         self._template = template
-        self._image_token_id = image_token_id
-        self._tokens_per_image = tokens_per_image
+        self._slot_id = slot_id
         self._spelling = ControlSpelling(tokenizer.control_tokens)
 
-    def build(self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]) -> Prompt:
-        """Token ids and image offsets. `images[i]` is (image hash, pixels) of the part with index i.
+    def build(self, messages: Sequence[ChatMessage], items: Sequence[Item]) -> Prompt:
+        """Token ids and where images are. `items[i]` is the image of the part with index i.
 
         Raises: InvalidRequest.
         """
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
-        if any(not 0 <= index < len(images) for index in order):
+        if any(not 0 <= index < len(items) for index in order):
             raise InvalidRequest("A message names a image that the request does not hold.")
         texts = [[p.text for p in m.parts if isinstance(p, TextPart)] for m in messages]
         guard = _draw_guard(texts)
         protected = [[self._spelling.protect(text, guard) for text in group] for group in texts]
         rendered = self._template.render(messages, protected)
-        token_ids, offsets = self._encode(rendered, guard)
-        if len(offsets) != len(order):
+        shown = [items[index] for index in order]
+        expanded, places = self._expand(rendered, shown)
+        token_ids, runs = self._encode(expanded, places, guard)
+        images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
+        return Prompt(token_ids, tuple(images))
+
+    def _expand(self, rendered: str, items: list[Item]) -> tuple[str, list[tuple[int, int]]]:
+        """The prompt with the images' texts in the template's places, and where these begin and end."""
+        found = [
+            start for start, token in self._spelling.find(rendered) if token.id == self._slot_id
+        ]
+        if len(found) != len(items):
             raise InvalidRequest(
-                f"The model's chat template places {len(offsets)} of the {len(order)} images "
+                f"The model's chat template places {len(found)} of the {len(items)} images "
                 "of this conversation; only user messages may hold images."
             )
-        inputs = (
-            ImageInput(offset, self._tokens_per_image, *images[index])
-            for offset, index in zip(offsets, order, strict=True)
-        )
-        return Prompt(token_ids, tuple(inputs))
+        pieces: list[str] = []
+        places: list[tuple[int, int]] = []
+        end = length = 0
+        for start, item in zip(found, items, strict=True):
+            pieces += [rendered[end:start], item.text]
+            length += start - end + len(item.text)
+            places.append((length - len(item.text), length))
+            end = start + len(self._spelling.text_of(self._slot_id))
+        return "".join([*pieces, rendered[end:]]), places
 
-    def _encode(self, rendered: str, guard: str) -> tuple[list[int], list[int]]:
-        """Ids of a rendered prompt, and where its images begin."""
+    def _encode(
+        self, text: str, places: list[tuple[int, int]], guard: str
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a prompt's text, and between which of them the control tokens of each place are."""
         tokenizer = self._tokenizer
         bos = tokenizer.bos_token
-        adds_special = not (bos and rendered.startswith(bos))
+        adds_special = not (bos and text.startswith(bos))
         ids: list[int] = list(tokenizer.prefix_ids) if adds_special else []
-        offsets: list[int] = []
-        for number, (piece, control) in enumerate(self._spelling.cut(rendered)):
-            ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
-            if control is not None and control.id == self._image_token_id:
-                offsets.append(len(ids))
-                ids += [control.id] * self._tokens_per_image
-            elif control is not None:
+        runs: list[tuple[int, int]] = []
+        remaining = iter(places)
+        begin, end = next(remaining, (len(text), len(text)))
+        first = last = -1
+        for number, (piece, control, start) in enumerate(self._spelling.cut(text)):
+            if piece:
+                ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
+            while start >= end and len(runs) < len(places):
+                runs.append((first, last + 1))
+                begin, end = next(remaining, (len(text), len(text)))
+                first = last = -1
+            if control is not None:
+                if start >= begin:
+                    first, last = len(ids) if first < 0 else first, len(ids)
                 ids.append(control.id)
-        return (ids + list(tokenizer.suffix_ids) if adds_special else ids), offsets
+        return (ids + list(tokenizer.suffix_ids) if adds_special else ids), runs
+
+    def _place(self, token_ids: list[int], run: tuple[int, int], item: Item) -> ImageInput:
+        """An image at its run of tokens. Raises: InvalidRequest."""
+        offset, stop = run
+        if stop - offset != item.num_tokens:
+            raise InvalidRequest(
+                f"An image comes to {stop - offset} tokens in the prompt, but its processor says "
+                f"{item.num_tokens}."
+            )
+        is_slot = [token_id == self._slot_id for token_id in token_ids[offset:stop]]
+        edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
+        if is_slot and is_slot[-1]:
+            edges.append(len(is_slot))
+        slots = tuple(zip(edges[::2], edges[1::2], strict=True))
+        whole = ((0, item.num_tokens),)
+        return ImageInput(
+            offset,
+            item.num_tokens,
+            item.hash,
+            item.pixels,
+            () if slots == whole else slots,
+            item.grid,
+        )
 
 
 class ControlSpelling:
@@ -128,18 +185,26 @@ class ControlSpelling:
         stop = len(text.rstrip())
         return text[:start] + head + body + tail + text[stop:]
 
-    def cut(self, rendered: str) -> list[tuple[str, ControlToken | None]]:
-        """Pieces of text, each with the control token behind it; the last has none."""
-        pieces: list[tuple[str, ControlToken | None]] = []
+    def text_of(self, token_id: int) -> str:
+        """How a control token is spelled."""
+        return next(text for text, token in self._tokens.items() if token.id == token_id)
+
+    def find(self, text: str) -> list[tuple[int, ControlToken]]:
+        """The control tokens of a text, each with the place where its spelling begins."""
+        return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
+
+    def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int]]:
+        """Pieces of text, each with the control token behind it and that one's place; the last has none."""
+        pieces: list[tuple[str, ControlToken | None, int]] = []
         start = 0
         for match in self._pattern.finditer(rendered):
             token = self._tokens[match[0]]
             piece = rendered[start : match.start()]
-            pieces.append((piece.rstrip() if token.lstrip else piece, token))
+            pieces.append((piece.rstrip() if token.lstrip else piece, token, match.start()))
             start = match.end()
             if token.rstrip:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
-        pieces.append((rendered[start:], None))
+        pieces.append((rendered[start:], None, len(rendered)))
         return pieces
 
 

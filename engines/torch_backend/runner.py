@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.base import DeviceOutOfMemory, EngineConfig, ImageInput
+from engines.base import DeviceOutOfMemory, EngineConfig
 from engines.core.prefill_limit import PrefillLimit
 from engines.core.runner import ComputedStep, RunningStep, StepResult, TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
@@ -26,7 +26,7 @@ from engines.torch_backend.layers.attention import (
 )
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
-from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.cpu.decoder import CpuDecoder
@@ -39,11 +39,11 @@ _ONE_THREAD_BYTES = 32 * 2**20
 
 
 class TorchRunner:
-    """One LLaVA on one device, with its KV cache and its image cache."""
+    """One model on one device, with its KV cache and its image cache."""
 
     def __init__(
         self,
-        model: Llava,
+        model: FamilyModel,
         config: EngineConfig,
         device: torch.device,
         dtype: torch.dtype,
@@ -177,13 +177,11 @@ class TorchRunner:
 
         What it leaves in the KV cache belongs to nobody; the image cache is empty afterwards.
         """
-        vision, num_slots = self.model.config.vision, self.model.config.tokens_per_image
+        image = self.model.example_image()
+        num_slots = image.num_tokens
         num_blocks = min(self.num_blocks, -(-(num_slots + 2) // self.block_size))
         num_tokens = min(num_slots + 1, num_blocks * self.block_size - 1, self.max_model_len - 1)
-        images = ()
-        if num_tokens > num_slots:
-            pixels = torch.zeros(3, vision.image_size, vision.image_size)
-            images = (ImageInput(0, num_slots, "warm-up", pixels),)
+        images = (image,) if num_tokens > num_slots else ()
         sequence = Sequence(
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import TextConfig, VisionConfig
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import read_config
 from engines.torch_backend.models.vision import num_blocks_needed
 
 _TEXT_NAMES = {

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlavaForConditionalGeneration, StaticCach
 from transformers.utils.logging import disable_progress_bar
 
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import read_config
 
 _MAX_STEPS = 128
 

@@ -15,7 +15,7 @@ from llama_cpp import mtmd_cpp  # pyright: ignore[reportMissingImports]
 
 from engines.bench.peers.gguf_files import write_decoder, write_tower
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import read_config
 
 _MAX_STEPS = 128
 _TOWER_KIND = "F16"  # what llama.cpp's own converter writes

@@ -29,7 +29,7 @@ from engines.bench.peers.report import TABLE_WIDTH, show
 from engines.bench.peers.results import Result, Results
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import read_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -16,21 +15,11 @@ from engines.core.engine import BatchingEngine
 from engines.core.prefill_limit import measure_prefill_limit
 from engines.packages.resolve import default_name, resolve_model
 from engines.registry import EngineSpec, LoadedEngine, Progress
-from engines.text.chat_template import (
-    LLAVA_TEMPLATE,
-    ChatTemplate,
-    UnusableTemplate,
-    read_chat_template,
-)
-from engines.text.prompt import PromptBuilder
-from engines.text.tokenizer import HfTokenizer
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
-from engines.torch_backend.models.hf_config import read_config
-from engines.torch_backend.multimodal.image_processor import load_image_processor
-from engines.torch_backend.multimodal.processor import TorchProcessor
+from engines.torch_backend.models.registry import find_family
+from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.cpu.kernels import load_kernels
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.runner import TorchRunner
@@ -56,11 +45,20 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
         with phases.measure("compile"):
             kernels = load_kernels(spec.cpu_kernels)
     with phases.measure("load"):
-        config = read_config(directory)
-        processor = create_processor(directory, config)
+        family, config = find_family(directory)
+        multimodal = family.processor(directory, config)
+        processor = create_processor(directory, multimodal, config.text.max_position_embeddings)
         scheme = None if spec.quantization == "none" else SCHEMES[spec.quantization]
         model = load_model(
-            directory, config, device, dtype, scheme, phases.tell("load"), phases.seconds, kernels
+            directory,
+            family,
+            config,
+            device,
+            dtype,
+            scheme,
+            phases.tell("load"),
+            phases.seconds,
+            kernels,
         )
         runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free, kernels)
     with phases.measure("warmup"):
@@ -74,25 +72,9 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
         created_at=int(time.time()),
         max_model_len=engine.max_model_len,
         vocab_size=config.text.vocab_size,
-        tokens_per_image=config.tokens_per_image,
+        tokens_per_image=processor.image_tokens,
     )
     return LoadedEngine(engine, processor, card)
-
-
-def create_processor(directory: Path, config: VLMConfig) -> TorchProcessor:
-    """Tokenizer, chat template and image processor of a checkpoint. Raises: UnsupportedCheckpoint."""
-    try:
-        source = read_chat_template(directory) or LLAVA_TEMPLATE
-        tokenizer = HfTokenizer(directory, config.image_token_id, source)
-        template = ChatTemplate(source, tokenizer.image_token, tokenizer.special_variables)
-    except UnusableTemplate as error:
-        raise UnsupportedCheckpoint(str(error)) from None
-    builder = PromptBuilder(tokenizer, template, config.image_token_id, config.tokens_per_image)
-    image_processor = load_image_processor(directory, config.vision.image_size)
-    max_model_len = config.text.max_position_embeddings
-    return TorchProcessor(
-        tokenizer, image_processor, builder, max_model_len, config.tokens_per_image
-    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -12,9 +12,10 @@ import torch
 from rich.progress import Progress, TimeElapsedColumn
 
 from engines.packages.checkpoint_files import write_text_files
+from engines.packages.checkpoint_json import Fields
 from engines.torch_backend.loading.stored_tensors import MAX_SHARD_BYTES, TensorWriter
-from engines.torch_backend.models.config import TextConfig, VisionConfig, VLMConfig
-from engines.torch_backend.models.hf_config import vlm_config_from_hf
+from engines.torch_backend.models.config import TextConfig, VisionConfig
+from engines.torch_backend.models.llava import FAMILY, VLMConfig
 
 _NUM_SPARE_TOKENS = (
     64  # ids behind the tokenizer's own, for `<image>` and `<pad>`, as llava-hf pads
@@ -127,7 +128,7 @@ def make_checkpoint(
         raise ValueError(f"shape {shape!r} is unknown; there are {', '.join(SHAPES)}")
     content = _lay_over(SHAPES[shape], changes or {})
     content["dtype"] = str(dtype).removeprefix("torch.")
-    config = vlm_config_from_hf(content)
+    config = FAMILY.check(Fields("config.json", content))
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty")

@@ -22,7 +22,8 @@ from engines.torch_backend.loading.stored_tensors import (
 )
 from engines.torch_backend.loading.weights import WeightReader
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import QUANT_METHOD, read_config
+from engines.torch_backend.models.hf_config import QUANT_METHOD
+from engines.torch_backend.models.registry import read_config
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 

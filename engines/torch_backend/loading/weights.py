@@ -8,6 +8,7 @@ as `save_pretrained` and downloads do, but not written into. Knows no requests a
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,13 @@ from engines.base import EngineStartError
 from engines.torch_backend.layers.quantization import SCHEMES, Scheme
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
-from engines.torch_backend.models.config import UnsupportedCheckpoint, VLMConfig
-from engines.torch_backend.models.llava import Llava, map_state_dict
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.registry import (
+    FamilyModel,
+    ModelConfig,
+    ModelFamily,
+    rename_weights,
+)
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.ops.cpu.packed_linear import pack_linears, pack_tower
 from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
@@ -73,7 +79,8 @@ def dtype_as_kept(stored: StoredTensor, kept: frozenset[torch.dtype]) -> torch.d
 
 def load_model(
     directory: Path,
-    config: VLMConfig,
+    family: ModelFamily,
+    config: Any,
     device: torch.device,
     dtype: torch.dtype,
     scheme: Scheme | None = None,
@@ -81,7 +88,7 @@ def load_model(
     seconds: dict[str, float] | None = None,
     kernels: CpuKernels | None = None,
     level: CpuLevel | None = None,
-) -> Llava:
+) -> FamilyModel:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
@@ -94,13 +101,13 @@ def load_model(
     kept = frozenset() if kernels is None else kernels.float_dtypes
     check_memory(stored, device, dtype, scheme, kept)
     with torch.device("meta"):
-        model = Llava(config)
+        model = family.build(config)
     form = choose_form(config, scheme)
     if form is not None:
         form.swap_linears(model, dtype)
     reader = WeightReader(device, dtype, scheme, kept)
     read = _read_all(reader, stored, progress or (lambda share: None))
-    weights = map_state_dict(read, config)
+    weights = rename_weights(read, family, config)
     read.clear()
     _check_names(weights, dict(model.state_dict()))
     model.load_state_dict(weights, assign=True)
@@ -117,7 +124,7 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def choose_form(config: VLMConfig, scheme: Scheme | None) -> Scheme | None:
+def choose_form(config: ModelConfig, scheme: Scheme | None) -> Scheme | None:
     """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
     if config.quantization is None:
         return scheme

@@ -1,7 +1,4 @@
-"""The shape of a LLaVA, as plain data.
-
-Used by the model code, the loader and the checkpoint maker. Knows no tensors and no file formats.
-"""
+"""Shapes of the parts that families are made of, as plain data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -62,22 +59,3 @@ class TextConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
-
-
-@dataclass(frozen=True, slots=True)
-class VLMConfig:
-    """Vision tower, projector and decoder, and how they are joined."""
-
-    vision: VisionConfig
-    text: TextConfig
-    image_token_id: int
-    vision_feature_layers: tuple[int, ...]  #: as in the checkpoint: -2 is the last but one
-    vision_feature_select_strategy: Literal["default", "full"]  #: default drops the class token
-    projector_hidden_act: str = "gelu"
-    projector_bias: bool = True
-    quantization: str | None = None  #: scheme in which the decoder's weights are stored
-
-    @property
-    def tokens_per_image(self) -> int:
-        """Image slots of one image in the prompt."""
-        return self.vision.num_patches + (self.vision_feature_select_strategy == "full")

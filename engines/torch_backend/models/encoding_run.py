@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.models.vision import VisionTower, mix_values, split_heads
 
 
@@ -69,7 +69,7 @@ class VisionOps:
     projector: Callable[[Tensor], Tensor]
 
 
-def reference_ops(model: Llava) -> VisionOps:
+def reference_ops(model: FamilyModel) -> VisionOps:
     """The model's modules."""
     tower = model.vision_tower
     blocks = [PlainBlock(block) for _, block in tower.blocks]

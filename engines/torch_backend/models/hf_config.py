@@ -1,13 +1,13 @@
-"""A checkpoint's `config.json`, as Hugging Face's LlavaForConditionalGeneration writes it, made a `VLMConfig`.
+"""A checkpoint's `config.json`, completed by transformers' own configuration classes, and read for our modules.
 
-What it leaves out takes the values of transformers' own configurations. Each field is checked before anything is
-built from it, and only checked ones reach transformers. Knows no tensors.
+What a file leaves out takes transformers' values. Each field is checked before anything is built from it, and only
+fields that a kind of model has reach transformers; no code of a checkpoint is ever run. Knows no tensors.
 """
 
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import (
@@ -15,7 +15,6 @@ from engines.torch_backend.models.config import (
     TextConfig,
     UnsupportedCheckpoint,
     VisionConfig,
-    VLMConfig,
 )
 
 #: who wrote a `quantization_config`
@@ -24,75 +23,76 @@ MAX_VOCAB_SIZE = 2**21
 MAX_IMAGE_SIZE = 2048
 _SCHEMES = ("int8", "int4")
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
-#: Several times what the largest published models have.
-_MAX_COUNTS = {
+#: Several times what the largest published models have, in whatever section they stand.
+_MAX_WHOLE = {
     "hidden_size": 2**16,
     "intermediate_size": 2**20,
     "num_hidden_layers": 512,
     "num_attention_heads": 1024,
-}
-_MAX_TEXT_COUNTS = _MAX_COUNTS | {
     "vocab_size": MAX_VOCAB_SIZE,
     "num_key_value_heads": 1024,
     "head_dim": 1024,
     "max_position_embeddings": 2**24,
+    "sliding_window": 2**31,
+    "num_channels": 2**10,
 }
+_SIDES = ("image_size", "patch_size")
+_EPSILONS = ("layer_norm_eps", "rms_norm_eps")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+#: Fields in which null says something else than absence.
+_NULLABLE = frozenset({"sliding_window", "num_key_value_heads", "head_dim"})
 _MAX_THETA = 1e12
 
 
-def read_config(directory: Path) -> VLMConfig:
-    """The configuration of a checkpoint. Raises: UnsupportedCheckpoint."""
+def read_fields(directory: Path) -> Fields:
+    """The fields of a checkpoint's `config.json`. Raises: UnsupportedCheckpoint."""
     file = directory / "config.json"
     if not file.is_file():
         raise UnsupportedCheckpoint("the checkpoint has no config.json")
-    return vlm_config_from_hf(read_json(file).values)
+    return read_json(file)
 
 
-def vlm_config_from_hf(content: Any) -> VLMConfig:
-    """Read the content of a `config.json`; absent fields take the values that transformers gives them.
+def complete(kind: Any, section: Fields) -> PreTrainedConfig:
+    """Transformers' configuration of a kind of model, with its values for what a section leaves out.
 
-    Raises: UnsupportedCheckpoint, naming what this backend cannot run.
+    Raises: UnsupportedCheckpoint for a kind that transformers does not have, and for values out of bounds.
     """
-    config = Fields("config.json", content)
-    _check_architecture(config)
-    usual = CONFIG_MAPPING["llava"]()
-    text = _text_config(config.section("text_config"), bool(config.flag("tie_word_embeddings")))
-    vision = _vision_config(config, usual.vision_config)
-    return VLMConfig(
-        vision=vision,
-        text=text,
-        image_token_id=_image_token_id(config, text.vocab_size, usual.image_token_index),
-        vision_feature_layers=_feature_layers(
-            config, vision.num_layers, usual.vision_feature_layer
-        ),
-        vision_feature_select_strategy=config.one_of(
-            "vision_feature_select_strategy",
-            ("default", "full"),
-            usual.vision_feature_select_strategy,
-        ),
-        projector_hidden_act=config.one_of(
-            "projector_hidden_act",
-            ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"),
-            usual.projector_hidden_act,
-        ),
-        projector_bias=config.flag("multimodal_projector_bias", usual.multimodal_projector_bias),
-        quantization=_stored_quantization(config),
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise section.refuse("model_type", f"{shown(kind)} is unknown to transformers")
+    config_class = CONFIG_MAPPING[kind]
+    inner: dict[str, Any] = dict(config_class.sub_configs)  # pyright: ignore
+    known = config_class.__dataclass_fields__.keys() - (
+        PreTrainedConfig.__dataclass_fields__.keys() | inner.keys() | {"rope_parameters"}
     )
+    values = {**section.values, **_bounded(section)}
+    given = {n: v for n, v in values.items() if n in known and (v is not None or n in _NULLABLE)}
+    for alias, name in config_class.attribute_map.items():
+        if name in known and name not in given and section.get(alias) is not None:
+            given[name] = section.get(alias)
+    usual = config_class() if inner else None
+    for name in inner:
+        if section.get(name) is not None:
+            part = section.section(name)
+            part_kind = part.get("model_type", getattr(usual, name).model_type)
+            given[name] = complete(part_kind, part)
+    try:
+        return AutoConfig.for_model(kind, **given)
+    except Exception as error:  # whatever it makes of values that do not fit each other
+        where = f"{section.file}: {section.path[:-1]}".removesuffix(": ")
+        reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
+        raise UnsupportedCheckpoint(f"{where}: {reason}") from None
 
 
-def _check_architecture(config: Fields) -> None:
-    kind = config.get("model_type", "llava")
-    architectures = config.get("architectures") or ["LlavaForConditionalGeneration"]
-    is_llava = isinstance(architectures, list) and "LlavaForConditionalGeneration" in architectures
-    if kind != "llava" or not is_llava:
-        raise config.refuse(
-            "model_type",
-            f"is {shown(kind)} (architectures: {shown(architectures)}); only LlavaForConditionalGeneration "
-            "can be run, such as the checkpoints of llava-hf",
-        )
+def _bounded(section: Fields) -> dict[str, Any]:
+    """The values that decide how much memory a model takes, each within its limits."""
+    values = {name: section.whole(name, at_most=most) for name, most in _MAX_WHOLE.items()}
+    values |= {name: _side(section, name) for name in _SIDES}
+    values |= {name: section.number(name, above=0, at_most=1) for name in _EPSILONS}
+    values |= {name: section.flag(name) for name in _FLAGS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _stored_quantization(config: Fields) -> str | None:
+def stored_quantization(config: Fields) -> str | None:
     """The scheme in which `vlm quantize` saved the weights; nobody else's can be read."""
     given = config.section("quantization_config")
     if not given.values:
@@ -107,28 +107,18 @@ def _stored_quantization(config: Fields) -> str | None:
     return scheme
 
 
-def _complete(kind: str, section: Fields, given: dict[str, Any]) -> Any:
-    """Transformers' configuration of a kind with the checked values that are given."""
-    try:
-        return CONFIG_MAPPING[kind](**{k: v for k, v in given.items() if v is not None})
-    except Exception as error:  # whatever it makes of values that do not fit each other
-        reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
-        raise UnsupportedCheckpoint(f"{section.file}: {section.path[:-1]}: {reason}") from None
-
-
-def _vision_config(config: Fields, usual: Any) -> VisionConfig:
-    section = config.section("vision_config")
+def check_clip(section: Fields) -> None:
+    """Refuse a vision tower that is none of CLIP's. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "clip_vision_model")
     if kind != "clip_vision_model":
         raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower can be run")
-    if section.whole("num_channels", 3, at_most=2**10) != 3:
+    if section.whole("num_channels", 3, at_most=_MAX_WHOLE["num_channels"]) != 3:
         raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
-    given = {name: section.whole(name, at_most=most) for name, most in _MAX_COUNTS.items()}
-    given |= {name: _side(section, name) for name in ("image_size", "patch_size")}
-    given["hidden_act"] = section.one_of("hidden_act", ("quick_gelu", "gelu"))
-    given["layer_norm_eps"] = section.number("layer_norm_eps", above=0, at_most=1)
-    is_given = config.get("vision_config") is not None
-    full = _complete("clip_vision_model", section, given) if is_given else usual
+    section.one_of("hidden_act", ("quick_gelu", "gelu"))
+
+
+def clip_config(section: Fields, full: Any) -> VisionConfig:
+    """CLIP's tower. Raises: UnsupportedCheckpoint."""
     if full.hidden_size % full.num_attention_heads:
         raise section.refuse("hidden_size", "is not a multiple of num_attention_heads")
     if full.patch_size > full.image_size:
@@ -145,27 +135,29 @@ def _vision_config(config: Fields, usual: Any) -> VisionConfig:
     )
 
 
-def _text_config(section: Fields, tied: bool) -> TextConfig:
+def check_llama(section: Fields) -> None:
+    """Refuse a decoder that is none of the LLaMA family. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "llama")
     if kind not in _TEXT_KINDS:
         families = ", ".join(_TEXT_KINDS)
         raise section.refuse(
             "model_type", f"is {shown(kind)}; these text models can be run: {families}"
         )
-    given = {name: section.whole(name, at_most=most) for name, most in _MAX_TEXT_COUNTS.items()}
-    names = ["attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"]
-    given |= {name: section.flag(name) for name in names}
-    given["rms_norm_eps"] = section.number("rms_norm_eps", above=0, at_most=1)
-    given["sliding_window"] = section.whole("sliding_window", at_most=2**31)
     section.one_of("hidden_act", ("silu",))
-    full = _complete(kind, section, given)
+    _rope_scaling(section, 1)
+
+
+def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
+    """A decoder of the LLaMA family. Raises: UnsupportedCheckpoint."""
+    kind = full.model_type
     num_heads, num_kv_heads = full.num_attention_heads, full.num_key_value_heads
     if num_heads % num_kv_heads:
         raise section.refuse(
             "num_key_value_heads",
             f"is {num_kv_heads}, no divisor of num_attention_heads, which is {num_heads}",
         )
-    if not given["head_dim"] and full.hidden_size % num_heads:
+    head_dim = section.get("head_dim")
+    if not head_dim and full.hidden_size % num_heads:
         raise section.refuse("hidden_size", f"is no multiple of {num_heads} num_attention_heads")
     bias = kind == "qwen2" or (kind == "llama" and full.attention_bias)
     return TextConfig(
@@ -175,8 +167,8 @@ def _text_config(section: Fields, tied: bool) -> TextConfig:
         num_layers=full.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=given["head_dim"] or full.hidden_size // num_heads,
-        max_position_embeddings=_max_positions(section, full),
+        head_dim=head_dim or full.hidden_size // num_heads,
+        max_position_embeddings=_max_positions(full),
         rms_norm_eps=full.rms_norm_eps,
         rope_theta=_rope_theta(section, full),
         rope_scaling=_rope_scaling(section, full.max_position_embeddings),
@@ -187,11 +179,9 @@ def _text_config(section: Fields, tied: bool) -> TextConfig:
     )
 
 
-def _max_positions(section: Fields, full: Any) -> int:
+def _max_positions(full: Any) -> int:
     """The context length. A sliding window shortens it: within the window attention is exactly full."""
     window = getattr(full, "sliding_window", None)
-    if "sliding_window" in section.values and section.get("sliding_window") is None:
-        window = None  # said to have none, where the family's usual one has
     positions = full.max_position_embeddings
     return positions if window is None else min(positions, window)
 
@@ -231,30 +221,6 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
     original = parameters.whole("original_max_position_embeddings", max_positions, at_most=2**24)
     factor, low, high = factors
     return RopeScaling("llama3", factor, low, high, original)
-
-
-def _feature_layers(config: Fields, num_layers: int, usual: Any) -> tuple[int, ...]:
-    given = config.get("vision_feature_layer", usual)
-    layers = tuple(given) if isinstance(given, list | tuple) else (given,)
-    # Hidden states are the embeddings and then every layer's output.
-    in_range = (
-        isinstance(i, int) and not isinstance(i, bool) and -num_layers - 1 <= i <= num_layers
-        for i in layers
-    )
-    if not 1 <= len(layers) <= num_layers + 1 or not all(in_range):
-        raise config.refuse(
-            "vision_feature_layer",
-            f"{shown(given)} does not name layers of a tower with {num_layers}",
-        )
-    return layers
-
-
-def _image_token_id(config: Fields, vocab_size: int, usual: int) -> int:
-    name = "image_token_id" if config.get("image_token_index") is None else "image_token_index"
-    token_id = config.get(name, usual)
-    if type(token_id) is not int or not 0 <= token_id < vocab_size:
-        raise config.refuse(name, f"{shown(token_id)} lies outside the vocabulary of {vocab_size}")
-    return token_id
 
 
 def _side(section: Fields, name: str) -> int | None:

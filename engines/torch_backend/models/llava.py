@@ -1,34 +1,89 @@
-"""LLaVA: images are encoded, projected, and put into their slots among the token embeddings.
+"""LLaVA: CLIP's tower and a projector make features of images, which fill slots in a LLaMA decoder's prompt.
 
-Used by the runner; the loader calls `map_state_dict`. It must not know caches, batches or requests.
+Reads the checkpoints of `LlavaForConditionalGeneration`. Parameter names are those of the published `llava-hf` files
+(`language_model.model.layers...`, `language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), but for
+the vision tower's, which are open_clip's, under `vision_tower.clip`.
 
-Parameter names are those of the published `llava-hf` files (`language_model.model.layers...`,
-`language_model.lm_head.weight`, `multi_modal_projector.linear_1...`), but for the vision tower's, which are
-open_clip's, under `vision_tower.clip`.
-
-Shape letters: N tokens, B images, P tokens of a image, C decoder width.
+Shape letters: N tokens, B images, P tokens of an image, C decoder width.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.models.config import VLMConfig
+from engines.base import ImageInput
+from engines.core.runner import Prompt
+from engines.image_decoder import Decode, decode_image
+from engines.packages.checkpoint_json import Fields, shown
+from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.text.prompt import Item
+from engines.torch_backend.layers.activation import ACTIVATIONS
+from engines.torch_backend.models.config import TextConfig, VisionConfig
+from engines.torch_backend.models.hf_config import (
+    check_clip,
+    check_llama,
+    clip_config,
+    complete,
+    llama_config,
+    stored_quantization,
+)
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.projector import Projector
-from engines.torch_backend.models.vision import VisionTower, map_vision_weights, num_blocks_needed
+from engines.torch_backend.models.registry import FamilyModel, WeightPart
+from engines.torch_backend.models.vision import VisionTower, num_blocks_needed, open_clip_name
+from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
+
+_ARCHITECTURE = "LlavaForConditionalGeneration"
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
+_BLOCK = re.compile(r"encoder\.layers\.(\d+)\.")
+_PROJECTION = re.compile(r"\.self_attn\.([qkv])_proj\.")
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSlots:
-    """A run of image slots among the tokens of a step, and the features that fill it."""
+class VLMConfig:
+    """Vision tower, projector and decoder, and how they are joined."""
 
-    start: int
-    features: Tensor  #: (number of slots, C)
+    vision: VisionConfig
+    text: TextConfig
+    image_token_id: int
+    vision_feature_layers: tuple[int, ...]  #: as in the checkpoint: -2 is the last but one
+    vision_feature_select_strategy: Literal["default", "full"]  #: default drops the class token
+    projector_hidden_act: str = "gelu"
+    projector_bias: bool = True
+    quantization: str | None = None  #: scheme in which the decoder's weights are stored
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Image slots of one image in the prompt."""
+        return self.vision.num_patches + (self.vision_feature_select_strategy == "full")
 
 
-class Llava(nn.Module):
+class Projector(nn.Module):
+    """From image features to embeddings: two linear maps, an activation between. Source: Liu et al. 2023, 3.2."""
+
+    def __init__(self, config: VLMConfig) -> None:
+        super().__init__()
+        width = config.vision.hidden_size * len(config.vision_feature_layers)
+        self.linear_1 = nn.Linear(width, config.text.hidden_size, bias=config.projector_bias)
+        self.linear_2 = nn.Linear(
+            config.text.hidden_size, config.text.hidden_size, bias=config.projector_bias
+        )
+        self.activation = ACTIVATIONS[config.projector_hidden_act]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Shapes: (B, P, layers * vision width); returns (B, P, decoder width)."""
+        return self.linear_2(self.activation(self.linear_1(features)))
+
+
+class Llava(FamilyModel):
     """Vision tower, projector and decoder."""
+
+    config: VLMConfig
 
     def __init__(self, config: VLMConfig) -> None:
         super().__init__()
@@ -41,38 +96,127 @@ class Llava(nn.Module):
         self.multi_modal_projector = Projector(config)
         self.language_model = Llama(config.text)
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        """What the decoder sees of images. Shapes: (B, 3, size, size); returns (B, P, C)."""
-        return self.multi_modal_projector(self.vision_tower(pixels))
+    def num_features(self, pixels: Any) -> int | None:
+        """One image is one square."""
+        size = self.config.vision.image_size
+        return self.config.tokens_per_image if tuple(pixels.shape) == (3, size, size) else None
 
-    def embed(self, token_ids: Tensor, images: list[ImageSlots]) -> Tensor:
-        """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
-        embeddings = self.language_model.embed(token_ids)
-        for image in images:
-            stop = image.start + image.features.shape[0]
-            embeddings[image.start : stop] = image.features
-        return embeddings
+    def example_image(self) -> ImageInput:
+        """A black one."""
+        size = self.config.vision.image_size
+        pixels = torch.zeros(3, size, size)
+        return ImageInput(0, self.config.tokens_per_image, "example", pixels)
 
 
-def map_state_dict(weights: dict[str, Tensor], config: VLMConfig) -> dict[str, Tensor]:
-    """A checkpoint's weights by this model's names; what the model does not read is left out.
+@dataclass(frozen=True, slots=True)
+class LlavaProcessor:
+    """Every image becomes one square, and so many slots."""
 
-    All namings of `LlavaForConditionalGeneration` are read: the published files', those of transformers 5
-    (`model.language_model...`), and its mixture (`vision_tower.encoder...`, without `vision_model`).
-    Raises: UnsupportedCheckpoint.
-    """
-    vision: dict[str, Tensor] = {}
-    mapped: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
+    images: ImageProcessor
+    slot_id: int
+    image_tokens: int
+    template: str = LLAVA_TEMPLATE
+
+    def process(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> np.ndarray:
+        """Shapes: returns (3, size, size) float32. Raises: InvalidImage."""
+        return self.images.process(data, expected_size, decode)
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """As many slots as the tower has patches."""
+        text = slot * self.image_tokens
+        return [Item(name, self.image_tokens, pixels, text) for name, pixels in images]
+
+    def positions(self, prompt: Prompt) -> tuple[()]:
+        """Tokens are counted."""
+        return ()
+
+
+class LlavaFamily:
+    """LLaVA 1.5 and its kin."""
+
+    architectures = (_ARCHITECTURE,)
+
+    def check(self, config: Fields) -> VLMConfig:
+        """CLIP's tower, two linear maps, a decoder of the LLaMA family. Raises: UnsupportedCheckpoint."""
+        kind = config.get("model_type", "llava")
+        if kind != "llava":
+            raise config.refuse("model_type", f"is {shown(kind)}, but {_ARCHITECTURE} is 'llava'")
+        text_part, vision_part = config.section("text_config"), config.section("vision_config")
+        check_llama(text_part)
+        check_clip(vision_part)
+        config.one_of("vision_feature_select_strategy", ("default", "full"))
+        config.one_of("projector_hidden_act", _ACTIVATIONS)
+        config.flag("multimodal_projector_bias")
+        quantization = stored_quantization(config)
+        _check_ids(config)
+        full: Any = complete("llava", config)
+        text = llama_config(text_part, full.text_config, bool(full.tie_word_embeddings))
+        vision = clip_config(vision_part, full.vision_config)
+        if full.image_token_index >= text.vocab_size:
+            raise config.refuse(
+                "image_token_index",
+                f"{full.image_token_index} lies outside the vocabulary of {text.vocab_size}",
+            )
+        return VLMConfig(
+            vision=vision,
+            text=text,
+            image_token_id=full.image_token_index,
+            vision_feature_layers=_feature_layers(config, full, vision.num_layers),
+            vision_feature_select_strategy=full.vision_feature_select_strategy,
+            projector_hidden_act=full.projector_hidden_act,
+            projector_bias=full.multimodal_projector_bias,
+            quantization=quantization,
+        )
+
+    def build(self, config: VLMConfig) -> Llava:
+        """The model, its weights still undefined."""
+        return Llava(config)
+
+    def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
+        """All namings of the architecture are read.
+
+        The published files', those of transformers 5 (`model.language_model...`), and its mixture
+        (`vision_tower.encoder...`, without `vision_model`).
+        """
         name = _published_name(name)
         if name.startswith("vision_tower."):
-            vision[name.removeprefix("vision_tower.").removeprefix("vision_model.")] = tensor
-        elif not _is_unread(name, config):
-            mapped[name] = tensor
-    depth = num_blocks_needed(config.vision, config.vision_feature_layers)
-    for name, tensor in map_vision_weights(vision, depth).items():
-        mapped[f"vision_tower.clip.{name}"] = tensor
-    return mapped
+            short = name.removeprefix("vision_tower.").removeprefix("vision_model.")
+            return _vision_name(short, config)
+        is_tied_head = config.text.tie_word_embeddings and name == "language_model.lm_head.weight"
+        # what is derived from others: old files hold rotary frequencies, and heads that are tied
+        return None if is_tied_head or name.endswith(".rotary_emb.inv_freq") else name
+
+    def processor(self, directory: Path, config: VLMConfig) -> LlavaProcessor:
+        """CLIP's preprocessing. Raises: UnsupportedCheckpoint."""
+        images = load_image_processor(directory, config.vision.image_size)
+        return LlavaProcessor(images, config.image_token_id, config.tokens_per_image)
+
+
+FAMILY = LlavaFamily()
+
+
+def _check_ids(config: Fields) -> None:
+    for name in ("image_token_id", "image_token_index"):
+        config.whole(name, at_least=0, at_most=2**31)
+    layers = config.get("vision_feature_layer", -2)
+    for layer in layers if isinstance(layers, list) else [layers]:
+        if type(layer) is not int:
+            raise config.refuse("vision_feature_layer", f"{shown(layers)} does not name layers")
+
+
+def _feature_layers(config: Fields, full: Any, num_layers: int) -> tuple[int, ...]:
+    given = full.vision_feature_layer
+    layers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    # Hidden states are the embeddings and then every layer's output.
+    in_range = (-num_layers - 1 <= layer <= num_layers for layer in layers)
+    if not 1 <= len(layers) <= num_layers + 1 or not all(in_range):
+        raise config.refuse(
+            "vision_feature_layer",
+            f"{shown(given)} does not name layers of a tower with {num_layers}",
+        )
+    return layers
 
 
 def _published_name(name: str) -> str:
@@ -84,7 +228,13 @@ def _published_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _is_unread(name: str, config: VLMConfig) -> bool:
-    """Whether a decoder parameter is derived from others: old files hold rotary frequencies, tied heads."""
-    is_tied_head = config.text.tie_word_embeddings and name == "language_model.lm_head.weight"
-    return is_tied_head or name.endswith(".rotary_emb.inv_freq")
+def _vision_name(name: str, config: VLMConfig) -> str | WeightPart | None:
+    """A parameter of CLIP's tower; layers behind the last one that is read are left out."""
+    target = open_clip_name(name)
+    block = _BLOCK.match(name)
+    depth = num_blocks_needed(config.vision, config.vision_feature_layers)
+    if target is None or (block and int(block[1]) >= depth):
+        return None
+    target = f"vision_tower.clip.{target}"
+    projection = _PROJECTION.search(name)
+    return target if projection is None else WeightPart(target, "qkv".index(projection[1]), 3)

@@ -174,30 +174,3 @@ def open_clip_name(name: str) -> str | None:
     if module not in _BLOCK_NAMES:
         raise UnsupportedCheckpoint(f"the vision tower has a parameter unknown to CLIP: {name}")
     return f"transformer.resblocks.{block}.{_BLOCK_NAMES[module]}.{kind}"
-
-
-def map_vision_weights(weights: dict[str, Tensor], num_blocks: int) -> dict[str, Tensor]:
-    """Hugging Face CLIP vision weights by open_clip's names, the first `num_blocks` blocks only.
-
-    Raises: UnsupportedCheckpoint on unknown or missing projections.
-    """
-    mapped: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        target = open_clip_name(name)
-        block = _BLOCK.match(name)
-        if target is None or (block and int(block.group(1)) >= num_blocks):
-            continue
-        if ".in_proj." not in target:
-            mapped[target] = tensor
-        elif target not in mapped:
-            mapped[target] = _joined_projections(weights, name)
-    return mapped
-
-
-def _joined_projections(weights: dict[str, Tensor], name: str) -> Tensor:
-    """Query, key and value rows stacked, given the name of any of the three. Shapes: (3C, C) or (3C,)."""
-    names = [re.sub(r"\.[qkv]_proj\.", f".{letter}_proj.", name) for letter in "qkv"]
-    missing = [name for name in names if name not in weights]
-    if missing:
-        raise UnsupportedCheckpoint(f"the vision tower lacks {', '.join(missing)}")
-    return torch.cat([weights[name] for name in names])

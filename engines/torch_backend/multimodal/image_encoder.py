@@ -15,7 +15,7 @@ from engines.base import ImageInput, SequenceFailure
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.layers.attention import Span
 from engines.torch_backend.models.encoding_run import EncodingRun, encode, reference_ops
-from engines.torch_backend.models.llava import ImageSlots, Llava
+from engines.torch_backend.models.registry import FamilyModel, ImageSlots
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache, ImageKey
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.ops.cpu.tower import cpu_ops
@@ -30,7 +30,7 @@ class ImageEncoder:
 
     def __init__(
         self,
-        model: Llava,
+        model: FamilyModel,
         cache: EncoderCache,
         max_batch: int,
         device: torch.device,
@@ -116,10 +116,7 @@ class ImageEncoder:
                     self.cache.unpin(item.sequence.request_id, _key(item.sequence, image))
 
     def _check(self, sequence: Sequence, image: ImageInput) -> None:
-        config = self._model.config
-        size = config.vision.image_size
-        is_fit = tuple(image.pixels.shape) == (3, size, size)
-        if not is_fit or image.num_slots != config.tokens_per_image:
+        if self._model.num_features(image.pixels) != image.num_slots:
             raise SequenceFailure(sequence.request_id, "A image was not prepared for this model.")
 
     def _encode(self, missing: dict[ImageKey, ImageInput], is_limited: bool) -> Set[ImageKey]:
@@ -130,10 +127,11 @@ class ImageEncoder:
         encoded_images = list(missing.items())
         for start in range(0, len(encoded_images), self._max_batch):
             part = encoded_images[start : start + self._max_batch]
-            features = self.encode(self._pixels([image for _, image in part]))
+            pixels = self._pixels([image for _, image in part])
+            features = self.encode(torch.cat(pixels)).split([len(tiles) for tiles in pixels])
             for (key, _), encoded_image in zip(part, features, strict=True):
                 # a copy of its own, so that evicting one image frees its memory
-                self.cache.put(key, encoded_image.clone())
+                self.cache.put(key, encoded_image.flatten(0, 1).clone())
         if missing and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else the time would count as prefill
         return frozenset()
@@ -142,7 +140,8 @@ class ImageEncoder:
         """Go on with the image that was begun, if it is still wanted; returns the one that is done with."""
         if self._begun is None or self._begun[0] not in missing:
             key, image = next(iter(missing.items()))
-            run = EncodingRun(self._maps, self._pixels([image]), TOKENS_PER_PART)
+            [pixels] = self._pixels([image])
+            run = EncodingRun(self._maps, pixels, TOKENS_PER_PART)
             self._begun = key, run
         key, run = self._begun
         started = before = time.perf_counter()
@@ -155,13 +154,13 @@ class ImageEncoder:
         if not run.is_done:
             self._begun = key, run
             return None
-        self.cache.put(key, run.features[0])
+        self.cache.put(key, run.features.flatten(0, 1))
         return key
 
-    def _pixels(self, images: list[ImageInput]) -> Tensor:
-        """Shapes: returns (B, 3, size, size)."""
-        pixels = torch.stack([torch.as_tensor(image.pixels) for image in images])
-        return pixels.to(self._device, self._dtype)
+    def _pixels(self, images: list[ImageInput]) -> list[Tensor]:
+        """An image is one square, or several tiles of one size. Shapes: returns (tiles, 3, size, size) each."""
+        pixels = [torch.as_tensor(image.pixels) for image in images]
+        return [p.view(-1, *p.shape[-3:]).to(self._device, self._dtype) for p in pixels]
 
 
 def _is_stream(item: ScheduledSequence) -> bool:

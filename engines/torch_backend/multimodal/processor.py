@@ -1,19 +1,58 @@
 """What stands before the engine: image bytes to pixels, messages to prompts.
 
-Made by the loader, called by the worker's pool. Thread-safe: nothing in it changes. It must not know the queue.
+Called by the worker's pool. Thread-safe: nothing in it changes.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
-
+from engines.base import Positions, UnsupportedCheckpoint
 from engines.core.runner import Prompt, Tokenizer
 from engines.image_decoder import Decode, decode_image
-from engines.text.prompt import PromptBuilder
+from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
+from engines.text.prompt import Item, PromptBuilder
 from engines.text.tokenizer import HfTokenizer
-from engines.torch_backend.multimodal.image_processor import ImageProcessor
 from shared.protocol import ChatMessage
+
+
+class MultimodalProcessor(Protocol):
+    """What a family knows of the way from images to prompts. Thread-safe."""
+
+    @property
+    def slot_id(self) -> int:
+        """The token that stands where a row of features goes, and for a whole image in the chat template."""
+        ...
+
+    @property
+    def image_tokens(self) -> int:
+        """The most tokens that one image may come to."""
+        ...
+
+    @property
+    def template(self) -> str:
+        """The chat template of checkpoints that bring none."""
+        ...
+
+    def process(self, data: bytes, expected_size: tuple[int, int], decode: Decode) -> Any:
+        """One image's pixels, whatever the model takes. Raises: InvalidImage.
+
+        `expected_size` is the (width, height) that was admitted.
+        """
+        ...
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """What each image of a request comes to in the prompt: all are seen, as one may count for another.
+
+        `images` are (hash, pixels), `slot` is the text of the slots' token. Control tokens that an item's text
+        spells are the model's.
+        """
+        ...
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """Rotary positions of the prompt's tokens, a row for each that a token has; () counts tokens."""
+        ...
 
 
 class TorchProcessor:
@@ -24,25 +63,40 @@ class TorchProcessor:
     def __init__(
         self,
         tokenizer: HfTokenizer,
-        image_processor: ImageProcessor,
-        prompt_builder: PromptBuilder,
+        multimodal: MultimodalProcessor,
+        template: ChatTemplate,
         max_model_len: int,
-        tokens_per_image: int,
     ) -> None:
         self.tokenizer: Tokenizer = tokenizer
         self.max_model_len = max_model_len
-        self.tokens_per_image = tokens_per_image
-        self._image_processor = image_processor
-        self._prompt_builder = prompt_builder
+        self.image_tokens = multimodal.image_tokens
+        self._slot = tokenizer.image_token
+        self._multimodal = multimodal
+        self._prompt_builder = PromptBuilder(tokenizer, template, multimodal.slot_id)
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
-    ) -> np.ndarray:
-        """Decode and resize one image. Shapes: returns (3, H, W) float32. Raises: InvalidImage."""
-        return self._image_processor.process(data, expected_size, decode)
+    ) -> Any:
+        """Decode and resize one image. Raises: InvalidImage."""
+        return self._multimodal.process(data, expected_size, decode)
 
     def build_prompt(
         self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]
     ) -> Prompt:
         """Apply the chat template. Raises: InvalidRequest."""
-        return self._prompt_builder.build(messages, images)
+        items = self._multimodal.items(images, self._slot)
+        prompt = self._prompt_builder.build(messages, items)
+        return replace(prompt, positions=self._multimodal.positions(prompt))
+
+
+def create_processor(
+    directory: Path, multimodal: MultimodalProcessor, max_model_len: int
+) -> TorchProcessor:
+    """With tokenizer and chat template of a checkpoint. Raises: UnsupportedCheckpoint."""
+    try:
+        source = read_chat_template(directory) or multimodal.template
+        tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
+        template = ChatTemplate(source, tokenizer.image_token, tokenizer.special_variables)
+    except UnusableTemplate as error:
+        raise UnsupportedCheckpoint(str(error)) from None
+    return TorchProcessor(tokenizer, multimodal, template, max_model_len)

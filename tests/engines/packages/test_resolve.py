@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from engines.packages import resolve as module
 from engines.packages.resolve import ModelUnavailable, default_name, resolve_model
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import read_config
 from tests.factories_hub import Hub, Repository, serve_hub
 
 REPO = "acme/tiny-llava"

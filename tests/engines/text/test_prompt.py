@@ -24,7 +24,7 @@ from engines.text.chat_template import (
     UnusableTemplate,
     read_chat_template,
 )
-from engines.text.prompt import PromptBuilder
+from engines.text.prompt import Item, PromptBuilder
 from engines.text.tokenizer import HfTokenizer
 from shared.protocol import ChatMessage, ImagePart, TextPart
 from tests.factories_tokenizers import (
@@ -115,8 +115,8 @@ class Pair:
         self.processor: Any = AutoProcessor.from_pretrained(directory)
 
     def build(self, messages: Sequence[ChatMessage]) -> Prompt:
-        images = [(f"hash {i}", f"pixels {i}") for i in range(num_images(messages))]
-        return self.builder.build(messages, images)
+        items = [make_item(f"hash {i}", f"pixels {i}") for i in range(num_images(messages))]
+        return self.builder.build(messages, items)
 
     def reference(self, messages: Sequence[ChatMessage]) -> list[int]:
         pil_image = Image.new("RGB", (28, 28))
@@ -137,11 +137,13 @@ class Pair:
         )["input_ids"][0]
 
 
-def make_builder(
-    tokenizer: HfTokenizer, image_id: int, template: str, tokens_per_image: int = TOKENS_PER_IMAGE
-) -> PromptBuilder:
+def make_item(name: str, pixels: str, num_tokens: int = TOKENS_PER_IMAGE) -> Item:
+    return Item(name, num_tokens, pixels, "<image>" * num_tokens)
+
+
+def make_builder(tokenizer: HfTokenizer, image_id: int, template: str) -> PromptBuilder:
     chat_template = ChatTemplate(template, tokenizer.image_token, tokenizer.special_variables)
-    return PromptBuilder(tokenizer, chat_template, image_id, tokens_per_image)
+    return PromptBuilder(tokenizer, chat_template, image_id)
 
 
 # The Rust tokenizers overlook a normalized control token behind a word; slow ones, and we, find it. So these
@@ -248,7 +250,7 @@ def test_a_typed_control_token_is_encoded_as_the_text_that_it_is(llava: Pair) ->
 
 
 def test_a_image_used_twice_has_slots_twice(llava: Pair) -> None:
-    prompt = llava.builder.build([user(0, "and again", 0)], [("hash", "pixels")])
+    prompt = llava.builder.build([user(0, "and again", 0)], [make_item("hash", "pixels")])
 
     assert [image.image_hash for image in prompt.images] == ["hash", "hash"]
 
@@ -257,14 +259,14 @@ def test_images_keep_their_places_in_a_conversation(llava: Pair) -> None:
     reply = ChatMessage("assistant", (TextPart("A cat."),))
     messages = [user("What is it?", 1), reply, user(0, "And this?")]
 
-    prompt = llava.builder.build(messages, [("h0", "p0"), ("h1", "p1")])
+    prompt = llava.builder.build(messages, [make_item("h0", "p0"), make_item("h1", "p1")])
 
     assert [image.image_hash for image in prompt.images] == ["h1", "h0"]
 
 
 def test_a_message_that_names_no_image_of_the_request_is_refused(llava: Pair) -> None:
     with pytest.raises(InvalidRequest, match="image that the request does not hold"):
-        llava.builder.build([user(1)], [("h", "p")])
+        llava.builder.build([user(1)], [make_item("h", "p")])
 
 
 def test_a_place_where_the_template_drops_images_is_refused(llava: Pair) -> None:
@@ -275,7 +277,7 @@ def test_a_place_where_the_template_drops_images_is_refused(llava: Pair) -> None
     system = ChatMessage("system", (ImagePart(0),))
 
     with pytest.raises(InvalidRequest, match="places 0 of the 1 images"):
-        builder.build([system, user("hi")], [("h", "p")])
+        builder.build([system, user("hi")], [make_item("h", "p")])
 
 
 def test_the_order_of_roles_that_a_template_refuses_is_told_in_its_words(llava: Pair) -> None:
@@ -311,9 +313,9 @@ def test_a_hostile_template_reaches_nothing(llava: Pair, attack: str) -> None:
 
 def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> None:
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    builder = make_builder(llava.tokenizer, llava.image_token_id, template, 1)
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
 
-    prompt = builder.build([user(0, "Hi"), user("there")], [("h", "p")])
+    prompt = builder.build([user(0, "Hi"), user("there")], [make_item("h", "p", 1)])
 
     ids = prompt.token_ids
     before = b"".join(map(llava.tokenizer.token_bytes, ids[: prompt.images[0].offset]))

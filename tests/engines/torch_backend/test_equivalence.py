@@ -26,7 +26,8 @@ from engines.core.sequence import Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.layers.attention import paged_attention_by_sequence
 from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.models.config import RopeScaling, VLMConfig
+from engines.torch_backend.models.config import RopeScaling
+from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.sampling.sampler import sample

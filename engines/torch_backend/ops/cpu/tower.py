@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.torch_backend.models.encoding_run import VisionOps
-from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.models.vision import mix_values
 from engines.torch_backend.ops.cpu.full_attention import can_mix, mix_by_kernel
 from engines.torch_backend.ops.cpu.fused_linear import FusedLinear
@@ -78,7 +78,7 @@ class CpuProjector:
         return _by_token(self._second, _by_token(self._first, features))
 
 
-def cpu_ops(model: Llava, kernels: CpuKernels, dtype: torch.dtype) -> VisionOps:
+def cpu_ops(model: FamilyModel, kernels: CpuKernels, dtype: torch.dtype) -> VisionOps:
     """What images go through with kernels."""
     tower = model.vision_tower
     blocks = [CpuBlock(kernels, block, dtype) for _, block in tower.blocks]

@@ -18,7 +18,7 @@ from engines.torch_backend import runner
 from engines.torch_backend.graphs import cuda_graph, cuda_steps
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, Drawing, batch_sizes
 from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.models.config import VLMConfig
+from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.decoder_ops import DecoderOps
 from shared.protocol import SamplingParams
 from shared.settings.engine import EngineSettings, GpuKernel

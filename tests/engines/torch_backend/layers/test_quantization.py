@@ -19,7 +19,7 @@ from engines.torch_backend.layers.quantized_linear import (
 )
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.cpu_level import CpuLevel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -241,9 +241,9 @@ def test_a_loaded_model_has_fewer_bytes_and_near_logits(
     tmp_path: Path, scheme: str, dtype: torch.dtype
 ) -> None:
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"attention_bias": True}})
-    config, cpu = read_config(tmp_path / "t"), torch.device("cpu")
-    full = load_model(tmp_path / "t", config, cpu, dtype)
-    quantized = load_model(tmp_path / "t", config, cpu, dtype, SCHEMES[scheme])
+    found, cpu = find_family(tmp_path / "t"), torch.device("cpu")
+    full = load_model(tmp_path / "t", *found, cpu, dtype)
+    quantized = load_model(tmp_path / "t", *found, cpu, dtype, SCHEMES[scheme])
 
     for number, layer in enumerate(full.language_model.model.layers):
         other = quantized.language_model.model.layers[number]
@@ -262,8 +262,8 @@ def test_a_loaded_model_has_fewer_bytes_and_near_logits(
 
 def test_odd_shapes_load_with_some_linears_in_full(tmp_path: Path) -> None:
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"intermediate_size": 100}})
-    config = read_config(tmp_path / "t")
-    model = load_model(tmp_path / "t", config, torch.device("cpu"), torch.float32, SCHEMES["int4"])
+    found = find_family(tmp_path / "t")
+    model = load_model(tmp_path / "t", *found, torch.device("cpu"), torch.float32, SCHEMES["int4"])
 
     mlp = model.language_model.model.layers[0].mlp
     assert isinstance(mlp.up_proj, Int4Linear)

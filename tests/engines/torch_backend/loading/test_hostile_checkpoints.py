@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engines.torch_backend.loading.load import create_processor
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import find_family
+from engines.torch_backend.multimodal.processor import create_processor
 
 WITHIN_S = 5.0
 MAX_BYTES = 64 * 1024 * 1024
@@ -49,7 +49,9 @@ def change(file: Path, path: str, value: Any) -> None:
 
 def look_at(directory: Path) -> None:
     """All that the loader does before it reads weights."""
-    create_processor(directory, read_config(directory))
+    family, config = find_family(directory)
+    multimodal = family.processor(directory, config)
+    create_processor(directory, multimodal, config.text.max_position_embeddings)
     list_tensors(directory)
 
 

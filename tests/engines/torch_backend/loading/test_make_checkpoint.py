@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from engines.packages.checkpoint_json import Fields
 from engines.torch_backend.loading.make_checkpoint import SHAPES, _parameters, make_checkpoint, run
-from engines.torch_backend.models.hf_config import vlm_config_from_hf
+from engines.torch_backend.models.registry import check_config
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_the_tokenizer_encodes_any_text_and_gives_it_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("shape", "billions"), [("llava-1b", 1.41), ("llava-1.5-7b", 7.06)])
 def test_the_large_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
-    parameters = _parameters(vlm_config_from_hf(SHAPES[shape]))
+    parameters = _parameters(check_config(Fields("config.json", SHAPES[shape]))[1])
 
     count = sum(math.prod(size) for _, size in parameters)
     assert count / 1e9 == pytest.approx(billions, rel=0.005)

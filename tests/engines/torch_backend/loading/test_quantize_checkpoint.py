@@ -10,8 +10,8 @@ from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint, run
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import read_config
 from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode, load_kernels
 
 
@@ -28,8 +28,8 @@ def load(
     dtype: torch.dtype = torch.bfloat16,
     kernels: CpuKernels | None = None,
 ) -> Llava:
-    chosen, config = SCHEMES[scheme] if scheme else None, read_config(directory)
-    return load_model(directory, config, torch.device("cpu"), dtype, chosen, kernels=kernels)
+    chosen, found = SCHEMES[scheme] if scheme else None, find_family(directory)
+    return load_model(directory, *found, torch.device("cpu"), dtype, chosen, kernels=kernels)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 31, 50_000])

@@ -16,8 +16,8 @@ from engines.torch_backend.loading import weights as module
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import read_config
 from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.cpu.kernels import load_kernels
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ TIED = {"text_config": {"tie_word_embeddings": True}}
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Llava:
-    return load_model(directory, read_config(directory), CPU, dtype, **options)
+    return load_model(directory, *find_family(directory), CPU, dtype, **options)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ from pathlib import Path
 import torch
 from engines.torch_backend.ops.cpu_level import LEVELS
 from engines.torch_backend.ops.cpu.kernels import load_kernels
-from engines.torch_backend.models.hf_config import read_config
+from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.layers.quantization import SCHEMES
 torch.set_num_threads(1)
@@ -251,10 +251,10 @@ def num_bytes(field):
     return int(re.search(rf"{field}:\\s+(\\d+) kB", status)[1]) * 1024
 LARGEST, LEAST = LEVELS[0], LEVELS[-1]
 def load(directory, dtype, scheme, kernels, level):
-    config = read_config(directory)
+    family, config = find_family(directory)
     device = torch.device("cpu")
     how = {"kernels": kernels, "level": level}
-    return load_model(directory, config, device, dtype, scheme, **how).state_dict().values()
+    return load_model(directory, family, config, device, dtype, scheme, **how).state_dict().values()
 def measure(dtype, scheme, kernels, by):
     level = LARGEST if by == "torch's kernels" else LEAST
     how = getattr(torch, dtype), SCHEMES.get(scheme), load_kernels(kernels), level

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from transformers import LlavaConfig
 
-from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint, VLMConfig
-from engines.torch_backend.models.hf_config import vlm_config_from_hf
+from engines.packages.checkpoint_json import Fields
+from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint
+from engines.torch_backend.models.llava import VLMConfig
+from engines.torch_backend.models.registry import check_config
 
 # What llava-hf published for llava-1.5-7b: most keys are absent.
 LLAVA_15_7B = {
@@ -41,6 +43,10 @@ LLAVA_15_7B = {
     "vision_feature_select_strategy": "default",
     "vocab_size": 32064,
 }
+
+
+def vlm_config_from_hf(content: dict[str, Any]) -> VLMConfig:
+    return check_config(Fields("config.json", content))[1]
 
 
 def make_config(**changes: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.models.llava import ImageSlots, map_state_dict
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.llava import FAMILY
+from engines.torch_backend.models.registry import ImageSlots, rename_weights
 from tests.factories_torch import load_ours, make_model_pair, make_vlm_config
 
 
@@ -63,12 +65,21 @@ def test_every_naming_of_a_checkpoint_is_read_alike(rename):
 
 def test_weights_that_are_derived_from_others_are_left_out():
     config = make_vlm_config(text={"tie_word_embeddings": True})
-    mapped = map_state_dict(
+    mapped = rename_weights(
         {
             "language_model.lm_head.weight": torch.zeros(1),
             "language_model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(1),
             "vision_tower.vision_model.embeddings.position_ids": torch.zeros(1),
         },
+        FAMILY,
         config,
     )
     assert mapped == {}
+
+
+def test_a_missing_projection_is_refused_by_name():
+    weights = {"vision_tower.encoder.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"layers\.0\.self_attn\.q_proj\.weight: 1 of 3"
+    ):
+        rename_weights(weights, FAMILY, make_vlm_config())

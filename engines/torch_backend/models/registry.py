@@ -1,0 +1,185 @@
+"""Families of models: everything that the backend knows of one kind of checkpoint, found by its architecture.
+
+A family is one file beside this one. The loader asks here and never for a class by name; a family that is not
+built in is registered before a model is loaded.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engines.base import ImageInput
+from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.multimodal.processor import MultimodalProcessor
+
+#: modules with a `FAMILY`
+_BUILT_IN = ("engines.torch_backend.models.llava",)
+
+
+class ModelConfig(Protocol):
+    """What the engine reads of any family's configuration; the rest is the family's own."""
+
+    @property
+    def text(self) -> TextConfig:
+        """The decoder."""
+        ...
+
+    @property
+    def quantization(self) -> str | None:
+        """Scheme in which the decoder's weights are stored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSlots:
+    """A run of image slots among the tokens of a step, and the features that fill it."""
+
+    start: int
+    features: Tensor  #: (number of slots, C)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """A stored weight that is some rows of one of the model's: part `index` of `count`, joined in order."""
+
+    name: str
+    index: int
+    count: int
+
+
+class FamilyModel(nn.Module):
+    """A model as the runner drives it: a decoder, and images that become rows among its embeddings."""
+
+    config: Any  #: keeps `ModelConfig`
+    vision_tower: Any  #: of squares, which are encoded in batches or in parts
+    multi_modal_projector: Any
+    language_model: Llama
+
+    def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
+        """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
+        embeddings = self.language_model.embed(token_ids)
+        for image in images:
+            stop = image.start + image.features.shape[0]
+            embeddings[image.start : stop] = image.features
+        return embeddings
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """What the decoder sees of squares. Shapes: (B, 3, size, size); returns (B, P, C)."""
+        return self.multi_modal_projector(self.vision_tower(pixels))
+
+    def num_features(self, pixels: Any) -> int | None:
+        """Rows of features that an image's pixels become; None for what is none of this model's."""
+        raise NotImplementedError
+
+    def example_image(self) -> ImageInput:
+        """An image to warm up with, at offset 0."""
+        raise NotImplementedError
+
+
+class ModelFamily(Protocol):
+    """One kind of checkpoint. Its methods are called in this order."""
+
+    architectures: tuple[str, ...]  #: of `config.json`
+
+    def check(self, config: Fields) -> ModelConfig:
+        """The model's configuration. Raises: UnsupportedCheckpoint, with the field and the reason."""
+        ...
+
+    def build(self, config: Any) -> FamilyModel:
+        """The model, its weights still undefined."""
+        ...
+
+    def rename(self, name: str, config: Any) -> str | WeightPart | None:
+        """A stored weight's name in the model; None for what is not read. Raises: UnsupportedCheckpoint."""
+        ...
+
+    def processor(self, directory: Path, config: Any) -> MultimodalProcessor:
+        """What makes images of a checkpoint ready. Raises: UnsupportedCheckpoint."""
+        ...
+
+
+_registered: list[ModelFamily] = []
+
+
+@contextmanager
+def registered(family: ModelFamily) -> Iterator[None]:
+    """Know a family for a while, before those that are built in."""
+    _registered.insert(0, family)
+    try:
+        yield
+    finally:
+        _registered.remove(family)
+
+
+def register(family: ModelFamily) -> None:
+    """Know a family from now on, before those that are built in."""
+    _registered.insert(0, family)
+
+
+def find_family(directory: Path) -> tuple[ModelFamily, Any]:
+    """The family of a checkpoint, and its checked configuration. Raises: UnsupportedCheckpoint."""
+    return check_config(read_fields(directory))
+
+
+def read_config(directory: Path) -> Any:
+    """The checked configuration of a checkpoint. Raises: UnsupportedCheckpoint."""
+    return find_family(directory)[1]
+
+
+def check_config(config: Fields) -> tuple[ModelFamily, Any]:
+    """As `find_family`, of the fields of a `config.json`."""
+    families = [*_registered, *_built_in()]
+    given = config.get("architectures")
+    if given is None and config.get("model_type", "llava") == "llava":
+        given = ["LlavaForConditionalGeneration"]
+    for family in families:
+        if isinstance(given, list) and any(name in given for name in family.architectures):
+            return family, family.check(config)
+    known = ", ".join(name for family in families for name in family.architectures)
+    raise config.refuse(
+        "architectures",
+        f"is {shown(given)}, model_type {shown(config.get('model_type'))}; these can be run: {known}, such as the "
+        "checkpoints of llava-hf",
+    )
+
+
+@cache
+def _built_in() -> tuple[ModelFamily, ...]:
+    return tuple(import_module(name).FAMILY for name in _BUILT_IN)
+
+
+def rename_weights(
+    weights: dict[str, Tensor], family: ModelFamily, config: Any
+) -> dict[str, Tensor]:
+    """A checkpoint's weights by the model's names; what the model does not read is left out.
+
+    Raises: UnsupportedCheckpoint for names that the family does not know, and parts that are missing.
+    """
+    renamed: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, str]] = {}  # by name and index, the stored names
+    counts: dict[str, int] = {}
+    for stored, tensor in weights.items():
+        target = family.rename(stored, config)
+        if isinstance(target, str):
+            renamed[target] = tensor
+        elif target is not None:
+            parts.setdefault(target.name, {})[target.index] = stored
+            counts[target.name] = target.count
+    for name, found in parts.items():
+        if len(found) < counts[name]:
+            raise UnsupportedCheckpoint(
+                f"the checkpoint lacks weights that are joined with {', '.join(found.values())}: "
+                f"{len(found)} of {counts[name]} are there"
+            )
+        renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])])
+    return renamed
