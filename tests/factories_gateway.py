@@ -32,6 +32,7 @@ from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings, RedisSettings, Settings
+from tests.factories_settings import make_group
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)
@@ -46,11 +47,15 @@ def make_body(text: str = "hello", **changes: Any) -> dict[str, Any]:
 def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Settings:
     """Settings with short times. `changes`: by group, over the tests' own defaults."""
     gateway = {"port": 0, "drain_s": 5.0, "silence_timeout_s": 1.0, **changes.get("gateway", {})}
-    return Settings(
+    settings = Settings(
         _env_file=None,  # type: ignore[call-arg]
         redis=RedisSettings(url=redis_url, key_prefix=prefix),
-        gateway=GatewaySettings(**gateway),
-        limits=LimitSettings(**changes.get("limits", {})),
+    )
+    return settings.model_copy(
+        update={
+            "gateway": make_group(GatewaySettings, **gateway),
+            "limits": make_group(LimitSettings, **changes.get("limits", {})),
+        }
     )
 
 

@@ -16,6 +16,7 @@ from shared.settings.engine import EngineSettings
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import WorkerSettings
 from tests.factories_queue import MODEL, Ends
+from tests.factories_settings import make_group
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.prepare.preparer import Preprocessor
 from worker.trace import RequestTracer
@@ -109,7 +110,7 @@ async def run_worker(
 ) -> AsyncIterator[RunningWorker]:  # fmt: skip
     """Run a worker until the block ends."""
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
-    worker_settings = WorkerSettings(**options)
+    worker_settings = make_group(WorkerSettings, **options)
     async with AsyncExitStack() as stack:
         running: list[RunningWorker] = []
         thread = EngineThread(

@@ -1,8 +1,11 @@
 """The one table of limits: every quantity that a client controls.
 
-`LimitSettings` are an operator's to change; the gateway enforces them, the worker looks again. The constants are
-OpenAI's contract and part of the request's types. Both are rendered into the OpenAPI document.
+The fields of `LimitSettings` are an operator's to change, its constants are not; the gateway enforces both,
+the worker looks again. The constants of the module are OpenAI's contract and part of the request's types. All
+are rendered into the OpenAPI document.
 """
+
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -21,16 +24,23 @@ _COMMAS_BESIDE_TEXTS = 20_000
 class LimitSettings(Group):
     """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
 
+    max_header_bytes: ClassVar[int] = 32 * 1024  #: the request line and all headers
+    max_headers: ClassVar[int] = 100
+    max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
+    max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
+    max_choices: ClassVar[int] = 16  #: `n`
+    max_stop_strings: ClassVar[int] = 4
+    max_stop_chars: ClassVar[int] = 64
+    max_logit_bias: ClassVar[int] = 300
+    max_top_logprobs: ClassVar[int] = 20
+    max_wrong_keys_per_minute: ClassVar[int] = 60  #: of a client address, at each gateway
+
     max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
     max_open_body_bytes: int = Field(
         default=512 * MIB,
         ge=1024,
         description="Bytes of all bodies that one gateway reads at once; more are sent away.",
     )
-    max_header_bytes: int = Field(
-        default=32 * 1024, ge=1024, description="Bytes of the request line and all headers."
-    )
-    max_headers: int = Field(default=100, ge=16, description="Headers of a request.")
     max_messages: int = Field(default=256, ge=1, description="Messages of a conversation.")
     max_text_chars: int = Field(
         default=200_000, ge=1, description="Characters of all texts of a request."
@@ -38,20 +48,7 @@ class LimitSettings(Group):
     max_images: int = Field(default=8, ge=0, description="Images of a request.")
     max_image_bytes: int = Field(default=16 * MIB, ge=1, description="Bytes of one encoded image.")
     max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one image.")
-    max_image_side: int = Field(
-        default=16_384, ge=1, description="Longer side of a image, in pixels."
-    )
-    max_image_aspect: float = Field(
-        default=200.0, ge=1, description="Longer side over shorter side."
-    )
-    max_choices: int = Field(
-        default=16, ge=1, le=128, description="`n`, the answers of one request."
-    )
     max_output_tokens: int = Field(default=32_768, ge=1, description="`max_tokens` of one answer.")
-    max_stop_strings: int = Field(default=4, ge=0, description="Stop strings of a request.")
-    max_stop_chars: int = Field(default=64, ge=1, description="Characters of one stop string.")
-    max_logit_bias: int = Field(default=300, ge=0, description="Entries of `logit_bias`.")
-    max_top_logprobs: int = Field(default=20, ge=0, description="`top_logprobs`.")
     max_queue_depth: int = Field(
         default=1024, ge=1, description="Requests that wait in a model's queue."
     )
@@ -65,11 +62,6 @@ class LimitSettings(Group):
         default=16_000_000,
         ge=1,
         description="Tokens that a model's open requests may come to, batch ones to half; shared by the keys.",
-    )
-    max_wrong_keys_per_minute: int = Field(
-        default=60,
-        ge=0,
-        description="Wrong API keys of one client address a minute, at each gateway; 0: any.",
     )
     max_key_open_requests: int = Field(
         default=0, ge=0, description="Answers of a model that one API key keeps open; 0: any."

@@ -5,15 +5,18 @@ command line > environment (`VLM_GATEWAY__PORT=8080`) > `.env` > file named by `
 value or an unknown key stops the process and names the field.
 """
 
+import logging
 import os
 import re
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BaseModel,
     Field,
     SecretStr,
-    ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -30,12 +33,23 @@ from shared.settings.group import MIB, Group, split_items
 from shared.settings.limits import LimitSettings
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
+logger = logging.getLogger(__name__)
+
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
 
 
 class GatewaySettings(Group):
     """The HTTP side."""
+
+    header_timeout_s: ClassVar[float] = 10.0  #: for receiving a request's headers
+    headers_after_s: ClassVar[float] = (
+        15.0  #: a stream's headers wait that long for its first event
+    )
+    keep_alive_s: ClassVar[float] = 10.0  #: between the SSE comments of a waiting stream
+    send_timeout_s: ClassVar[float] = 30.0  #: then a stream whose client does not read is cancelled
+    silence_timeout_s: ClassVar[float] = 30.0  #: then Redis is asked about a request
+    image_fetch_timeout_s: ClassVar[float] = 10.0  #: for fetching one image, all redirects included
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(
@@ -55,25 +69,8 @@ class GatewaySettings(Group):
         le=86400,
         description="Deadline of a request, from its acceptance to its last token.",
     )
-    header_timeout_s: float = Field(
-        default=10.0, gt=0, description="Whole time for receiving a request's headers."
-    )
     body_timeout_s: float = Field(
         default=30.0, gt=0, description="Whole time for receiving a request's body."
-    )
-    headers_after_s: float = Field(
-        default=15.0,
-        gt=0,
-        description="Wait for the first event that long before a stream's headers go out.",
-    )
-    keep_alive_s: float = Field(
-        default=10.0, gt=0, description="Pause between SSE comments of a waiting stream."
-    )
-    send_timeout_s: float = Field(
-        default=30.0, gt=0, description="Cancel a stream whose client does not read."
-    )
-    silence_timeout_s: float = Field(
-        default=30.0, gt=0, description="Look into Redis after a request has been silent that long."
     )
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish open requests that long after SIGTERM."
@@ -82,9 +79,6 @@ class GatewaySettings(Group):
         default=(),
         description="Hosts from which images are fetched, comma separated: `host` (ports 80 and 443), `host:port` or "
         "`any-public`. None: no fetching.",
-    )
-    image_fetch_timeout_s: float = Field(
-        default=10.0, gt=0, description="Whole time for fetching one image."
     )
 
     @field_validator("api_keys", "remote_images", mode="before")
@@ -107,6 +101,12 @@ class GatewaySettings(Group):
 class WorkerSettings(Group):
     """The worker process around an engine."""
 
+    max_attempts: ClassVar[int] = (
+        3  #: workers that one request may end before it fails as the cause
+    )
+    batch_age_s: ClassVar[float] = 60.0  #: then batch requests may queue among interactive ones
+    decode_timeout_s: ClassVar[float] = 2.0  #: CPU time for decoding an image
+
     id: str = Field(
         default="", description="Name of the worker; empty: host, process id and a random part."
     )
@@ -116,23 +116,6 @@ class WorkerSettings(Group):
     health_port: int = Field(default=0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     lease_s: float = Field(
         default=10.0, gt=0.5, description="A request unattended that long goes to another worker."
-    )
-    heartbeat_s: float = Field(
-        default=1.0,
-        gt=0,
-        validate_default=True,
-        description="Pause between lease renewals; at most half of `lease_s`.",
-    )
-    max_attempts: int = Field(
-        default=3,
-        ge=1,
-        le=10,
-        description="Workers that one request may end before it counts as the cause and fails.",
-    )
-    batch_age_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Batch requests that waited so long may queue among the interactive ones.",
     )
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish running requests that long after SIGTERM."
@@ -149,24 +132,18 @@ class WorkerSettings(Group):
         le=64,
         description="Processes without rights that decode images; 0: the threads do it themselves.",
     )
-    decode_timeout_s: float = Field(
-        default=2.0,
-        ge=1,
-        description="CPU time for decoding a image; a third of the whole time.",
-    )
 
-    @field_validator("heartbeat_s")
-    @classmethod
-    def fits_in_the_lease(cls, value: float, info: ValidationInfo) -> float:
-        """A lease must outlive a renewal that comes late, or healthy workers lose their requests."""
-        lease_s = info.data.get("lease_s")  # absent: it is bad itself, and told
-        if lease_s is not None and value > lease_s / 2:
-            raise ValueError(f"must be at most half of worker.lease_s, which is {lease_s:g}")
-        return value
+    @cached_property
+    def heartbeat_s(self) -> float:
+        """Pause between lease renewals: a lease outlives some that come late."""
+        return self.lease_s / 10
 
 
 class RedisSettings(Group):
     """How to reach Redis."""
+
+    command_timeout_s: ClassVar[float] = 2.0
+    connect_timeout_s: ClassVar[float] = 2.0
 
     url: str = Field(
         default="",
@@ -175,10 +152,6 @@ class RedisSettings(Group):
     key_prefix: str = Field(
         default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="First part of every key."
     )
-    command_timeout_s: float = Field(
-        default=2.0, gt=0, description="Wait for the reply of a command."
-    )
-    connect_timeout_s: float = Field(default=2.0, gt=0, description="Wait for a connection.")
     max_memory_bytes: int = Field(
         default=1024 * MIB,
         ge=16 * MIB,
@@ -205,6 +178,26 @@ class TraceSettings(Group):
     )
 
 
+def _without_constants(group: type[BaseModel], values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        return values
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        field = group.model_fields.get(name)
+        if field is not None and isinstance(field.annotation, type):
+            if issubclass(field.annotation, Group):
+                value = _without_constants(field.annotation, value, f"{prefix}{name.upper()}__")
+        elif field is None and _is_constant(group, name):
+            logger.warning("%s has no effect any more: remove it", prefix + name.upper())
+            continue
+        kept[name] = value
+    return kept
+
+
+def _is_constant(group: type[BaseModel], name: str) -> bool:
+    return name in group.__class_vars__ or isinstance(vars(group).get(name), cached_property)
+
+
 class Settings(BaseSettings):
     """The whole tree."""
 
@@ -225,6 +218,12 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_constants(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what was a setting in an earlier version and is a constant now, with a warning."""
+        return _without_constants(cls, values, PREFIX)
 
     @classmethod
     def settings_customise_sources(

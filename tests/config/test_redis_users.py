@@ -61,7 +61,7 @@ async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process
         "VLM_REDIS_URL": server.url("worker"),
         "VLM_WORKER__ID": name,
         "VLM_WORKER__DRAIN_S": "0",
-        "VLM_WORKER__HEARTBEAT_S": "0.2",
+        "VLM_WORKER__LEASE_S": "2",
         "VLM_ENGINE__KIND": "mock",
     }
     process = Process(

@@ -93,9 +93,8 @@ class Processes:
             "VLM_REDIS_URL": self.redis_url,
             "VLM_REDIS__KEY_PREFIX": PREFIX,
             "VLM_GATEWAY__REQUEST_TIMEOUT_S": str(REQUEST_TIMEOUT_S),
-            "VLM_GATEWAY__SILENCE_TIMEOUT_S": "2",
+            "TEST_GATEWAY_CONSTANTS": "silence_timeout_s=2",
             "VLM_WORKER__LEASE_S": str(LEASE_S),
-            "VLM_WORKER__HEARTBEAT_S": "0.2",
             "VLM_ENGINE__MOCK__DECODE_S": "0.02",
             "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
             **variables,
@@ -119,7 +118,7 @@ class Processes:
 
     async def gateway(self, **variables: str) -> tuple[Process, str]:
         """A gateway that listens, and its URL."""
-        command = ("vlm", "gateway", "--port", "0", "--die-with-parent")
+        command = ("tests.factories_settings", "gateway", "--port", "0", "--die-with-parent")
         process = await self._start("gateway", *command, **variables)
         line = await process.says("gateway listens")
         found = re.search(r"http://[\d.:]+", line)

@@ -35,7 +35,6 @@ def start_worker(redis_server, redis_prefix):
             "VLM_REDIS__KEY_PREFIX": redis_prefix,
             "VLM_WORKER__ID": name,
             "VLM_WORKER__LEASE_S": "1",
-            "VLM_WORKER__HEARTBEAT_S": "0.2",
             "VLM_ENGINE__KIND": "mock",
             "VLM_ENGINE__SERVED_NAME": MODEL,
             "VLM_ENGINE__MOCK__DECODE_S": "0.02",

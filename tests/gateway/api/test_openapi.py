@@ -4,6 +4,7 @@ import pytest
 
 from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
 from shared.settings.limits import LimitSettings
+from tests.factories_settings import make_group
 
 CHAT = "/v1/chat/completions"
 
@@ -62,7 +63,7 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     [{"limits": {"max_text_chars": 7001, "max_image_bytes": 7003}}],
 )
 async def test_every_limit_of_a_request_is_in_the_document(document, changes):
-    limits = LimitSettings(**changes["limits"])
+    limits = make_group(LimitSettings, **changes["limits"])
     of_the_gateway = (
         "max_open_",
         "max_key_",

@@ -18,6 +18,7 @@ from shared.queue.submit import RequestQueue
 from shared.redis.client import create_redis, retry_idempotent
 from shared.redis.link import RedisLink, RedisSender
 from shared.settings.tree import RedisSettings
+from tests.factories_settings import make_group
 from tests.faults.proxy import run_proxy
 
 TIMEOUT_S = 0.5
@@ -28,7 +29,7 @@ async def slow_redis(redis_server: str, bytes_per_s: float) -> AsyncIterator[Red
     """A client with little patience behind a slow line."""
     async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
         proxy.bytes_per_s = bytes_per_s
-        client = create_redis(RedisSettings(url=proxy.url, command_timeout_s=TIMEOUT_S))
+        client = create_redis(make_group(RedisSettings, url=proxy.url, command_timeout_s=TIMEOUT_S))
         yield client
         await client.aclose()
 
@@ -72,7 +73,7 @@ async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_
 async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
     """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
     async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
-        client = create_redis(RedisSettings(url=proxy.url, command_timeout_s=TIMEOUT_S))
+        client = create_redis(make_group(RedisSettings, url=proxy.url, command_timeout_s=TIMEOUT_S))
         sender = RedisSender(client)
         await sender.execute("PING")
         proxy.freeze()
@@ -190,7 +191,7 @@ async def link_to_fake(tmp_path, greeting: bytes) -> AsyncIterator[RedisLink]:
     path = str(tmp_path / "s")
     loop = asyncio.get_running_loop()
     server = await loop.create_unix_server(lambda: FakeServer(greeting), path)
-    client = create_redis(RedisSettings(url=f"unix://{path}", command_timeout_s=0.1))
+    client = create_redis(make_group(RedisSettings, url=f"unix://{path}", command_timeout_s=0.1))
     link = RedisLink(client)
     try:
         yield link

@@ -15,6 +15,7 @@ from shared.queue.publication import Claim
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded, two_headed_png
 from tests.factories_queue import make_request
+from tests.factories_settings import make_group
 from worker.prepare.preparer import ImageRefused, Preprocessor
 
 
@@ -29,7 +30,7 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
     """Prepare a request with a image that a gateway has found to be of a size."""
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put_all([(image.sha256, data)], 60)
-    preprocessor = Preprocessor(MockProcessor(4), store, LimitSettings(**limits), 1)
+    preprocessor = Preprocessor(MockProcessor(4), store, make_group(LimitSettings, **limits), 1)
     claim = Claim(make_request(images=(image,)), b"0-1", 1, 0, False, (), 0.0, 60.0)
     try:
         await preprocessor.prepare(claim, "r")
