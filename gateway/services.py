@@ -4,10 +4,11 @@ import asyncio
 import secrets
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.intake import Intake
 from gateway.calls.key_limits import KeyLimits
+from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.models import ModelDirectory
 from gateway.calls.refunds import Refunds
+from gateway.calls.resume import Resume
 from gateway.http.admission import Admission
 from gateway.http.deferred import DeferredTasks
 from gateway.images.fetch import ImageFetcher
@@ -52,21 +53,26 @@ class Services:
         self.refunds = Refunds(self.queue)
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)
-        self.intake = self._create_intake()
+        self.lifecycle = self._create_lifecycle()
         self._refreshing: asyncio.Task[None] | None = None
 
-    def _create_intake(self) -> Intake:
-        return Intake(
-            self.gateway_id,
-            self.settings.gateway,
-            self.settings.limits,
+    def _create_lifecycle(self) -> Lifecycle:
+        timeout_s = self.settings.gateway.request_timeout_s
+        return Lifecycle(
+            gateway_id=self.gateway_id,
+            settings=self.settings.gateway,
+            limits=self.settings.limits,
+            admission=self.admission,
             key_limits=self.key_limits,
             models=self.models,
             loader=self.loader,
             image_store=self.image_store,
             dispatcher=self.dispatcher,
+            resume=Resume(self.queue, self.dispatcher, timeout_s),
             refunds=self.refunds,
             metrics=self.metrics,
+            deferred_tasks=self.deferred_tasks,
+            tracer=self.tracer,
         )
 
     def _on_gap(self, model: str) -> None:

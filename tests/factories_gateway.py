@@ -2,14 +2,16 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 from redis.asyncio import Redis
 
+from gateway.api import SURFACES
 from gateway.app import create_app
+from gateway.calls.surface import Surface
 from gateway.http.server import DrainingServer, create_server
 from gateway.services import Services
 from shared.blobs.store import ImageStore
@@ -211,6 +213,9 @@ class ScriptedWorker:
         assert not failures, failures
 
 
+Create = Callable[[LimitSettings], Surface]
+
+
 class RunningGateway:
     """A gateway that serves, and a client for it."""
 
@@ -237,11 +242,11 @@ class RunningGateway:
 
 @asynccontextmanager
 async def run_gateway_on_socket(
-    settings: Settings, *, refresh: bool = True
+    settings: Settings, *, refresh: bool = True, surfaces: Sequence[Create] = SURFACES
 ) -> AsyncIterator[RunningGateway]:
     """Serve in this event loop."""
     services = Services(settings)
-    server = create_server(services, create_app(services))
+    server = create_server(services, create_app(services, surfaces))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)

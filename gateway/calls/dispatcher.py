@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 
-from gateway.calls.open_call import Generation
+from gateway.calls.open_call import OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import (
@@ -36,11 +36,11 @@ _CANCELLED_MESSAGE = "The request was cancelled."
 
 logger = logging.getLogger(__name__)
 
-Route = tuple[Generation, int]  #: where the events of one request go: to this choice
+Route = tuple[OpenCall, int]  #: where the events of one request go: to this choice
 
 
 class Dispatcher:
-    """Turns requests into `Generation`s and events into their deliveries."""
+    """Turns requests into `OpenCall`s and events into their deliveries."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Dispatcher:
 
     async def submit(
         self, requests: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
-    ) -> Generation:
+    ) -> OpenCall:
         """Queue the choices of one request, each of which may come to so many tokens.
 
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
@@ -101,7 +101,7 @@ class Dispatcher:
         for request in requests:
             if any(not other.is_follower for other, _ in self._routes.get(request.id, ())):
                 raise DuplicateRequest(f"request {request.id} is open")
-        generation = Generation(
+        generation = OpenCall(
             requests[0].model,
             [request.id for request in requests],
             time.monotonic() + timeout_s,
@@ -124,7 +124,7 @@ class Dispatcher:
 
     async def follow(
         self, model: str, request_id: str, *, timeout_s: float, begins_within_s: float
-    ) -> Generation:
+    ) -> OpenCall:
         """The events of a detached request from its first, whoever queued it; closing this cancels nothing.
 
         `timeout_s`: the longest that it may take, where Redis knows no shorter deadline. `begins_within_s`: how long
@@ -132,7 +132,7 @@ class Dispatcher:
         """
         await self.mailbox.open([model])
         now = time.monotonic()
-        generation = Generation(model, [request_id], now + timeout_s, self._forget)
+        generation = OpenCall(model, [request_id], now + timeout_s, self._forget)
         generation.is_resumable = generation.is_follower = True
         generation.begins_by = now + begins_within_s
         generation.choices[0].has_gap = True
@@ -155,11 +155,11 @@ class Dispatcher:
             if generation.model == model:
                 generation.choices[choice].has_gap = True
 
-    def _add(self, generation: Generation) -> None:
+    def _add(self, generation: OpenCall) -> None:
         for choice, progress in enumerate(generation.choices):
             self._routes.setdefault(progress.request_id, []).append((generation, choice))
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: OpenCall) -> None:
         for choice, progress in enumerate(generation.choices):
             routes = self._routes[progress.request_id]
             routes.remove((generation, choice))
@@ -227,7 +227,7 @@ class Dispatcher:
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
 
-    def _deliver_one(self, generation: Generation, choice: int, event: CallEvent) -> bool:
+    def _deliver_one(self, generation: OpenCall, choice: int, event: CallEvent) -> bool:
         try:
             return generation.deliver(choice, event)
         except Exception:
@@ -265,7 +265,7 @@ class Dispatcher:
         while routes := list(islice(silent, MAX_LOOKS)):
             await self._look_up(routes)
 
-    def _is_silent(self, generation: Generation, choice: int, now: float) -> bool:
+    def _is_silent(self, generation: OpenCall, choice: int, now: float) -> bool:
         progress = generation.choices[choice]
         if progress.is_finished:
             return False
@@ -288,7 +288,7 @@ class Dispatcher:
         if unavailable is not None:
             raise unavailable
 
-    async def _look_up_one(self, generation: Generation, choice: int) -> None:
+    async def _look_up_one(self, generation: OpenCall, choice: int) -> None:
         progress = generation.choices[choice]
         model, request_id = generation.model, progress.request_id
         state = await self.queue.listen(model, request_id, self.mailbox.gateway_id)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.http.errors import Overloaded
-from shared.protocol import Call, ModelCard, Priority, TextPart
+from shared.protocol import ModelCard, Priority, Task, TextPart
 from shared.queue.submit import Bounds, QueueRefused
 from shared.settings.limits import LimitSettings
 
@@ -114,12 +114,12 @@ class PossibleTokens:
         return self.num_prompt_tokens + self.num_answer_tokens
 
 
-def possible_tokens(request: Call, card: ModelCard) -> PossibleTokens:
+def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     """Prompt and answer, as far as the model holds them."""
-    parts = [part for message in request.task.messages for part in message.parts]
+    parts = [part for message in task.messages for part in message.parts]
     num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
     per_image = card.tokens_per_image or TOKENS_PER_IMAGE
-    answer = request.task.sampling.max_tokens or OPEN_ANSWER_TOKENS
-    num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(request.task.images)
+    answer = task.sampling.max_tokens or OPEN_ANSWER_TOKENS
+    num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))

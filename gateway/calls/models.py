@@ -12,7 +12,6 @@ from contextvars import Context
 
 from redis.exceptions import RedisError
 
-from gateway.api.chat.schemas import ModelList, ModelObject
 from gateway.http.errors import ApiError, NotFound, Overloaded
 from shared.protocol import PROTOCOL_VERSION, ModelCard, explain_versions
 from shared.queue.registry import Registry
@@ -90,10 +89,11 @@ class ModelDirectory:
             await self._look_again()  # it may have come this second
             card = self.cards.get(name)
         if card is None:
-            raise self._missing(name)
+            raise self.missing(name)
         return card
 
-    def _missing(self, name: str) -> ApiError:
+    def missing(self, name: str) -> ApiError:
+        """The error for a name that no worker has announced, or only workers of another version."""
         other = self._other_versions.get(name)
         if other is None:
             return _not_found()
@@ -114,27 +114,6 @@ class ModelDirectory:
     def label(self, name: str) -> str:
         """The name of a model that is known, else `other`: labels of metrics must be few."""
         return name if name in self.cards else OTHER
-
-    def listing(self) -> ModelList:
-        """The answer of `/v1/models`: models that somebody works on first, of these the newest first."""
-        models = [self._to_object(card) for _, card in sorted(self.cards.items())]
-        models.sort(key=lambda model: (model.num_workers == 0, -model.created))
-        return ModelList(models)
-
-    def shown(self, name: str) -> ModelObject:
-        """The answer of `/v1/models/{name}`. Raises: NotFound."""
-        if name not in self.cards:
-            raise self._missing(name)
-        return self._to_object(self.cards[name])
-
-    def _to_object(self, card: ModelCard) -> ModelObject:
-        return ModelObject(
-            card.name,
-            card.created_at,
-            card.max_model_len,
-            card.supports_images,
-            self.num_workers[card.name],
-        )
 
 
 def _is_spoken(card: ModelCard) -> bool:

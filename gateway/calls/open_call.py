@@ -96,7 +96,7 @@ class ChoiceProgress:
         return Failed(self.request_id, self.attempt, code, message)
 
 
-class Generation:
+class OpenCall:
     """The choices of one request. `close` is synchronous and idempotent, and cancels what still runs, unless detached.
 
     Units: `deadline_at` is a reading of `time.monotonic`.
@@ -107,7 +107,7 @@ class Generation:
         model: str,
         request_ids: Sequence[str],
         deadline_at: float,
-        on_close: Callable[["Generation"], None],
+        on_close: Callable[["OpenCall"], None],
     ) -> None:
         self.model = model
         self.deadline_at = deadline_at
@@ -188,7 +188,7 @@ class Generation:
         for callback in self._on_close:
             callback(self)
 
-    def when_closed(self, callback: Callable[["Generation"], None]) -> None:
+    def when_closed(self, callback: Callable[["OpenCall"], None]) -> None:
         """Call this too when it is closed; now, if it is."""
         if self.is_closed:
             callback(self)

@@ -1,48 +1,104 @@
-"""One request's answer as it comes in: its totals, its latencies, and whether it is complete.
+"""Everything that is noted of one request: its metrics, its line in the log, its span.
 
-Whole answers and streams pass every event through the same recorder, so that both count and fail alike.
+The log never holds the prompt, the answer, a key or an image: the tenant is a short hash of its key, the client's `user`
+too, by which one user's requests are found without naming them. Attributes of the span are OpenTelemetry's GenAI
+conventions and a few of our own (`vlm.`): numbers and names of ours. The worker's stages hang below the same span, as
+its name travels with the call.
 """
 
+import hashlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from gateway.api.chat.answer import AnswerTotals, check_finished
-from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.timings import StageClock, slowest, stages_of, ttft_of
-from gateway.http.errors import from_failed
-from shared.protocol import Failed, Finished, Priority, Tokens
+from gateway.calls.models import OTHER
+from gateway.calls.open_call import ChoiceEvent, OpenCall
+from gateway.calls.surface import Surface, Totals
+from gateway.calls.timings import (
+    StageClock,
+    body_timings,
+    slowest,
+    stages_of,
+    timing_headers,
+    ttft_of,
+)
+from gateway.http.context import RequestContext
+from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
+from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Priority, Tokens
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
+from shared.telemetry.trace_context import trace_id_of
+from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns
+
+if TYPE_CHECKING:
+    from shared.telemetry.spans import RequestSpan, Tracer
+
+_LARGEST_INT = 2**63 - 1  #: of an attribute; what is beyond it is refused anyway
+
+logger = logging.getLogger(__name__)
 
 
-class AnswerRecorder:
-    """Notes events on their way to the client. Units: seconds.
+class Recorder:
+    """Notes one request on its way. `model` is a label of the metrics, so only ever a known name.
 
-    `metrics`: None for an answer that was queued by another request, which is the one that counts it.
+    Units: seconds.
     """
 
-    def __init__(
-        self,
-        model: str,
-        num_choices: int,
-        clock: StageClock,
-        metrics: GatewayMetrics | None,
-        priority: Priority = Priority.INTERACTIVE,
-        *,
-        is_streamed: bool = False,
-    ) -> None:
-        self.model = model
-        self.num_choices = num_choices
-        self.clock = clock
+    def __init__(self, surface: Surface, context: RequestContext, metrics: GatewayMetrics) -> None:
+        self.surface = surface
+        self.context = context
         self.metrics = metrics
-        self.priority = priority
-        self.is_streamed = is_streamed
-        self.totals = AnswerTotals()
+        self.clock = StageClock(context.received_at)
+        self.totals = Totals()
+        self.model = OTHER
+        self.user: str | None = None
+        self.priority = Priority.INTERACTIVE
+        self.outcome = "cancelled"
+        self.is_followed = (
+            False  #: the answer is another request's, which is the one that is counted
+        )
+        self._is_streamed = False
+        self._num_choices = 0
         self._last_token_at: dict[int, float] = {}
+        self._span: RequestSpan | None = None
+
+    # On the way in
+
+    def trace(self, tracer: "Tracer") -> None:
+        """Open the span; the context names it as the parent of later ones."""
+        begin_ns = epoch_ns(time.perf_counter() - self.clock.received_at)
+        name = self.surface.name
+        self._span = tracer.begin(name, "server", self.context.trace_parent, begin_ns)
+        self.context.trace_parent = self._span.trace_parent
+
+    def describe(self, numbers: Mapping[str, Any]) -> None:
+        """Note what was asked for, in the span."""
+        if self._span is not None:
+            self._span.add(
+                {
+                    f"gen_ai.request.{name}": number
+                    for name, number in numbers.items()
+                    if number is not None and abs(number) <= _LARGEST_INT
+                }
+            )
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether there is a span."""
+        return self._span is not None
+
+    def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
+        """The call is queued, or followed."""
+        self.is_followed = call.is_follower
+        self._is_streamed = is_streamed
+        self._num_choices = len(call.choices)
+
+    # On the way back
 
     @property
     def is_complete(self) -> bool:
         """Whether every choice has finished."""
-        return len(self.totals.finished) == self.num_choices
+        return 0 < len(self.totals.finished) == self._num_choices
 
     def note(self, events: Sequence[ChoiceEvent]) -> None:
         """Take events that arrived together. Raises: ApiError if one of them is a failure."""
@@ -51,8 +107,7 @@ class AnswerRecorder:
             if isinstance(event, Tokens):
                 self._note_tokens(index, event, now)
             elif isinstance(event, Finished):
-                if failed := check_finished(event):
-                    raise from_failed(failed)
+                _check(event)
                 self.totals.finished.append(event)
             elif isinstance(event, Failed):
                 raise from_failed(event)
@@ -61,25 +116,55 @@ class AnswerRecorder:
         if event.text and self.clock.first_text_at is None:
             self.clock.first_text_at = now
         last = self._last_token_at.get(index)
-        if last is not None and event.token_ids and self.metrics is not None:
+        if last is not None and event.token_ids and not self.is_followed:
             self.metrics.record_tokens(self.model, now - last, len(event.token_ids))
         self._last_token_at[index] = now
 
     def stages(self, e2e_s: float) -> dict[str, float]:
         """Each stage of the slowest choice, once the answer is complete."""
-        return stages_of(self.clock, slowest(self.totals.timings), e2e_s)
+        timings = [event.timings for event in self.totals.finished]
+        return stages_of(self.clock, slowest(timings), e2e_s)
 
-    def _ttft_s(self, stages: dict[str, float]) -> float | None:
-        """Tokens of a whole answer come late and together: the worker knows when it had the first."""
-        seen_s = self.clock.ttft_s
-        return seen_s if self.is_streamed or seen_s is None else ttft_of(stages)
+    def known_timing(self) -> Headers:
+        """What can be said of the time when a stream begins."""
+        clock = self.clock
+        stages = {"ingest": clock.ingest_s, "image_decode": clock.image_decode_s}
+        return timing_headers(stages, clock.elapsed_s(), is_whole=False)
 
-    def record(self) -> None:
-        """Feed the metrics of an answer that is complete and with the socket, its clock stopped."""
-        if self.metrics is None:
-            return
+    # The end
+
+    def count(self, error: ApiError | None, *, is_answered: bool) -> None:
+        """Count how it ended: before the client is told, and once."""
+        if is_answered:
+            self.outcome = "followed" if self.is_followed else "ok"
+        elif isinstance(error, Overloaded):
+            self.metrics.record_rejection(error.reason)
+            self.outcome = "rejected"
+        elif error is not None:
+            self.outcome = error.code or self.outcome
+        if error is not None and error.model is not None:
+            self.model = error.model
+        self.metrics.record_outcome(self.model, self.outcome)
+
+    def stop(self, status: int | None) -> None:
+        """Stop the clock and close the span. `status`: what the client was told, if anything."""
+        self.clock.stop()
+        if self._span is not None and self._span.is_recorded:
+            self._end_span(self._span, status)
+
+    def account(self, status: int | None) -> None:
+        """Log the request, and feed the metrics of a complete answer; nobody waits for it."""
+        self._log(status)
+        if self.outcome == "ok":
+            self._observe()
+
+    def _observe(self) -> None:
         e2e_s = self.clock.elapsed_s()
         stages = self.stages(e2e_s)
+        ttft_s = self.clock.ttft_s
+        if ttft_s is not None and not self._is_streamed:
+            # Tokens of a whole answer come late and together: the worker knows when it had the first.
+            ttft_s = ttft_of(stages)
         prompt = self.totals.prompt
         self.metrics.record_finished(
             RequestRecord(
@@ -87,11 +172,100 @@ class AnswerRecorder:
                 priority=self.priority.value,
                 stages=stages,
                 e2e_s=e2e_s,
-                ttft_s=self._ttft_s(stages),
+                ttft_s=ttft_s,
                 num_prompt_tokens=prompt.num_prompt_tokens,
                 num_image_tokens=prompt.num_image_tokens,
                 num_cached_tokens=prompt.num_cached_tokens,
                 num_output_tokens=self.totals.num_output_tokens,
-                num_choices=self.num_choices,
+                num_choices=self._num_choices,
             )
         )
+
+    def _log(self, status: int | None) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        context = self.context
+        fields: dict[str, object] = {
+            "request_id": context.id, "model": self.model, "outcome": self.outcome, "status": status,
+        }  # fmt: skip
+        if context.client_id is not None:
+            fields["client_request_id"] = context.client_id
+        if context.trace_parent is not None:
+            fields["trace_id"] = trace_id_of(context.trace_parent)
+        if context.tenant:
+            fields["tenant"] = short_hash(context.tenant)
+        if self.user:
+            fields["user"] = short_hash(self.user)
+        e2e_s = self.clock.elapsed_s()
+        if self.is_complete:
+            prompt = self.totals.prompt
+            fields["prompt_tokens"] = prompt.num_prompt_tokens
+            fields["image_tokens"] = prompt.num_image_tokens
+            fields["cached_tokens"] = prompt.num_cached_tokens
+            fields["output_tokens"] = self.totals.num_output_tokens
+            fields.update(body_timings(self.stages(e2e_s), e2e_s))
+        else:
+            fields["e2e_s"] = round(e2e_s, 6)
+        logger.info("request ended", extra=fields)
+
+    def _end_span(self, span: "RequestSpan", status: int | None) -> None:
+        e2e_s = self.clock.elapsed_s()
+        span.rename(f"{self.surface.name} {self.model}")
+        span.add(
+            {
+                "gen_ai.operation.name": self.surface.name,
+                "gen_ai.provider.name": "vlm-fleet",
+                "gen_ai.request.model": self.model,
+                "vlm.request.id": self.context.id,
+                "vlm.outcome": self.outcome,
+            }
+        )
+        if status is not None:
+            span.add({"http.response.status_code": status})
+        if self.is_complete:
+            span.add(self._answer_attributes())
+        is_ours = self.outcome not in NOT_FAILURES and (status is None or not 400 <= status < 500)
+        span.end(e2e_s, self._own_stages(e2e_s), self.outcome if is_ours else None)
+
+    def _answer_attributes(self) -> Attributes:
+        """What came of it. Units: tokens, seconds."""
+        prompt, ttft_s = self.totals.prompt, self.clock.ttft_s
+        reasons = [event.finish_reason.value for event in self.totals.finished]
+        answer: Attributes = {
+            "gen_ai.response.id": self.surface.id_prefix + self.context.id,
+            "gen_ai.response.model": self.model,
+            "gen_ai.response.finish_reasons": reasons,
+            "gen_ai.usage.input_tokens": prompt.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": self.totals.num_output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": prompt.num_cached_tokens,
+            "vlm.usage.image_tokens": prompt.num_image_tokens,
+        }
+        if ttft_s is None:
+            return answer
+        return {**answer, "gen_ai.response.time_to_first_chunk": ttft_s}
+
+    def _own_stages(self, e2e_s: float) -> list[Stage]:
+        """The stages that this process measured; the relay lies where it ended."""
+        clock = self.clock
+        if not clock.submitted_at:
+            return []
+        stages = [Stage("ingest", 0.0, clock.ingest_s)]
+        if clock.image_decode_s:
+            begin_s = clock.submitted_at - clock.received_at - clock.image_decode_s
+            stages.append(Stage("image_decode", begin_s, clock.image_decode_s))
+        if self.is_complete:
+            relay_s = self.stages(e2e_s)["relay"]
+            stages.append(Stage("relay", e2e_s - relay_s, relay_s))
+        return stages
+
+
+def _check(event: Finished) -> None:
+    """An aborted answer is no answer. Raises: ApiError."""
+    if event.finish_reason is FinishReason.ABORT:
+        message = "The request was cancelled."
+        raise from_failed(Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message))
+
+
+def short_hash(name: str) -> str:
+    """A short name for a user or a tenant: a pseudonym, not a secret."""
+    return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()

@@ -1,25 +1,29 @@
-"""Answers that outlive their connection: taken up again by id, on any gateway, exactly where they were left.
+"""Answers that outlive their connection: resumed by id, on any gateway, exactly where they were left.
 
-A request is detached when its client asks for that (`x-vlm-resumable`) or names it (`Idempotency-Key`): it goes on
-when the client leaves. Whoever comes back reads the request's log, which Redis keeps a minute beyond its end, and hears
-what follows by the mailbox of its gateway.
-Events carry ids, so that what was seen is not sent again. Only the tenant who asked may read.
+A request is resumable when its client asks for that (`x-vlm-resumable`) or names it (`Idempotency-Key`): it goes on
+when the client leaves. A client that comes back reads the call's log, which Redis keeps a minute beyond its end, and
+then what follows by the mailbox of its gateway. Frames carry ids, so that none is sent twice. Only the tenant who asked
+may read.
 """
 
 import asyncio
 import hashlib
 import hmac
 import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
-from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.open_call import Generation
+from gateway.calls.open_call import ChoiceEvent, OpenCall
+from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
+from gateway.http import sse
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest, NotFound
-from shared.queue.submit import QueueUnavailable, RequestQueue
+from shared.protocol import Tokens
+from shared.queue.submit import DuplicateRequest, QueueUnavailable, RequestQueue
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
@@ -33,66 +37,69 @@ RECORD_GRACE_S = 60.0
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,256}")
 _EVENT_ID = re.compile(rb"[0-9]{1,10}")
-_ANSWER_ID = re.compile(r"(?:chatcmpl-)?([0-9a-f]{32})")
+_ANSWER_ID = re.compile(r"(?:[a-z]{1,16}[-_])?([0-9a-f]{32})")
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
-    """What another gateway must know to tell an answer in the same words."""
+    """What another gateway must know to answer in the same words."""
 
+    surface: str
     model: str
     tenant: str
-    fingerprint: str  #: of the request: an idempotency key stands for one request only
+    #: Of the request: an idempotency key stands for one request only.
+    fingerprint: str
     created: int
-    include_usage: bool
-    with_logprobs: bool
     shows_timings: bool
-    service_tier: str = ""  #: where the request named one
+    #: The surface's own, of `Plan.options`.
+    options: msgspec.Raw
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)
 
 
-def detach(context: RequestContext, request: ChatCompletionRequest) -> bool:
-    """Whether the request shall go on without its client; its id is derived from its key, if it has one.
+def is_resumable(context: RequestContext, plan: Plan) -> bool:
+    """Whether the request goes on without its client; its id then follows from its key, if it has one.
 
     Raises: InvalidRequest.
     """
     key = context.headers.get(KEY_HEADER)
-    wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
-    if key is None and not (wants_resume and request.stream):
+    if key is None and RESUMABLE_HEADER not in context.headers:
         return False
-    if (request.n or 1) != 1:
-        raise InvalidRequest("An answer that can be taken up again is one choice.", param="n")
+    wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
+    if key is None and not (wants_resume and plan.is_streamed):
+        return False
+    if len(plan.tasks) != 1:
+        raise InvalidRequest("`n` must be 1 for a resumable request.", param="n")
     if key is not None:
         if not _KEY.fullmatch(key):
             raise InvalidRequest(
-                "Invalid Idempotency-Key: it is 1 to 256 visible ASCII characters.",
+                "Invalid Idempotency-Key: send 1 to 256 visible ASCII characters.",
                 param="Idempotency-Key",
             )
         context.id = hmac.new(context.tenant.encode(), key, hashlib.sha256).hexdigest()[:32]
     return True
 
 
-def fingerprint(context: RequestContext, request: ChatCompletionRequest) -> str:
+def _fingerprint(context: RequestContext, request: Request) -> str:
     """The same for equal requests; empty where no key could name another one."""
     if KEY_HEADER not in context.headers:
         return ""
     return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
 
 
-def last_event_id(context: RequestContext) -> int:
+def _last_event_id(context: RequestContext) -> int:
     """The last event that the client has; -1 for none. Raises: InvalidRequest."""
     value = context.headers.get(LAST_ID_HEADER, b"")
     if not value:
         return -1
     if not _EVENT_ID.fullmatch(value):
-        raise InvalidRequest("Invalid Last-Event-ID: it is a number.", param="Last-Event-ID")
+        raise InvalidRequest("Invalid Last-Event-ID: send a number.", param="Last-Event-ID")
     return int(value)
 
 
-def answer_id(text: str) -> str:
-    """The request of an answer's `id`. Raises: NotFound."""
-    found = _ANSWER_ID.fullmatch(text)
+def _call_id(answer_id: str) -> str:
+    """The id of the request of an answer. Raises: NotFound."""
+    found = _ANSWER_ID.fullmatch(answer_id)
     if found is None:
         raise _unknown()
     return found[1]
@@ -103,12 +110,43 @@ def _unknown() -> NotFound:
 
 
 def _choice(request_id: str) -> str:
-    """The id of a detached request's only choice."""
+    """The id of a resumable request's only call."""
     return f"{request_id}-0"
 
 
-class Streams:
-    """The records of detached requests, and followers of their logs."""
+class NumberedAnswer:
+    """An answer whose frames have ids; those up to `last_id` are left out. -1: none are."""
+
+    def __init__(self, answer: Answer, last_id: int) -> None:
+        self._answer = answer
+        self._last_id = last_id
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """The body of a whole answer."""
+        return self._answer.whole(events, totals)
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """The frames that the client does not have. What it has and what is new share no frame."""
+        num_seen = self._num_seen(events)
+        frames = self._answer.frames(events[:num_seen], None) if num_seen else []
+        frames += self._answer.frames(events[num_seen:], totals)
+        return [
+            (position, sse.numbered(data, position))
+            for position, data in frames
+            if position > self._last_id
+        ]
+
+    def _num_seen(self, events: Sequence[ChoiceEvent]) -> int:
+        seen = [
+            place
+            for place, (_, event) in enumerate(events, 1)
+            if isinstance(event, Tokens) and event.index + len(event.token_ids) <= self._last_id
+        ]
+        return seen[-1] if seen else 0
+
+
+class Resume:
+    """Resumable requests: their records in Redis, and readers of their logs."""
 
     def __init__(
         self, queue: RequestQueue, dispatcher: Dispatcher, request_timeout_s: float
@@ -119,16 +157,82 @@ class Streams:
         self.keep_s = request_timeout_s + RECORD_GRACE_S
         self._forgetting: set[asyncio.Task[None]] = set()
 
-    async def claim(self, request_id: str, record: StreamRecord) -> bool:
-        """Note a new request; False if it is known, and then to be followed. Raises: QueueUnavailable."""
-        return await self.queue.remember(request_id, msgspec.json.encode(record), self.keep_s)
+    async def open(
+        self,
+        surface: Surface,
+        request: Request,
+        plan: Plan,
+        head: AnswerHead,
+        context: RequestContext,
+        submit: Callable[[], Awaitable[OpenCall]],
+    ) -> Reply:
+        """Queue a request that outlives its connection by `submit`, or follow it if it was sent before.
 
-    async def forget(self, request_id: str) -> None:
-        """The request was not taken in after all; what Redis does not hear goes at the end of its time."""
+        Raises: InvalidRequest if the key names another request; QueueUnavailable; what `submit` raises.
+        """
+        last_id = _last_event_id(context)
+        record = StreamRecord(
+            surface=surface.name,
+            model=head.model,
+            tenant=context.tenant,
+            fingerprint=_fingerprint(context, request),
+            created=head.created,
+            shows_timings=plan.shows_timings,
+            options=msgspec.Raw(msgspec.json.encode(plan.options)),
+        )
+        is_new = await self.queue.remember(context.id, msgspec.json.encode(record), self.keep_s)
+        call = None
+        if not is_new:
+            found = await self._find_same(context.id, record)
+            head = replace(head, created=found.created)
+            if await self.queue.state(found.model, _choice(context.id)) is not None:
+                call = await self._follow(context.id, found.model)
+        if call is None:
+            call = await self._submit(context.id, head.model, submit, is_new)
+        answer = surface.answer(plan.options, head)
+        return _numbered_reply(
+            surface, call, answer, head, last_id, plan.is_streamed, plan.shows_timings
+        )
+
+    async def reopen(
+        self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
+    ) -> Reply:
+        """The rest of a stream after the event that `Last-Event-ID` names.
+
+        Raises: InvalidRequest, NotFound, RedisError, QueueUnavailable.
+        """
+        request_id = _call_id(answer_id)
+        last_id = _last_event_id(context)
+        record = await self._find(request_id, context.tenant)
+        surface = surfaces.get(record.surface)
+        if surface is None:
+            raise _unknown()
+        call = await self._follow(request_id, record.model)
+        head = AnswerHead(surface.id_prefix + request_id, record.created, record.model)
+        options = msgspec.json.decode(record.options, type=surface.options)
+        answer = surface.answer(options, head)
+        return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
+
+    async def _submit(
+        self, request_id: str, model: str, submit: Callable[[], Awaitable[OpenCall]], is_new: bool
+    ) -> OpenCall:
+        try:
+            return await submit()
+        except DuplicateRequest:  # queued by a try that was told nothing of it, or that came first
+            return await self._follow(request_id, model)
+        except QueueUnavailable:  # it may be queued: a retry finds out
+            raise
+        except BaseException:
+            if is_new:
+                await self._forget(request_id)
+            raise
+
+    async def _forget(self, request_id: str) -> None:
+        """The request was not taken in after all; what Redis does not hear expires."""
         with suppress(QueueUnavailable):
             await self.queue.forget(request_id)
 
-    async def find(self, request_id: str, tenant: str) -> StreamRecord:
+    async def _find(self, request_id: str, tenant: str) -> StreamRecord:
         """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
         data = await self.queue.recall(request_id)
         record = _decoder.decode(data) if data is not None else None
@@ -136,10 +240,10 @@ class Streams:
             raise _unknown()
         return record
 
-    async def find_same(self, request_id: str, wanted: StreamRecord) -> StreamRecord:
+    async def _find_same(self, request_id: str, wanted: StreamRecord) -> StreamRecord:
         """The record of the same request, sent before. Raises: InvalidRequest if it was another."""
-        record = await self.find(request_id, wanted.tenant)
-        if record.fingerprint != wanted.fingerprint:
+        record = await self._find(request_id, wanted.tenant)
+        if (record.surface, record.fingerprint) != (wanted.surface, wanted.fingerprint):
             raise InvalidRequest(
                 "This Idempotency-Key was used for another request.",
                 code="idempotency_key_reused",
@@ -148,28 +252,38 @@ class Streams:
             )
         return record
 
-    async def is_known(self, request_id: str, model: str) -> bool:
-        """Whether the request is queued, runs, or ended within the last minute. Raises: QueueUnavailable."""
-        return await self.queue.state(model, _choice(request_id)) is not None
-
-    async def follow(self, request_id: str, model: str) -> Generation:
+    async def _follow(self, request_id: str, model: str) -> OpenCall:
         """The events of a request from its first, as its log has them; closing it cancels nothing.
 
         Raises: RedisError, QueueUnavailable.
         """
-        generation = await self.dispatcher.follow(
+        call = await self.dispatcher.follow(
             model,
             _choice(request_id),
             timeout_s=self.request_timeout_s,
             begins_within_s=BEGINS_WITHIN_S,
         )
-        generation.when_closed(self._forget_lost)
-        return generation
+        call.when_closed(self._forget_lost)
+        return call
 
-    def _forget_lost(self, generation: Generation) -> None:
+    def _forget_lost(self, call: OpenCall) -> None:
         """Let nobody wait again for a request of which Redis knows nothing."""
-        [choice] = generation.choices
+        [choice] = call.choices
         if choice.is_finished and choice.attempt == 0:
-            task = asyncio.create_task(self.forget(choice.request_id.removesuffix("-0")))
+            task = asyncio.create_task(self._forget(choice.request_id.removesuffix("-0")))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
+
+
+def _numbered_reply(
+    surface: Surface,
+    call: OpenCall,
+    answer: Answer,
+    head: AnswerHead,
+    last_id: int,
+    is_streamed: bool,
+    shows_timings: bool,
+) -> Reply:
+    where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
+    numbered = NumberedAnswer(answer, last_id)
+    return Reply(surface, call, numbered, is_streamed, shows_timings, where)

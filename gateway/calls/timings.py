@@ -7,6 +7,7 @@ left of the end-to-end time is `relay`: publishing, the mailbox, and writing to 
 import time
 from dataclasses import dataclass
 
+from gateway.http.errors import Headers
 from shared.protocol import StageTimings
 
 
@@ -78,12 +79,15 @@ def _total_s(timings: StageTimings) -> float:
     )
 
 
-def server_timing(stages: dict[str, float], total_s: float | None = None) -> bytes:
-    """The `server-timing` header. Units: its durations are milliseconds."""
+def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
+    """The headers that say where the time went. Units: their durations are milliseconds."""
     entries = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items()]
-    if total_s is not None:
-        entries.append(f"total;dur={total_s * 1e3:.3f}")
-    return ", ".join(entries).encode()
+    if is_whole:
+        entries.append(f"total;dur={elapsed_s * 1e3:.3f}")
+    return [
+        (b"server-timing", ", ".join(entries).encode()),
+        (b"openai-processing-ms", b"%d" % round(elapsed_s * 1e3)),
+    ]
 
 
 def body_timings(stages: dict[str, float], e2e_s: float) -> dict[str, float]:

@@ -9,13 +9,13 @@ Prometheus can send one (`authorization: credentials_file`).
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import SecretStr
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.context import context_of
-from gateway.http.errors import AuthenticationError, send_error
+from gateway.http.errors import AuthenticationError, Render, send_error
 from gateway.http.wrong_keys import TooManyWrongKeys, WrongKeys
 from shared.settings.tree import GatewaySettings, SettingsError
 
@@ -97,8 +97,12 @@ def is_loopback(host: str) -> bool:
 class AuthMiddleware:
     """Pure ASGI: lets nothing pass without a key, but the probes."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, wrong_keys: WrongKeys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, wrong_keys: WrongKeys, renders: Mapping[str, Render]
+    ) -> None:
+        """`renders`: paths whose APIs have their own shape of an error."""
         self.app = app
+        self.renders = renders
         self.keys = keys
         self.wrong_keys = wrong_keys
 
@@ -110,7 +114,7 @@ class AuthMiddleware:
         try:
             context_of(scope).tenant = self._authenticate(scope)
         except (AuthenticationError, TooManyWrongKeys) as error:
-            await send_error(send, error)
+            await send_error(send, error, self.renders.get(scope["path"]))
             return
         await self.app(scope, receive, send)
 

@@ -1,21 +1,24 @@
-"""From the bytes of a request to a checked `ChatCompletionRequest`, or to an error that names the field.
+"""From the bytes of a request to a checked struct, or to an error that names the field.
 
 The good path is one bounded read and one strict decode. Where that fails, the slow path finds the place:
-`messages.[0].content.[1].image_url`. It must not know models, images or limits of single fields.
+`messages.[0].content.[1].image_url`.
 """
 
 import asyncio
 import re
+from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.types import Receive
 
-from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.http.admission import HeldBody
 from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, InvalidRequest
 from gateway.http.exchange import ClientGone
 from shared.settings.limits import LimitSettings
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _NamesModel(msgspec.Struct):
@@ -24,7 +27,6 @@ class _NamesModel(msgspec.Struct):
     model: str
 
 
-_decoder = msgspec.json.Decoder(ChatCompletionRequest)
 _name_decoder = msgspec.json.Decoder(_NamesModel)
 
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
@@ -32,13 +34,6 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)
 _ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
-
-#: What to say of a value outside a closed set, by the field's last name.
-_CHOICES = {
-    "role": "Supported roles are system, developer, user and assistant.",
-    "type": "Supported content parts are text and image_url.",
-    "detail": "Supported values are auto, low and high.",
-}
 
 
 async def read_body(
@@ -113,21 +108,29 @@ def _too_large(limit: str) -> ApiError:
     )
 
 
-def decode_request(body: bytes) -> ChatCompletionRequest:
-    """Read the body. Raises: InvalidRequest that names the field."""
-    try:
-        if not body.isascii():
-            body.decode()  # the decoder does not look into the fields that it skips
-        return _decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _locate(str(error)) from None
-    except RecursionError:
-        raise InvalidRequest(
-            "The body holds too many objects and arrays inside each other: send at most 100 levels.",
-            code="invalid_json",
-        ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequest("The body is not valid JSON in UTF-8.", code="invalid_json") from None
+class JsonBody(Generic[T]):
+    """Reads bodies of one type. `hints`: what to say of a value outside a closed set, by the field's last name."""
+
+    def __init__(self, type_: type[T], hints: Mapping[str, str] | None = None) -> None:
+        self._decoder = msgspec.json.Decoder(type_)
+        self._hints = hints or {}
+
+    def decode(self, body: bytes) -> T:
+        """Read one. Raises: InvalidRequest that names the field."""
+        try:
+            if not body.isascii():
+                body.decode()  # the decoder does not look into the fields that it skips
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _locate(str(error), self._hints) from None
+        except RecursionError:
+            raise InvalidRequest(
+                "The body holds too many objects and arrays inside each other: send at most 100 levels.",
+                code="invalid_json",
+            ) from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            message = "The body is not valid JSON in UTF-8."
+            raise InvalidRequest(message, code="invalid_json") from None
 
 
 def find_model_name(body: bytes) -> str:
@@ -138,7 +141,7 @@ def find_model_name(body: bytes) -> str:
         return ""
 
 
-def _locate(problem: str) -> ApiError:
+def _locate(problem: str, hints: Mapping[str, str]) -> ApiError:
     match = _AT.fullmatch(problem)
     assert match is not None  # every part of the pattern is optional
     reason = match["reason"]
@@ -151,7 +154,7 @@ def _locate(problem: str) -> ApiError:
         return InvalidRequest(
             f"Missing required field: {param}.", param=param, code="missing_field"
         )
-    return InvalidRequest(_explain(reason, path), param=path or None, code="invalid_value")
+    return InvalidRequest(_explain(reason, path, hints), param=path or None, code="invalid_value")
 
 
 def unsupported(param: str) -> ApiError:
@@ -167,9 +170,9 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _explain(reason: str, path: str) -> str:
+def _explain(reason: str, path: str, hints: Mapping[str, str]) -> str:
     subject = f"Invalid value for {path}" if path else "Invalid body"
     if reason.startswith("Invalid"):  # msgspec would quote the value
-        hint = _CHOICES.get(path.rpartition(".")[2], "")
+        hint = hints.get(path.rpartition(".")[2], "")
         return f"{subject}. {hint}".rstrip()
     return f"{subject}: {reason[0].lower()}{reason[1:]}."

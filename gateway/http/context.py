@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared.protocol import Priority
 from shared.telemetry.logs import request_id
 from shared.telemetry.trace_context import parse_trace_parent
 
@@ -28,8 +27,6 @@ class RequestContext:
     received_at: float
     client_id: str | None = None  #: the client's own `x-request-id`, where it sent a sane one
     tenant: str = ""
-    is_resumable: bool = False  #: the request goes on when its client leaves
-    priority: Priority = Priority.INTERACTIVE
     trace_parent: str | None = None  #: W3C: the caller's span, then the one that we made below it
 
 

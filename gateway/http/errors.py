@@ -10,6 +10,7 @@
 Messages are short, fixed texts and numbers of ours: never the input, an address, a path or a traceback.
 """
 
+from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -89,6 +90,10 @@ class ApiError(Exception):
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers
+
+
+#: An API's own shape of an error: its status and body.
+Render = Callable[[ApiError], tuple[int, bytes]]
 
 
 class InvalidRequest(ApiError):
@@ -180,9 +185,9 @@ def unavailable() -> ApiError:
     )
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Answer with an error."""
-    body = error.body()
+async def send_error(send: Send, error: ApiError, render: Render | None = None) -> None:
+    """Answer with an error, in the words of `render` if there is one."""
+    status, body = (error.status, error.body()) if render is None else render(error)
     headers = [*error.headers(), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("gateway", "worker", "shared", "engines")
 #: Of each module that may know the time of day: what for.
 ALLOWED = {
-    "gateway/api/chat/route.py": "`created` of an answer",
+    "gateway/calls/lifecycle.py": "`created` of an answer",
     "shared/telemetry/tracing.py": "the instants of a trace",
     "shared/telemetry/logs.py": "the time of a log line, which `logging` noted",
     "engines/registry.py": "`created` of a model",

@@ -1,1 +1,121 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: conversations about text and images, as OpenAI defines them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.api.chat.answer import ChatAnswer
+from gateway.api.chat.schemas import (
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+)
+from gateway.api.chat.translate import (
+    ChatOptions,
+    check_stream_options,
+    check_supported,
+    translate,
+)
+from gateway.api.openapi import branch, describe_operation
+from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
+from gateway.http.body import JsonBody
+from gateway.http.context import RequestContext
+from shared.protocol import ModelCard
+from shared.settings.limits import LimitSettings
+
+_BODY = JsonBody(
+    ChatCompletionRequest,
+    hints={
+        "role": "Supported roles are system, developer, user and assistant.",
+        "type": "Supported content parts are text and image_url.",
+        "detail": "Supported values are auto, low and high.",
+    },
+)
+#: Numbers of a request that its trace shows.
+_TRACED = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+
+
+class ChatCompletions(Surface):
+    """OpenAI's chat API."""
+
+    name = "chat"
+    path = "/v1/chat/completions"
+    task = "generate"
+    id_prefix = "chatcmpl-"
+    options = ChatOptions
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+
+    def read(self, body: bytes, context: RequestContext) -> ChatCompletionRequest:
+        """The checked body. Raises: InvalidRequest."""
+        request = _BODY.decode(body)
+        check_supported(request)
+        check_stream_options(request)
+        return request
+
+    def plan(
+        self, request: ChatCompletionRequest, context: RequestContext, card: ModelCard
+    ) -> Plan:
+        """One task for each choice. Raises: InvalidRequest."""
+        return translate(request, context, card, self.limits)
+
+    def answer(self, options: ChatOptions, head: AnswerHead) -> Answer:
+        """A `ChatCompletion` or its chunks."""
+        return ChatAnswer(options, head)
+
+    def describe(self, request: ChatCompletionRequest) -> Mapping[str, Any]:
+        """What was asked for, in numbers."""
+        return {
+            "stream": bool(request.stream),
+            "max_tokens": request.max_completion_tokens or request.max_tokens,
+            "choice.count": request.n,
+            **{name: getattr(request, name) for name in _TRACED},
+        }
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Made from the very structs that decode a request, with the limits that an operator may change."""
+        operation, schemas = describe_operation(
+            operation_id="create_chat_completion",
+            summary="Answer a conversation about text and images",
+            tag="chat",
+            request=ChatCompletionRequest,
+            answer=ChatCompletion,
+            chunk=ChatCompletionChunk,
+            limits=self.limits,
+        )
+        _write_limits(schemas["ChatCompletionRequest"]["properties"], self.limits)
+        return operation, schemas
+
+
+def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
+    properties["messages"]["maxItems"] = limits.max_messages
+    for name, maximum in {
+        "n": limits.max_choices,
+        "max_tokens": limits.max_output_tokens,
+        "max_completion_tokens": limits.max_output_tokens,
+        "top_logprobs": limits.max_top_logprobs,
+    }.items():
+        branch(properties[name], "integer")["maximum"] = maximum
+    text, texts = branch(properties["stop"], "string"), branch(properties["stop"], "array")
+    for stop in (text, texts["items"]):
+        stop.update(minLength=1, maxLength=limits.max_stop_chars)
+    texts["maxItems"] = limits.max_stop_strings
+    branch(properties["logit_bias"], "object")["maxProperties"] = limits.max_logit_bias
+    properties["messages"]["description"] = (
+        f"At most {limits.max_text_chars} characters of text and {limits.max_images} images together. An image: PNG, "
+        f"JPEG or WebP of at most {limits.max_image_bytes} bytes, {limits.max_image_pixels} pixels, "
+        f"{limits.max_image_side} on a side, and an aspect ratio of at most {limits.max_image_aspect:g}:1."
+    )
+    for name in IGNORED_FIELDS:
+        if name in properties:
+            properties[name]["description"] = "Accepted; changes nothing."
+    for name, neutral in NEUTRAL_VALUES.items():
+        properties[name] = {
+            "enum": [None, *map(msgspec.json.decode, neutral)],
+            "default": None,
+            "description": "Unsupported.",
+        }

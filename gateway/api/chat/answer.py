@@ -1,85 +1,189 @@
-"""From the fleet's events to OpenAI's words: what whole answers and streams have in common.
+"""From the fleet's events to OpenAI's words: a whole answer, or the chunks of a stream.
 
-Pure but for nothing: it reads no clock and writes no socket.
+Order of a stream: for each choice a role chunk, content chunks and a chunk with `finish_reason`; then, if asked for, a
+chunk without choices that holds the usage; then `[DONE]`.
+
+Source: OpenAI API reference, "Create chat completion" and "Streaming events".
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
 from gateway.api.chat.schemas import (
+    AnswerMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
     ChatLogprob,
+    Choice,
+    ChoiceDelta,
     ChoiceLogprobs,
+    ChunkChoice,
     CompletionUsage,
     PromptTokensDetails,
     TopLogprob,
+    encode,
 )
-from shared.protocol import (
-    ErrorCode,
-    Failed,
-    Finished,
-    FinishReason,
-    OutputLogprob,
-    StageTimings,
-    TokenLogprob,
-    Usage,
-)
+from gateway.api.chat.translate import ChatOptions
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import AnswerHead, Frame, Totals
+from gateway.http import sse
+from shared.protocol import Finished, OutputLogprob, TokenLogprob, Tokens
+from shared.version import package_version
+
+Timings = dict[str, float] | UnsetType
+
+SYSTEM_FINGERPRINT = f"vlm-fleet-{package_version()}"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every piece of one answer repeats."""
+class ChatAnswer:
+    """One answer, whole or in chunks."""
 
-    id: str
-    created: int  #: epoch seconds
-    model: str
-    system_fingerprint: str
-    service_tier: str | UnsetType = UNSET
+    def __init__(self, options: ChatOptions, head: AnswerHead) -> None:
+        self.options = options
+        self.head = head
+        self._no_usage = None if options.include_usage else UNSET
+        self._begun: set[int] = set()
+        self._num_tokens = 0
 
-
-@dataclass(slots=True)
-class AnswerTotals:
-    """The sums over the choices of one request: the prompt counts once."""
-
-    finished: list[Finished] = field(default_factory=list)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens of all choices."""
-        return sum(event.usage.num_output_tokens for event in self.finished)
-
-    @property
-    def prompt(self) -> Usage:
-        """The prompt's counts."""
-        return self.finished[0].usage
-
-    @property
-    def timings(self) -> list[StageTimings]:
-        """Each choice's stages."""
-        return [event.timings for event in self.finished]
-
-    def usage(self) -> CompletionUsage:
-        """The `usage` object."""
-        prompt, num_output = self.prompt, self.num_output_tokens
-        return CompletionUsage(
-            prompt_tokens=prompt.num_prompt_tokens,
-            completion_tokens=num_output,
-            total_tokens=prompt.num_prompt_tokens + num_output,
-            prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=prompt.num_cached_tokens,
-                image_tokens=prompt.num_image_tokens,
-                text_tokens=prompt.num_prompt_tokens - prompt.num_image_tokens,
-            ),
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """A `ChatCompletion`."""
+        choices = [_GatheredChoice() for _ in totals.finished]
+        for index, event in events:
+            choices[index].add(event)
+        completion = ChatCompletion(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=[
+                choice.to_choice(index, self.options.with_logprobs)
+                for index, choice in enumerate(choices)
+            ],
+            usage=to_usage(totals),
+            service_tier=self.options.service_tier,
+            timings=_timings(totals),
         )
+        return encode(completion)
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """Chunks; the last ones hold the usage and the timings, where they are asked for."""
+        frames: list[Frame] = []
+        timings = UNSET if totals is None else _timings(totals)
+        last = events[-1][1] if events else None
+        for index, event in merge_tokens(events) if len(events) > 1 else events:
+            if index not in self._begun:
+                self._begun.add(index)
+                frames.append((0, self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")))))
+            if isinstance(event, Tokens):
+                if event.text or (self.options.with_logprobs and event.logprobs):
+                    position = event.index + len(event.token_ids)
+                    frames.append((position, self._chunk(self._content(index, event))))
+            elif isinstance(event, Finished):
+                self._num_tokens = event.usage.num_output_tokens
+                choice = ChunkChoice(index, ChoiceDelta(), None, event.finish_reason.value)
+                is_end = event is last and not self.options.include_usage
+                chunk = self._chunk(choice, timings if is_end else UNSET)
+                frames.append((self._num_tokens + 1, chunk))
+        if totals is not None:
+            frames += self._end(totals, timings)
+        return frames
+
+    def _end(self, totals: Totals, timings: Timings) -> Iterator[Frame]:
+        if self.options.include_usage:
+            yield self._num_tokens + 2, self._encode([], to_usage(totals), timings)
+        yield self._num_tokens + 3, sse.DONE
+
+    def _content(self, index: int, event: Tokens) -> ChunkChoice:
+        logprobs = to_choice_logprobs(event.logprobs) if self.options.with_logprobs else None
+        return ChunkChoice(index, ChoiceDelta(content=event.text), logprobs)
+
+    def _chunk(self, choice: ChunkChoice, timings: Timings = UNSET) -> bytes:
+        return self._encode([choice], self._no_usage, timings)
+
+    def _encode(
+        self,
+        choices: list[ChunkChoice],
+        usage: CompletionUsage | UnsetType | None,
+        timings: Timings,
+    ) -> bytes:
+        chunk = ChatCompletionChunk(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=choices,
+            service_tier=self.options.service_tier,
+            usage=usage,
+            timings=timings,
+        )
+        return sse.frame(encode(chunk))
 
 
-def check_finished(event: Finished) -> Failed | None:
-    """An aborted answer is no answer: the failure that it stands for."""
-    if event.finish_reason is not FinishReason.ABORT:
-        return None
-    message = "The request was cancelled."
-    return Failed(event.request_id, event.attempt, ErrorCode.CANCELLED, message)
+class _GatheredChoice:
+    """One choice's text so far."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._logprobs: list[OutputLogprob] = []
+        self._finish_reason = ""
+
+    def add(self, event: object) -> None:
+        """Take the next event."""
+        if isinstance(event, Tokens):
+            self._texts.append(event.text)
+            self._logprobs.extend(event.logprobs)
+        elif isinstance(event, Finished):
+            self._finish_reason = event.finish_reason.value
+
+    def to_choice(self, index: int, with_logprobs: bool) -> Choice:
+        """The choice as it stands."""
+        logprobs = to_choice_logprobs(self._logprobs) if with_logprobs else None
+        return Choice(index, AnswerMessage("".join(self._texts)), self._finish_reason, logprobs)
+
+
+def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
+    """The same events with adjacent tokens of one choice made one: what arrives together leaves together."""
+    held: tuple[int, Tokens] | None = None
+    for index, event in events:
+        if held is not None and isinstance(event, Tokens) and held[0] == index:
+            held = (index, _merge(held[1], event))
+            continue
+        if held is not None:
+            yield held
+        held = None
+        if isinstance(event, Tokens):
+            held = (index, event)
+        else:
+            yield index, event
+    if held is not None:
+        yield held
+
+
+def _merge(first: Tokens, second: Tokens) -> Tokens:
+    return Tokens(
+        first.request_id,
+        first.attempt,
+        first.index,
+        first.token_ids + second.token_ids,
+        first.text + second.text,
+        first.logprobs + second.logprobs,
+    )
+
+
+def to_usage(totals: Totals) -> CompletionUsage:
+    """The `usage` object: the prompt counts once, whatever the number of choices."""
+    prompt, num_output = totals.prompt, totals.num_output_tokens
+    return CompletionUsage(
+        prompt_tokens=prompt.num_prompt_tokens,
+        completion_tokens=num_output,
+        total_tokens=prompt.num_prompt_tokens + num_output,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=prompt.num_cached_tokens,
+            image_tokens=prompt.num_image_tokens,
+            text_tokens=prompt.num_prompt_tokens - prompt.num_image_tokens,
+        ),
+    )
 
 
 def to_choice_logprobs(logprobs: Sequence[OutputLogprob]) -> ChoiceLogprobs:
@@ -95,3 +199,7 @@ def _to_logprob(entry: OutputLogprob) -> ChatLogprob:
 
 def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
     return tuple(entry.token_bytes)
+
+
+def _timings(totals: Totals) -> Timings:
+    return UNSET if totals.timings is None else totals.timings

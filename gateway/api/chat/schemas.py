@@ -1,8 +1,7 @@
-"""The OpenAI wire as structs: what a chat request may hold and what an answer looks like.
+"""OpenAI's wire as structs: what a chat request may hold and what an answer looks like.
 
-Strict: an unknown field is an error. Limits are named in `shared.settings.limits`: those that the contract fixes are part of
-the types here, those that an operator may change are checked by `gateway.api.chat.translate`. It must not know the queue
-or HTTP.
+Strict: an unknown field is an error. Limits are named in `shared.settings.limits`: those that the contract fixes are part
+of the types here, those that an operator may change are checked by `translate`.
 
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
@@ -10,24 +9,110 @@ Source: OpenAI API reference, "Create chat completion" and "The chat completion 
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.api.chat.message_schemas import (
-    ChatMessageParam,
-    Ignored,
-    IgnoredImageFields,
-    IgnoredMessageFields,
-    IgnoredPartFields,
-    Neutral,
-    RequestStruct,
-)
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
     MAX_MODEL_CHARS,
+    MAX_NAME_CHARS,
     MAX_USER_CHARS,
 )
+
+Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
+Neutral = Raw | UnsetType  #: skipped too, and refused by `asks_for_something` unless it is neutral
+
+_MAX_NEUTRAL_BYTES = 256
+
+Detail = Literal["auto", "low", "high"]
+
+
+def asks_for_something(field: Neutral, neutral: tuple[bytes, ...] = ()) -> bool:
+    """Whether a field that is not supported holds more than null or one of `neutral`, compact JSON."""
+    if field is UNSET:
+        return False
+    if len(memoryview(field)) > _MAX_NEUTRAL_BYTES:  # nothing is built of what is not small
+        return True
+    try:
+        compact = msgspec.json.encode(msgspec.json.decode(field))
+    except msgspec.DecodeError:  # a number out of range
+        return True
+    return compact not in (b"null", *neutral)
+
+
+class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all that clients send: immutable, without unknown fields."""
+
+
+class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
+    """Hints on an image that change no answer: each model has its own resolution."""
+
+    detail: Detail = "auto"
+
+
+class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
+    """Where an image is: a `data:` URL, or an http(s) one where the operator allows it."""
+
+    url: str
+
+
+class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True):
+    """Cache hints that some clients attach to parts; they change no answer."""
+
+    cache_control: Ignored = UNSET
+    prompt_cache_breakpoint: Ignored = UNSET
+
+
+class TextContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+
+
+class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """An image; many clients send the URL bare."""
+
+    image_url: ImageUrl | str
+
+
+class InputTextContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"
+):
+    """Text as the Responses API spells it."""
+
+    text: str
+
+
+class InputImageContent(
+    IgnoredPartFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"
+):
+    """An image as the Responses API spells it."""
+
+    image_url: str
+    detail: Detail = "auto"
+
+
+ContentPart = TextContent | ImageContent | InputTextContent | InputImageContent
+
+
+class IgnoredMessageFields(RequestStruct, frozen=True, kw_only=True):
+    """Fields of a turn that change no answer."""
+
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    annotations: Ignored = UNSET
+    refusal: str | None = None
+
+
+class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
+    """One turn. Assistant turns may be echoed with all the empty fields that an answer had."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)]
+    audio: Neutral = UNSET
+    function_call: Neutral = UNSET
+    tool_calls: Neutral = UNSET
+
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -122,9 +207,8 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
-    logit_bias: dict[str, Bias] | None = (
-        None  #: by token id; as numbers, keys could be made to collide
-    )
+    #: By token id; as numbers, keys could be made to collide.
+    logit_bias: dict[str, Bias] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
@@ -235,25 +319,6 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     service_tier: str | UnsetType = UNSET
     usage: CompletionUsage | UnsetType | None = UNSET
     timings: dict[str, float] | UnsetType = UNSET
-
-
-class ModelObject(msgspec.Struct):
-    """A model in `/v1/models`, with what a client may want to know of it besides OpenAI's four fields."""
-
-    id: str
-    created: int
-    max_model_len: int
-    supports_images: bool
-    num_workers: int  #: that take requests now; without any, requests wait in the queue
-    object: str = "model"
-    owned_by: str = "vlm-fleet"
-
-
-class ModelList(msgspec.Struct):
-    """The answer of `GET /v1/models`."""
-
-    data: list[ModelObject]
-    object: str = "list"
 
 
 encode = msgspec.json.Encoder().encode

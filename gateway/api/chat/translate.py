@@ -1,4 +1,4 @@
-"""From the OpenAI request to the fleet's own, as pure functions: no clock, no network, no images' bytes.
+"""From OpenAI's chat request to the fleet's tasks, as pure functions: no clock, no network, no images' bytes.
 
 Every quantity that a client controls is held against `LimitSettings` here, and every parameter becomes an exact
 `SamplingParams` value or an error that names it.
@@ -8,23 +8,26 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, UnsetType
+import msgspec
 from msgspec.structs import replace
 
-from gateway.api.chat.message_schemas import (
+from gateway.api.chat.schemas import (
+    NEUTRAL_VALUES,
+    ChatCompletionRequest,
     ChatMessageParam,
     ContentPart,
     ImageContent,
     InputImageContent,
     asks_for_something,
 )
-from gateway.api.chat.schemas import NEUTRAL_VALUES, ChatCompletionRequest
+from gateway.calls.surface import Plan
 from gateway.http.body import unsupported
+from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
 from shared.protocol import (
-    Call,
     ChatMessage,
+    Generate,
     ImagePart,
     ModelCard,
     Priority,
@@ -41,6 +44,41 @@ _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token
 _EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
 _MAX_TOKEN_ID_DIGITS = 10
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """How the client wants its answer; the request itself, which may be large, is not kept for it."""
+
+    include_usage: bool = False
+    with_logprobs: bool = False
+    #: That it is served as, where the request named one.
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def translate(
+    request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
+) -> Plan:
+    """The tasks of a request, one for each choice. Raises: InvalidRequest."""
+    priority = find_priority(request, context.headers)
+    count = num_choices(request, limits)
+    # Of the request's random id, so that nothing here is random.
+    sampling = translate_sampling(request, limits, seed=int(context.id[:16], 16))
+    conversation = translate_messages(request.messages, limits)
+    check_model(conversation, sampling, card)
+    wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
+    stream_options = request.stream_options
+    return Plan(
+        tasks=split_choices(Generate(tuple(conversation.messages), sampling), count),
+        images=conversation.sources,
+        is_streamed=bool(request.stream),
+        shows_timings=bool(request.timings) or wants_timings,
+        priority=priority,
+        options=ChatOptions(
+            include_usage=stream_options is not None and stream_options.include_usage,
+            with_logprobs=bool(request.logprobs),
+            service_tier=find_service_tier(request, priority),
+        ),
+    )
 
 
 @dataclass(slots=True)
@@ -103,7 +141,7 @@ def _add_part(
         return TextPart(part.text)
     param += ".image_url"
     if role != "user":
-        raise _invalid(param, "images belong into the user's messages")
+        raise _invalid(param, "images are only allowed in user messages")
     if len(conversation.sources) >= limits.max_images:
         raise _invalid(param, f"at most {limits.max_images} images", code="too_many_images")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
@@ -114,7 +152,7 @@ def _add_part(
 def translate_sampling(
     request: ChatCompletionRequest, limits: LimitSettings, seed: int
 ) -> SamplingParams:
-    """How to draw tokens. `seed` is used where the client gave none. Raises: InvalidRequest."""
+    """How to sample tokens. `seed` is used where the client gave none. Raises: InvalidRequest."""
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
     return SamplingParams(
@@ -190,10 +228,12 @@ def find_priority(request: ChatCompletionRequest, headers: Mapping[bytes, bytes]
     raise _invalid(PRIORITY_HEADER.decode(), "interactive or batch")
 
 
-def find_service_tier(request: ChatCompletionRequest, priority: Priority) -> str | UnsetType:
+def find_service_tier(
+    request: ChatCompletionRequest, priority: Priority
+) -> str | msgspec.UnsetType:
     """The tier that a request is served as, if it named one."""
     if request.service_tier is None:
-        return UNSET
+        return msgspec.UNSET
     return "flex" if priority is Priority.BATCH else "default"
 
 
@@ -228,19 +268,12 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") & _SEED_MASK
 
 
-def split_choices(request: Call, count: int) -> list[Call]:
-    """One request per choice, `{id}-{k}`, that differ in their seeds and share all else."""
-    seed = request.task.sampling.seed
-    return [
-        replace(
-            request,
-            id=f"{request.id}-{choice}",
-            task=replace(
-                request.task,
-                sampling=replace(request.task.sampling, seed=choice_seed(seed, choice)),
-            ),
-        )
-        for choice in range(count)
+def split_choices(task: Generate, count: int) -> list[Generate]:
+    """One task per choice, that differ in their seeds and share all else."""
+    sampling = task.sampling
+    return [task] + [
+        replace(task, sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)))
+        for choice in range(1, count)
     ]
 
 

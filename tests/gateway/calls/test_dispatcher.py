@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.open_call import ChoiceProgress, Generation, Gone
+from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
 from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Started, Tokens, Usage
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import Bounds, DuplicateRequest, QueueUnavailable, RequestQueue
@@ -24,9 +24,9 @@ def finished(num_tokens: int, attempt: int = 1) -> Finished:
     return Finished("r", attempt, FinishReason.STOP, Usage(1, num_tokens))
 
 
-def make_generation(*request_ids: str) -> tuple[Generation, list[Generation]]:
-    closed: list[Generation] = []
-    return Generation("m", request_ids or ("r",), float("inf"), closed.append), closed
+def make_generation(*request_ids: str) -> tuple[OpenCall, list[OpenCall]]:
+    closed: list[OpenCall] = []
+    return OpenCall("m", request_ids or ("r",), float("inf"), closed.append), closed
 
 
 def test_tokens_pass_once_and_in_order():
@@ -234,7 +234,7 @@ async def dispatcher(redis, redis_blocking, redis_prefix):
     await queue.close()
 
 
-async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[Generation]:
+async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[OpenCall]:
     """So many choices, 16 a request."""
     generations = []
     for _ in range(count // 16):
@@ -246,7 +246,7 @@ async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[G
 async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher):
     generations = await submit(dispatcher, 10_000, timeout_s=10.0)
 
-    async def lateness_s(generation: Generation) -> float:
+    async def lateness_s(generation: OpenCall) -> float:
         num_ended = 0
         while num_ended < 16:
             events = await generation.receive()

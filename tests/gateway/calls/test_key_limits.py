@@ -51,15 +51,21 @@ def test_tokens_are_those_of_text_images_and_the_longest_answer(per_image, count
     card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, tokens_per_image=per_image)
     images = (make_image("a"), make_image("b"))
     request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
-    assert possible_tokens(request, card) == PossibleTokens(10 + 2 * counted, 10)
+    assert possible_tokens(request.task, card) == PossibleTokens(10 + 2 * counted, 10)
 
 
 def test_a_request_never_comes_to_more_than_the_model_holds():
     card = ModelCard("m", 1, max_model_len=100, vocab_size=9)
-    assert possible_tokens(make_request(sampling=SamplingParams(max_tokens=500)), card).total == 100
+    assert (
+        possible_tokens(make_request(sampling=SamplingParams(max_tokens=500)).task, card).total
+        == 100
+    )
     long = make_request("x" * 1000, sampling=SamplingParams(max_tokens=500))
-    assert possible_tokens(long, card) == PossibleTokens(99, 1)
-    assert possible_tokens(make_request("", sampling=SamplingParams(max_tokens=1)), card).total == 1
+    assert possible_tokens(long.task, card) == PossibleTokens(99, 1)
+    assert (
+        possible_tokens(make_request("", sampling=SamplingParams(max_tokens=1)).task, card).total
+        == 1
+    )
 
 
 def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():

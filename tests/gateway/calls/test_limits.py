@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.api.chat.translate import num_choices, translate_messages, translate_sampling
 from gateway.http.admission import Admission
-from gateway.http.body import decode_request, read_body
+from gateway.http.body import JsonBody, read_body
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from gateway.images.header import ImageHeader, ImageRefused, check_header
@@ -28,7 +29,7 @@ JSON = {b"content-type": b"application/json"}
 
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
-    request = decode_request(msgspec.json.encode(body))
+    request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
     translate_messages(request.messages, limits)
     translate_sampling(request, limits, seed=0)
     num_choices(request, limits)

@@ -5,15 +5,16 @@ import time
 
 import pytest
 
-from gateway.calls.request_log import log_request
-from gateway.calls.timings import StageClock
+from gateway.api.chat import ChatCompletions
+from gateway.calls.recorder import Recorder
 from gateway.http.context import RequestContext
 from shared.protocol import ErrorCode
+from shared.settings.limits import LimitSettings
 from shared.telemetry import logs
-from shared.telemetry.metrics import STAGES
+from shared.telemetry.metrics import STAGES, GatewayMetrics
 from tests.factories_gateway import Answer, make_body
 
-LOGGER = "gateway.calls.request_log"
+LOGGER = "gateway.calls.recorder"
 
 
 @pytest.fixture
@@ -88,14 +89,13 @@ async def test_what_is_logged_during_a_request_names_it(gateway, worker, monkeyp
 
 def test_a_line_that_nobody_reads_costs_next_to_nothing(caplog):
     caplog.set_level(logging.WARNING, LOGGER)
-    context, clock = RequestContext("a" * 32, {}, 0.0), StageClock(0.0)
+    context = RequestContext("a" * 32, {}, 0.0)
+    recorder = Recorder(ChatCompletions(LimitSettings()), context, GatewayMetrics())
 
     def measure() -> float:
         began_at = time.perf_counter()
         for _ in range(100):
-            log_request(
-                context, model="m", outcome="ok", status=200, clock=clock, user="u", recorder=None
-            )
+            recorder.account(200)
         return (time.perf_counter() - began_at) / 100
 
     assert min(measure() for _ in range(10)) < 10e-6

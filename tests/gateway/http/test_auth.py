@@ -124,7 +124,7 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
     )  # one for each line of a request's end, which comes after its answer
     watch = logging.Handler()
     watch.emit = lambda record: ended.release()  # type: ignore[method-assign]
-    monkeypatch.setattr(logging.getLogger("gateway.calls.request_log"), "handlers", [watch])
+    monkeypatch.setattr(logging.getLogger("gateway.calls.recorder"), "handlers", [watch])
     image = data_url(size=(300, 200))
     content = [
         {"type": "text", "text": "pRoMpT"},

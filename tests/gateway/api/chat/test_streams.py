@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.chat.answer import AnswerHead
-from gateway.api.chat.sse import ChunkWriter, merge_deltas
+from gateway.api.chat.answer import ChatAnswer, merge_tokens
+from gateway.api.chat.translate import ChatOptions
+from gateway.calls.surface import AnswerHead
 from gateway.http.errors import FAILURES
 from shared.protocol import ErrorCode, OutputLogprob, TokenLogprob, Tokens
 from shared.telemetry.metrics import STAGES
@@ -230,9 +231,9 @@ async def test_a_waiting_stream_is_kept_alive_by_comments(gateway, worker, chang
 @settings(deadline=None, max_examples=num_examples(100))
 @given(st.lists(st.text(), min_size=1))
 def test_no_text_of_a_model_breaks_a_frame(texts):
-    writer = ChunkWriter(AnswerHead("i", 1, "m", "f"), include_usage=False, with_logprobs=False)
+    answer = ChatAnswer(ChatOptions(), AnswerHead("i", 1, "m"))
     events = [(0, Tokens("r", 1, i, (i,), text)) for i, text in enumerate(texts)]
-    text = b"".join(writer.frames(events)).decode()
+    text = b"".join(data for _, data in answer.frames(events, None)).decode()
     *chunks, end = text.split("\n\n")
     assert end == ""
     parsed = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
@@ -240,10 +241,10 @@ def test_no_text_of_a_model_breaks_a_frame(texts):
     assert content == "".join(texts)
 
 
-def test_deltas_that_arrive_together_are_one_chunk_per_choice():
+def test_tokens_that_arrive_together_are_one_chunk_per_choice():
     events = [(0, Tokens("a", 1, 0, (1,), "x")), (0, Tokens("a", 1, 1, (2,), "y")),
               (1, Tokens("b", 1, 0, (3,), "z"))]  # fmt: skip
-    merged = list(merge_deltas(events))
+    merged = list(merge_tokens(events))
     assert [(index, delta.text, delta.token_ids) for index, delta in merged] == [
         (0, "xy", (1, 2)),
         (1, "z", (3,)),

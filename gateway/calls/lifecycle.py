@@ -1,0 +1,332 @@
+"""The one way in and out of the gateway, for every API.
+
+    in:   admission -> body -> surface.read -> model -> capability -> surface.plan -> limits -> images -> queue
+    out:  events -> answer.whole or answer.frames -> client; recorded once, refunded, closed
+
+Checks run from cheap to expensive. However a request ends, and whoever leaves first, its call is closed, so that the
+fleet stops to work on it. It knows no API: that is `gateway.calls.surface`.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+from redis.exceptions import RedisError
+from starlette.types import Receive, Scope, Send
+
+from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.key_limits import KeyLimits, possible_tokens
+from gateway.calls.models import ModelDirectory
+from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
+from gateway.calls.recorder import Recorder
+from gateway.calls.refunds import Refunds, Reservation
+from gateway.calls.resume import Resume, is_resumable
+from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
+from gateway.calls.timings import StageClock, body_timings, timing_headers
+from gateway.http.admission import Admission, HeldBody
+from gateway.http.body import find_model_name, read_body
+from gateway.http.context import RequestContext, context_of
+from gateway.http.deferred import DeferredTasks
+from gateway.http.errors import ApiError, Headers, InvalidRequest, unavailable, unexpected
+from gateway.http.exchange import ClientGone, Exchange
+from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
+from shared.blobs.store import ImageStore
+from shared.protocol import Call, ModelCard, Task
+from shared.queue.submit import QueueRefused, QueueUnavailable
+from shared.settings.limits import LimitSettings
+from shared.settings.tree import GatewaySettings
+from shared.telemetry.metrics import GatewayMetrics
+
+if TYPE_CHECKING:
+    from shared.telemetry.spans import Tracer
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+#: Images that nobody releases outlive their request's deadline by that much.
+_IMAGE_GRACE_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Lifecycle:
+    """Serves the calls of one gateway."""
+
+    gateway_id: str
+    settings: GatewaySettings
+    limits: LimitSettings
+    admission: Admission
+    key_limits: KeyLimits
+    models: ModelDirectory
+    loader: ImageLoader
+    image_store: ImageStore
+    dispatcher: Dispatcher
+    resume: Resume
+    refunds: Refunds
+    metrics: GatewayMetrics
+    deferred_tasks: DeferredTasks
+    tracer: "Tracer | None"
+    _holder_numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def serve(self, surface: Surface, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; every way out is recorded once."""
+        context = context_of(scope)
+        exchange = Exchange(receive, send)
+        recorder = Recorder(surface, context, self.metrics)
+        if self.tracer is not None:
+            recorder.trace(self.tracer)
+        error, is_answered = None, False
+        try:
+            with self.admission:
+                reply = await self._open(surface, exchange, context, recorder)
+                self.deferred_tasks.run()  # of earlier requests, while a worker is busy with this one
+                await self._answer(exchange, reply, recorder)
+            is_answered = True
+        except Exception as raised:
+            error = _to_api_error(raised)
+        finally:
+            recorder.count(error, is_answered=is_answered)
+        if error is not None:
+            await _fail(exchange, surface, error)
+        recorder.stop(exchange.status)
+        self.deferred_tasks.add(partial(recorder.account, exchange.status))
+
+    async def serve_stream(
+        self, surfaces: Mapping[str, Surface], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer a reader who resumes a stream. The request itself is recorded where it came in."""
+        context = context_of(scope)
+        exchange = Exchange(receive, send)
+        surface, error = None, None
+        try:
+            with self.admission:
+                reply = await self.resume.reopen(scope["path_params"]["id"], context, surfaces)
+                surface = reply.surface
+                recorder = Recorder(surface, context, self.metrics)
+                await self._answer(exchange, reply, recorder)
+        except Exception as raised:
+            error = _to_api_error(raised)
+        if error is not None:
+            await _fail(exchange, surface, error)
+
+    # In
+
+    async def _open(
+        self, surface: Surface, exchange: Exchange, context: RequestContext, recorder: Recorder
+    ) -> Reply:
+        """Read and queue the request. Its body, images and all, is let go of before the answer begins."""
+        with self.admission.hold_body() as held:
+            request = await self._read(surface, exchange, context, held)
+            recorder.model = self.models.label(request.model)
+            recorder.user = request.user
+            if recorder.is_traced:
+                recorder.describe(surface.describe(request))
+            card = await self.models.find(request.model)
+            recorder.model = card.name
+            if surface.task not in card.tasks:
+                raise _wrong_task(surface, card)
+            plan = surface.plan(request, context, card)
+            recorder.priority = plan.priority
+            resumes = is_resumable(context, plan)
+            head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)
+            submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
+            if resumes:
+                return await self.resume.open(surface, request, plan, head, context, submit)
+            answer = surface.answer(plan.options, head)
+            return Reply(surface, await submit(), answer, plan.is_streamed, plan.shows_timings)
+
+    async def _read(
+        self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
+    ) -> Request:
+        body = await read_body(
+            exchange.receive, context, held, self.limits, timeout_s=self.settings.body_timeout_s
+        )
+        try:
+            return surface.read(body, context)
+        except ApiError as refused:
+            refused.model = self.models.label(find_model_name(body))
+            raise
+
+    async def _submit(
+        self,
+        plan: Plan,
+        card: ModelCard,
+        context: RequestContext,
+        clock: StageClock,
+        held: HeldBody,
+        resumes: bool,
+    ) -> OpenCall:
+        """Queue one call per task. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
+        self.key_limits.check(card.name, context.tenant)
+        if not plan.images:
+            return await self._queue(plan, plan.tasks, card, context, clock, resumes)
+        images = await self._load_images(plan.images, clock, held)
+        refs = tuple(image.ref for image in images)
+        tasks = [replace(task, images=refs) for task in plan.tasks]
+        data_by_digest = {image.ref.sha256: image.data for image in images}
+        digests = list(data_by_digest)  # the bytes need not live as long as the request
+        holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
+        try:
+            ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
+            await self.image_store.put_all(data_by_digest.items(), ttl_s, holder)
+            call = await self._queue(plan, tasks, card, context, clock, resumes)
+        except BaseException as error:
+            may_run = resumes and isinstance(error, QueueUnavailable)
+            if not may_run:
+                self.image_store.release_soon(digests, holder)
+            raise
+        if not resumes:  # else a worker may need them yet
+            call.when_closed(lambda _: self.image_store.release_soon(digests, holder))
+        return call
+
+    async def _load_images(
+        self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
+    ) -> list[LoadedImage]:
+        began_at = time.perf_counter()
+        try:
+            images = await self.loader.load_all(sources, held.add)
+        except InvalidRequest:
+            self.metrics.record_image("refused")
+            raise
+        finally:
+            clock.image_decode_s = time.perf_counter() - began_at
+        for _ in images:
+            self.metrics.record_image("accepted")
+        return images
+
+    async def _queue(
+        self,
+        plan: Plan,
+        tasks: Sequence[Task],
+        card: ModelCard,
+        context: RequestContext,
+        clock: StageClock,
+        resumes: bool,
+    ) -> OpenCall:
+        calls = [
+            Call(
+                id=f"{context.id}-{choice}",
+                reply_to=self.gateway_id,
+                model=card.name,
+                task=task,
+                tenant=context.tenant,
+                priority=plan.priority,
+                trace_parent=context.trace_parent,
+                wants_stream=plan.is_streamed,
+                is_resumable=resumes,
+            )
+            for choice, task in enumerate(tasks)
+        ]
+        possible = max((possible_tokens(task, card) for task in tasks), key=lambda p: p.total)
+        bounds = self.key_limits.bounds(plan.priority)
+        timeout_s = self.settings.request_timeout_s
+        clock.submitted_at = time.perf_counter()
+        try:
+            call = await self.dispatcher.submit(calls, timeout_s, possible.total, bounds)
+        except QueueRefused as refused:
+            raise self.key_limits.to_error(refused, card.name, context.tenant) from None
+        if bounds.max_tenant_tokens_per_minute:
+            reserved = Reservation(
+                card.name,
+                context.tenant,
+                tuple(call.id for call in calls),
+                possible.num_answer_tokens,
+                bounds.max_tenant_tokens_per_minute,
+            )
+            call.when_closed(lambda _: self.refunds.add(reserved))
+        return call
+
+    # Out
+
+    async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
+        """Send what the call comes to. Raises: ApiError, Gone; before the status line or after it."""
+        recorder.begin(reply.call, is_streamed=reply.is_streamed)
+        watcher = asyncio.create_task(_close_when_gone(exchange, reply.call))
+        try:
+            if reply.is_streamed:
+                await self._send_stream(exchange, reply, recorder)
+            else:
+                await self._send_whole(exchange, reply, recorder)
+        finally:
+            reply.call.close()
+            watcher.cancel()
+
+    async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
+        events: list[ChoiceEvent] = []
+        while not recorder.is_complete:
+            arrived = await reply.call.receive()
+            recorder.note(arrived)
+            events += arrived
+        e2e_s = recorder.clock.elapsed_s()
+        stages = recorder.stages(e2e_s)
+        if reply.shows_timings:
+            recorder.totals.timings = body_timings(stages, e2e_s)
+        body = reply.answer.whole(events, recorder.totals)
+        headers = [*_JSON, *timing_headers(stages, e2e_s, is_whole=True)]
+        await exchange.answer(200, headers, body)
+
+    async def _send_stream(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
+        call, surface = reply.call, reply.surface
+        # The status line waits for the first event, so that a prompt that is too long is a 400.
+        events = await call.receive(self.settings.headers_after_s)
+        recorder.note(events)
+        headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
+        await exchange.start(200, headers)
+        while not recorder.is_complete:
+            if not events:
+                await exchange.write(surface.keep_alive)
+            elif frames := reply.answer.frames(events, None):
+                await exchange.write(b"".join([data for _, data in frames]))
+            events = await call.receive(self.settings.keep_alive_s)
+            recorder.note(events)
+        if reply.shows_timings:
+            e2e_s = recorder.clock.elapsed_s()
+            recorder.totals.timings = body_timings(recorder.stages(e2e_s), e2e_s)
+        frames = reply.answer.frames(events, recorder.totals)
+        await exchange.write(b"".join([data for _, data in frames]), is_last=True)
+
+
+async def _close_when_gone(exchange: Exchange, call: OpenCall) -> None:
+    """Close a call when its client has left."""
+    await exchange.wait_until_gone()
+    call.close()
+
+
+def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
+    offered = ", ".join(card.tasks)
+    return InvalidRequest(
+        f"This model does not offer the task {surface.task}, which {surface.path} needs; "
+        f"it offers: {offered}.",
+        param="model",
+        code="wrong_task",
+    )
+
+
+def _to_api_error(error: Exception) -> ApiError | None:
+    """What to tell the client of an exception; None if it has left."""
+    match error:
+        case ClientGone() | Gone():
+            return None
+        case ApiError():
+            return error
+        case QueueUnavailable() | RedisError():
+            return unavailable()
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return unexpected()
+
+
+async def _fail(exchange: Exchange, surface: Surface | None, error: ApiError) -> None:
+    """Tell the client: by a status before the answer has begun, by a last frame after."""
+    if surface is None:
+        await exchange.answer(error.status, error.headers(), error.body())
+    elif exchange.has_started:
+        await exchange.write(surface.error_frame(error), is_last=True)
+    else:
+        status, body = surface.error(error)
+        await exchange.answer(status, error.headers(), body)

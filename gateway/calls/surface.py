@@ -1,0 +1,148 @@
+"""What an API says of itself, so that the lifecycle serves it: a `Surface` and its `Answer`.
+
+    bytes -> read -> request -> plan -> Plan -> (lifecycle, fleet) -> events -> Answer -> bytes
+
+All of it is pure: no clock, no I/O. `gateway.api` has the surfaces that are served.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.calls.open_call import ChoiceEvent, OpenCall
+from gateway.http import sse
+from gateway.http.context import RequestContext
+from gateway.http.errors import ApiError, Headers
+from gateway.images.loader import ImageSource
+from shared.protocol import Finished, ModelCard, Priority, Task, Usage
+
+#: How far a client has come that read this frame (output tokens, then the frames of the end), and its bytes.
+Frame = tuple[int, bytes]
+
+
+class Request(Protocol):
+    """A body that was read and checked."""
+
+    @property
+    def model(self) -> str:
+        """The model that is asked for."""
+        ...
+
+    @property
+    def user(self) -> str | None:
+        """The client's own name for its user; the log holds a short hash of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request asks of the fleet and how its client wants the answer."""
+
+    #: One for each choice or input. A task that takes images has a field `images`, filled in later.
+    tasks: Sequence[Task]
+    #: The surface's own, for `Surface.answer`; kept in Redis where a stream can be resumed.
+    options: msgspec.Struct
+    images: Sequence[ImageSource] = ()
+    is_streamed: bool = False
+    shows_timings: bool = False
+    priority: Priority = Priority.INTERACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every piece of one answer repeats."""
+
+    id: str
+    #: In epoch seconds.
+    created: int
+    model: str
+
+
+@dataclass(slots=True)
+class Totals:
+    """What came of a request, once it is complete."""
+
+    finished: list[Finished] = field(default_factory=list)
+    #: Each stage and the whole, in seconds, where the client asked for them.
+    timings: dict[str, float] | None = None
+
+    @property
+    def prompt(self) -> Usage:
+        """The prompt's counts: all choices share it."""
+        return self.finished[0].usage
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(event.usage.num_output_tokens for event in self.finished)
+
+
+class Answer(Protocol):
+    """One answer in the API's words."""
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """The body of a whole answer, from all its events."""
+        ...
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """The frames of events that arrived together; `totals` come with the last of them."""
+        ...
+
+
+class Surface(Protocol):
+    """One API: a path, and the words that are spoken there."""
+
+    #: Of the operation, in traces and in the records of streams.
+    name: str
+    path: str
+    #: The tag of the tasks that it makes; a model that does not offer it is refused.
+    task: str
+    #: Begins the id of each answer; the id of the request follows.
+    id_prefix: str
+    #: The type of `Plan.options`.
+    options: type[msgspec.Struct]
+    stream_headers: Headers = sse.HEADERS
+    keep_alive: bytes = sse.KEEP_ALIVE
+
+    def read(self, body: bytes, context: RequestContext) -> Request:
+        """Read the body strictly. Raises: InvalidRequest that names the field."""
+        ...
+
+    def plan(self, request: Any, context: RequestContext, card: ModelCard) -> Plan:
+        """What to do for the request. Raises: InvalidRequest that names the field."""
+        ...
+
+    def answer(self, options: Any, head: AnswerHead) -> Answer:
+        """Words for the events that follow."""
+        ...
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The operation for the OpenAPI document, and the schemas that it refers to, by name."""
+        ...
+
+    def describe(self, request: Any) -> Mapping[str, Any]:
+        """Numbers of the request for its trace, by their names in `gen_ai.request.`; never text."""
+        return {}
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        """The status and the body of an error, where no answer has begun."""
+        return error.status, error.body()
+
+    def error_frame(self, error: ApiError) -> bytes:
+        """How a stream ends that cannot be completed."""
+        return sse.frame(error.event())
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A call that is open, and how its answer goes back."""
+
+    surface: Surface
+    call: OpenCall
+    answer: Answer
+    is_streamed: bool
+    shows_timings: bool
+    #: More headers of a stream.
+    headers: Headers = field(default_factory=list)

@@ -1,0 +1,359 @@
+"""What every API of the gateway does alike, whatever its words: each registered surface, and a toy of one file."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from gateway.api import SURFACES
+from gateway.services import Services
+from shared.protocol import ErrorCode
+from shared.settings.limits import LimitSettings
+from tests.contract.toys.surface import Echo
+from tests.factories_gateway import (
+    CARD,
+    MODEL,
+    Answer,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+    say_nothing,
+    talk_on,
+)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the suite speaks to one surface. `text_of`: of a whole answer or of one event of a stream."""
+
+    body: Json
+    text_of: Callable[[Json], str]
+    error_of: Callable[[Json], tuple[str, str | None]]
+    #: A field of the body and a value of a wrong type.
+    wrong: tuple[str, Any]
+    end: str
+
+
+def chat_text(answer: Json) -> str:
+    choices = answer["choices"]
+    return "".join(
+        c.get("message", c.get("delta")).get("content", "") for c in choices if c["index"] == 0
+    )
+
+
+def openai_error(answer: Json) -> tuple[str, str | None]:
+    return answer["error"]["code"], answer["error"]["param"]
+
+
+DIALECTS = {
+    "/v1/chat/completions": Dialect(
+        body={"messages": [{"role": "user", "content": "hello"}]},
+        text_of=chat_text,
+        error_of=openai_error,
+        wrong=("temperature", "warm"),
+        end="[DONE]",
+    ),
+    "/v1/echo": Dialect(
+        body={"prompt": "hello"},
+        text_of=lambda answer: answer["text"],
+        error_of=lambda answer: (answer["code"], answer["field"]),
+        wrong=("prompt", 5),
+        end='"is_last":true}',
+    ),
+}
+ALL = (*SURFACES, Echo)
+TOLD = "Hello you"
+
+
+def test_every_registered_surface_is_in_the_suite():
+    paths = [create(LimitSettings()).path for create in ALL]
+    assert sorted(paths) == sorted(DIALECTS)
+
+
+@dataclass
+class Speaker:
+    """A client of one surface."""
+
+    client: httpx.AsyncClient
+    services: Services
+    path: str
+    dialect: Dialect
+
+    def body(self, **changes: Any) -> Json:
+        return {"model": MODEL, **self.dialect.body, **changes}
+
+    async def ask(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+        return await self.client.post(self.path, json=self.body(**changes), headers=headers)
+
+    def error_of(self, response: httpx.Response) -> tuple[str, str | None]:
+        assert response.headers["content-type"] == "application/json"
+        return self.dialect.error_of(response.json())
+
+    def events(self, text: str) -> list[Json]:
+        """The JSON of a stream's events."""
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if "data: " in line]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def text_of_stream(self, text: str) -> str:
+        assert text.rstrip().endswith(self.dialect.end)
+        return "".join(map(self.dialect.text_of, self.events(text)))
+
+
+@pytest.fixture
+def changes() -> dict[str, Json]:
+    return {}
+
+
+@pytest.fixture
+async def worker(redis_server, redis_prefix):
+    async with run_worker(redis_server, redis_prefix) as worker:
+        yield worker
+
+
+@pytest.fixture(params=[create(LimitSettings()).path for create in ALL])
+def path(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def speaker(redis_server, redis_prefix, worker, changes, path):
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    async with run_gateway_on_socket(settings, surfaces=ALL) as gateway:
+        yield Speaker(gateway.client, gateway.services, path, DIALECTS[path])
+
+
+async def say_hello(answer: Answer) -> None:
+    await answer.start()
+    await answer.say("Hello ")
+    await answer.finish("you")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"null"])
+async def test_a_body_that_is_no_json_object_is_a_400(speaker, body):
+    headers = {"content-type": "application/json"}
+    response = await speaker.client.post(speaker.path, content=body, headers=headers)
+    assert response.status_code == 400
+    assert speaker.error_of(response)[0] in ("invalid_json", "invalid_value")
+
+
+async def test_a_field_of_a_wrong_type_is_named(speaker):
+    name, value = speaker.dialect.wrong
+    response = await speaker.ask(**{name: value})
+    assert response.status_code == 400
+    assert speaker.error_of(response) == ("invalid_value", name)
+
+
+async def test_a_missing_field_is_named(speaker):
+    for name in speaker.body():
+        body = {key: value for key, value in speaker.body().items() if key != name}
+        response = await speaker.client.post(speaker.path, json=body)
+        assert response.status_code == 400
+        assert speaker.error_of(response) == ("missing_field", name)
+
+
+async def test_an_unknown_field_is_refused_by_name(speaker):
+    response = await speaker.ask(colour="blue")
+    assert response.status_code == 400
+    assert speaker.error_of(response) == ("unsupported_parameter", "colour")
+
+
+async def test_another_media_type_is_a_415(speaker):
+    response = await speaker.client.post(speaker.path, content=b"{}")
+    assert response.status_code == 415
+    assert speaker.error_of(response)[0] == "unsupported_media_type"
+
+
+async def test_an_unknown_model_is_a_404(speaker):
+    response = await speaker.ask(model="nobody")
+    assert response.status_code == 404
+    assert speaker.error_of(response) == ("model_not_found", "model")
+
+
+async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_server, redis_prefix):
+    card = replace(CARD, name="other", tasks=("embed", "rerank"))
+    async with run_worker(redis_server, redis_prefix, card) as other:
+        await speaker.services.models.refresh()
+        response = await speaker.ask(model="other")
+    assert response.status_code == 400
+    assert speaker.error_of(response) == ("wrong_task", "model")
+    assert "embed, rerank" in response.text
+    assert other.requests == []
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
+async def test_a_wrong_key_is_a_401_in_the_apis_own_shape(speaker):
+    response = await speaker.ask(headers={"authorization": "Bearer sk-wrong"})
+    assert response.status_code == 401
+    assert speaker.error_of(response)[0] == "invalid_api_key"
+    right = await speaker.ask(headers={"authorization": "Bearer sk-right"})
+    assert right.status_code == 200
+
+
+async def test_only_post_is_served(speaker):
+    assert (await speaker.client.get(speaker.path)).status_code == 405
+
+
+# What is answered
+
+
+async def test_a_whole_answer_and_a_stream_say_the_same(speaker, worker):
+    worker.script = say_hello
+    whole = await speaker.ask()
+    assert whole.status_code == 200
+    assert whole.headers["content-type"] == "application/json"
+    assert speaker.dialect.text_of(whole.json()) == TOLD
+    streamed = await speaker.ask(stream=True)
+    assert streamed.status_code == 200
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert speaker.text_of_stream(streamed.text) == TOLD
+    for response in (whole, streamed):
+        assert response.headers["x-request-id"]
+        assert response.headers["server-timing"].startswith("ingest;dur=")
+
+
+async def test_an_answer_is_counted_once_and_logged_in_numbers_only(speaker, worker):
+    await speaker.ask()
+    await speaker.ask(stream=True)
+    metrics = (await speaker.client.get("/metrics")).text
+    assert 'vlm_requests_total{model="tiny",outcome="ok"} 2.0' in metrics
+    assert 'vlm_request_duration_seconds_count{model="tiny"} 2.0' in metrics
+    assert "vlm_open_requests 0.0" in metrics
+
+
+@asynccontextmanager
+async def begun(speaker: Speaker, **headers: str):
+    """A stream, left at the end of the block."""
+    async with speaker.client.stream(
+        "POST", speaker.path, json=speaker.body(stream=True), headers=headers
+    ) as response:
+        assert response.status_code == 200
+        yield response
+
+
+async def test_a_client_that_leaves_a_stream_cancels_its_call(speaker, worker):
+    worker.script = talk_on
+    async with begun(speaker) as response:
+        await anext(response.aiter_bytes())
+    await asyncio.wait_for(worker.cancelled.wait(), 10)
+
+
+async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_call(speaker, worker):
+    worker.script = say_nothing
+    waiting = asyncio.create_task(speaker.ask())
+    while not worker.requests:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait_for(worker.cancelled.wait(), 10)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 1.0}}])
+async def test_the_deadline_ends_a_call(speaker, worker):
+    worker.script = say_nothing
+    whole = await speaker.ask()
+    assert whole.status_code == 504
+    assert speaker.error_of(whole)[0] == "deadline_exceeded"
+    streamed = await speaker.ask(stream=True)
+    *_, error = speaker.events(streamed.text)
+    assert speaker.dialect.error_of(error)[0] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_first_event_has_its_status(speaker, worker, stream):
+    async def fail(answer: Answer) -> None:
+        await answer.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+
+    worker.script = fail
+    response = await speaker.ask(stream=stream)
+    assert response.status_code == 400
+    assert speaker.error_of(response)[0] == "context_length_exceeded"
+
+
+async def test_a_failure_after_the_first_token_is_the_streams_last_event(speaker, worker):
+    async def fail(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("half")
+        await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+    worker.script = fail
+    response = await speaker.ask(stream=True)
+    assert response.status_code == 200
+    *told, error = speaker.events(response.text)
+    assert "".join(map(speaker.dialect.text_of, told)) == "half"
+    assert speaker.dialect.error_of(error)[0] == "engine_failure"
+    assert speaker.dialect.end not in response.text
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"headers_after_s": 0.1, "keep_alive_s": 0.05}}])
+async def test_a_waiting_stream_is_kept_alive(speaker, worker, changes):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await go_on.wait()
+        await say_hello(answer)
+
+    worker.script = script
+    text = ""
+    async with begun(speaker) as response:
+        async for piece in response.aiter_text():
+            text += piece
+            if text.count(": keep-alive\n\n") >= 2:
+                go_on.set()
+    assert speaker.text_of_stream(text) == TOLD
+
+
+async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
+    go_on = asyncio.Event()
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.say("Hello ")
+        await go_on.wait()
+        await answer.finish("you")
+
+    worker.script = script
+    text = ""
+    async with begun(speaker, **{"x-vlm-resumable": "true"}) as response:
+        where = response.headers["x-vlm-stream"]
+        async for piece in response.aiter_text():
+            text += piece
+            if "Hello" in text and text.endswith("\n\n"):
+                break
+    last_id = [line for line in text.splitlines() if line.startswith("id: ")][-1]
+    go_on.set()
+    rest = await speaker.client.get(where, headers={"last-event-id": last_id.removeprefix("id: ")})
+    assert rest.status_code == 200
+    told = "".join(map(speaker.dialect.text_of, speaker.events(text)))
+    assert told + speaker.text_of_stream(rest.text) == TOLD
+
+
+async def test_a_retry_under_the_same_key_gets_the_same_answer(speaker, worker):
+    headers = {"idempotency-key": "once"}
+    first, again = [await speaker.ask(headers) for _ in range(2)]
+    assert first.json() == again.json()
+    assert len(worker.requests) == 1
+    other = await speaker.ask(headers, user="somebody else")
+    assert other.status_code == 422
+    assert speaker.error_of(other)[0] == "idempotency_key_reused"
+
+
+async def test_the_openapi_document_describes_it(speaker):
+    document = (await speaker.client.get("/openapi.json")).json()
+    operation = document["paths"][speaker.path]["post"]
+    assert {"200", "400", "401", "404", "429", "503", "504"} <= set(operation["responses"])
+    content = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][content.rpartition("/")[2]]
+    assert {"model", *speaker.dialect.body} <= set(schema["properties"])
+    names = set(document["components"]["schemas"])
+    references = json.dumps(operation).split("#/components/schemas/")[1:]
+    assert {text.partition('"')[0] for text in references} <= names

@@ -1,0 +1,110 @@
+"""An API in one file: `POST /v1/echo`, a prompt in, text out, whole or streamed, with an error shape of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.openapi import describe_operation
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
+from gateway.http import sse
+from gateway.http.body import JsonBody
+from gateway.http.context import RequestContext
+from gateway.http.errors import ApiError
+from shared.protocol import (
+    ChatMessage,
+    Finished,
+    Generate,
+    ModelCard,
+    SamplingParams,
+    TextPart,
+    Tokens,
+)
+from shared.settings.limits import LimitSettings
+
+
+class EchoRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    prompt: str
+    stream: bool = False
+    user: str | None = None
+
+
+class EchoText(msgspec.Struct):
+    id: str
+    text: str
+    is_last: bool = False
+
+
+class EchoProblem(msgspec.Struct):
+    problem: str
+    code: str | None
+    field: str | None
+
+
+class EchoOptions(msgspec.Struct):
+    pass
+
+
+class EchoAnswer:
+    def __init__(self, head: AnswerHead) -> None:
+        self.head = head
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        text = "".join(event.text for _, event in events if isinstance(event, Tokens))
+        return msgspec.json.encode(EchoText(self.head.id, text, is_last=True))
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        frames: list[Frame] = []
+        for _, event in events:
+            if isinstance(event, Tokens):
+                frames.append(self._frame(event.index + len(event.token_ids), event.text))
+            elif isinstance(event, Finished):
+                frames.append(self._frame(event.usage.num_output_tokens + 1, "", is_last=True))
+        return frames
+
+    def _frame(self, position: int, text: str, *, is_last: bool = False) -> Frame:
+        return position, sse.frame(msgspec.json.encode(EchoText(self.head.id, text, is_last)))
+
+
+class Echo(Surface):
+    name = "echo"
+    path = "/v1/echo"
+    task = "generate"
+    id_prefix = "echo-"
+    options = EchoOptions
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+
+    def read(self, body: bytes, context: RequestContext) -> EchoRequest:
+        return JsonBody(EchoRequest).decode(body)
+
+    def plan(self, request: EchoRequest, context: RequestContext, card: ModelCard) -> Plan:
+        message = ChatMessage("user", (TextPart(request.prompt),))
+        task = Generate((message,), SamplingParams(temperature=0))
+        return Plan([task], EchoOptions(), is_streamed=request.stream)
+
+    def answer(self, options: EchoOptions, head: AnswerHead) -> EchoAnswer:
+        return EchoAnswer(head)
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        return error.status, msgspec.json.encode(
+            EchoProblem(error.message, error.code, error.param)
+        )
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return sse.frame(self.error(error)[1])
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return describe_operation(
+            operation_id="echo",
+            summary="Say it again",
+            tag="echo",
+            request=EchoRequest,
+            answer=EchoText,
+            chunk=EchoText,
+            error=EchoProblem,
+            limits=self.limits,
+        )
