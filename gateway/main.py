@@ -6,7 +6,7 @@ import resource
 
 from gateway.app import create_app
 from gateway.http.auth import check_exposure
-from gateway.http.server import RESERVED_FILES, create_server
+from gateway.http.server import RESERVED_FILES
 from gateway.services import Services
 from shared.settings.tree import Settings
 
@@ -37,7 +37,7 @@ def run_gateway(settings: Settings) -> int:
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
     services = Services(settings)
-    server = create_server(services, create_app(services))
+    server = services.create_server(create_app(services))
     # What was imported lives as long as the process: collections need not look at it again.
     gc.collect()
     gc.freeze()

@@ -3,6 +3,8 @@
 import asyncio
 import secrets
 
+from starlette.types import ASGIApp
+
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.lifecycle import Lifecycle
@@ -11,6 +13,7 @@ from gateway.calls.refunds import Refunds
 from gateway.calls.resume import Resume
 from gateway.http.admission import Admission
 from gateway.http.deferred import DeferredTasks
+from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from shared.blobs.store import ImageStore
@@ -77,6 +80,11 @@ class Services:
 
     def _on_gap(self, model: str) -> None:
         self.dispatcher.on_gap(model)
+
+    def create_server(self, app: ASGIApp) -> DrainingServer:
+        """The server for the application around these services."""
+        fail_open = self.dispatcher.fail_all
+        return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
     async def start(self) -> None:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from gateway.api import SURFACES
 from gateway.app import create_app
 from gateway.calls.surface import Surface
-from gateway.http.server import DrainingServer, create_server
+from gateway.http.server import DrainingServer
 from gateway.services import Services
 from shared.blobs.store import ImageStore
 from shared.protocol import (
@@ -246,7 +246,7 @@ async def run_gateway_on_socket(
 ) -> AsyncIterator[RunningGateway]:
     """Serve in this event loop."""
     services = Services(settings)
-    server = create_server(services, create_app(services, surfaces))
+    server = services.create_server(create_app(services, surfaces))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)

@@ -14,17 +14,18 @@ import resource
 import sys
 import time
 from asyncio import TimerHandle
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import httptools
 import uvicorn
-from starlette.types import Send
+from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.http.admission import Admission
 from gateway.http.errors import InvalidRequest
-from gateway.services import Services
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -325,11 +326,21 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server that finishes open requests before it closes its doors."""
+    """uvicorn's server that finishes open requests before it closes its doors.
 
-    def __init__(self, config: uvicorn.Config, services: Services, drain_s: float) -> None:
+    `fail_open`: ends the requests that outlast the drain, with this message.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        admission: Admission,
+        fail_open: Callable[[str], None],
+        drain_s: float,
+    ) -> None:
         super().__init__(config)
-        self.services = services
+        self.admission = admission
+        self.fail_open = fail_open
         self.drain_s = drain_s
         self._drain_until = float("inf")
 
@@ -348,33 +359,37 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the drain, the second ends it."""
-        if self.services.admission.is_draining:
+        if self.admission.is_draining:
             self.should_exit = self.force_exit = True
             return
-        self.services.admission.is_draining = True
+        self.admission.is_draining = True
         self._drain_until = time.monotonic() + self.drain_s
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop: called ten times a second."""
-        if self.services.admission.is_draining:
-            if self.services.admission.num_open == 0:
+        if self.admission.is_draining:
+            if self.admission.num_open == 0:
                 self.should_exit = True
             elif time.monotonic() > self._drain_until:
-                self.services.dispatcher.fail_all("The server is shutting down.")
+                self.fail_open("The server is shutting down.")
                 self.should_exit = True
         return await super().on_tick(counter)
 
 
-def create_server(services: Services, app: object) -> DrainingServer:
+def create_server(
+    app: ASGIApp,
+    settings: Settings,
+    admission: Admission,
+    metrics: GatewayMetrics,
+    fail_open: Callable[[str], None],
+) -> DrainingServer:
     """The server of one gateway process."""
-    settings = services.settings.gateway
+    files = FileReserve(metrics)
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        host=settings.host,
-        port=settings.port,
-        http=partial(
-            BoundedHttpProtocol, settings=services.settings, files=FileReserve(services.metrics)
-        ),  # type: ignore[arg-type]
+        app,
+        host=settings.gateway.host,
+        port=settings.gateway.port,
+        http=partial(BoundedHttpProtocol, settings=settings, files=files),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,
@@ -384,4 +399,4 @@ def create_server(services: Services, app: object) -> DrainingServer:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_LAST_WORDS_S,  # type: ignore[arg-type]
     )
-    return DrainingServer(config, services, settings.drain_s)
+    return DrainingServer(config, admission, fail_open, settings.gateway.drain_s)
