@@ -13,6 +13,7 @@ from shared.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "loadtest/RESULTS.md"]
+MORE_PAGES = [ROOT / "CHANGELOG.md", ROOT / "engines/packages/shapes/README.md"]
 TOP = {path.name for path in ROOT.iterdir()} - {".cache"}  # which runs fill
 SETTINGS = {row.variable for row in rows()} | {"VLM_CONFIG"}
 METRIC_NAMES = {metric.name for metric in METRICS}
@@ -25,8 +26,19 @@ def heading_ids(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def prose(page: Path) -> list[str]:
+    """The lines that are neither code nor tables."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+    return [line for line in text.splitlines() if not re.match(r" *\||    ", line)]
+
+
 def named(page: Path, pattern: str) -> set[str]:
     return set(re.findall(pattern, page.read_text()))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES], ids=lambda page: page.name)
+def test_lines_of_prose_end_at_100_characters(page):
+    assert not [line for line in prose(page) if len(line) > 100 and " " in line.strip()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
