@@ -1,0 +1,293 @@
+"""What every family of models promises: the tokens of transformers however they are computed, or a refusal by name.
+
+Each runs from a tiny random checkpoint through the loader. A family of one's own joins by a `FamilyCase`.
+"""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import LlavaForConditionalGeneration
+
+from engines.base import EngineConfig, EngineRequest
+from engines.core.engine import BatchingEngine
+from engines.core.runner import Prompt
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models import llava
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family, registered
+from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
+from engines.torch_backend.runner import TorchRunner
+from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
+from tests.contract.toys import family as tiled
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.ways import Way
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 10
+#: What is asked: texts, and images as (width, height, seed).
+QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
+    "text": ["Say a word."],
+    "small": [(28, 28, 1), "What is it?"],
+    "wide": ["Look: ", (60, 20, 2), " and say."],
+    "two": [(28, 28, 1), "Or ", (64, 64, 3), "rather?"],
+    "again": [(64, 64, 3), "and", (64, 64, 3)],
+}
+#: Others need a pool of a certain size: they are for `test_equivalence`.
+WAYS: list[Way] = [
+    ways.run_alone,
+    ways.run_batched,
+    ways.run_one_after_another_has_begun,
+    ways.run_beside_smooth_streams,
+    ways.run_chunked,
+    ways.run_with_one_image_a_step,
+    ways.run_prefix_cached,
+    ways.run_encoder_cached,
+    ways.run_taken_over,
+]
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A family, how to make a checkpoint of it, and what transformers makes of the same files."""
+
+    family: ModelFamily
+    write: Callable[[Path], object]
+    load_reference: Callable[[Path], Any]
+    refusals: Sequence[tuple[dict[str, Any], str]]  #: changes of `config.json`, and what is named
+    sizes_differ: bool  #: whether images of two sizes come to different numbers of tokens
+    unread: str = ""  #: a weight that may be there and is of no use
+    stacked: Callable[[list[torch.Tensor]], torch.Tensor] = field(default=torch.stack)
+
+    def __str__(self) -> str:
+        return self.family.architectures[0]
+
+
+def write_tiled(directory: Path) -> None:
+    """LLaVA's tiny checkpoint under another name, with two more control tokens."""
+    make_checkpoint("tiny", directory, seed=3)
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    model = tokenizer["added_tokens"][-1]
+    for place, text in enumerate((tiled.START, tiled.END), start=1):
+        tokenizer["added_tokens"].append(model | {"id": model["id"] + place, "content": text})
+    config["architectures"] = [tiled.ARCHITECTURE]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def load_llava(directory: Path) -> Any:
+    model = LlavaForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+LLAVA_REFUSALS = (
+    ({"text_config": {"model_type": "gemma"}}, "text_config.model_type is 'gemma'"),
+    ({"vision_feature_layer": 9}, "vision_feature_layer 9"),
+    ({"text_config": {"rope_scaling": {"type": "yarn", "factor": 4.0}}}, "'yarn' cannot be run"),
+)
+CASES = [
+    FamilyCase(
+        llava.FAMILY,
+        partial(make_checkpoint, "tiny", seed=3),
+        load_llava,
+        LLAVA_REFUSALS,
+        sizes_differ=False,
+        unread="vision_tower.vision_model.post_layernorm.weight",
+    ),
+    FamilyCase(
+        tiled.FAMILY,
+        write_tiled,
+        load_llava,
+        (*LLAVA_REFUSALS, ({"vision_feature_select_strategy": "full"}, "select_strategy")),
+        sizes_differ=True,
+        unread="vision_tower.vision_model.post_layernorm.weight",
+        stacked=torch.cat,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint, loaded as a worker loads it."""
+
+    case: FamilyCase
+    directory: Path
+    model: FamilyModel
+    processor: TorchProcessor
+    prompts: dict[str, Prompt]
+    expected: dict[str, list[int]]
+
+    def start(self, **changes: Any) -> BatchingEngine:
+        config = EngineConfig(**{"num_kv_blocks": 512, "block_size": 4, **changes})
+        runner = TorchRunner(self.model, config, CPU, torch.float32)
+        return BatchingEngine(runner, self.processor.tokenizer, config)
+
+    def requests(self) -> list[EngineRequest]:
+        return [
+            EngineRequest(
+                name,
+                prompt.token_ids,
+                SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+                prompt.images,
+                positions=prompt.positions,
+            )
+            for name, prompt in self.prompts.items()
+        ]
+
+
+def make_image(width: int, height: int, seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def ask(processor: TorchProcessor, question: list[str | tuple[int, int, int]]) -> Prompt:
+    """The prompt of a question, made as a worker makes it."""
+    sizes = [part for part in question if not isinstance(part, str)]
+    numbers = iter(range(len(sizes)))
+    parts = [
+        TextPart(part) if isinstance(part, str) else ImagePart(next(numbers)) for part in question
+    ]
+    images = [(f"{size}", processor.process_image(make_image(*size), size[:2])) for size in sizes]
+    return processor.build_prompt([ChatMessage("user", tuple(parts))], images)
+
+
+@torch.inference_mode()
+def generate(case: FamilyCase, model: Any, prompt: Prompt) -> list[int]:
+    """Greedy tokens of transformers, all computed anew for each."""
+    token_ids = list(prompt.token_ids)
+    positions = list(prompt.positions[0] if prompt.positions else range(len(token_ids)))
+    pixels = [torch.as_tensor(image.pixels) for image in prompt.images]
+    given = {"pixel_values": case.stacked(pixels)} if pixels else {}
+    while len(token_ids) < len(prompt.token_ids) + NUM_TOKENS:
+        scores = model(
+            input_ids=torch.tensor([token_ids]), position_ids=torch.tensor([positions]), **given
+        ).logits
+        token_ids.append(int(scores[0, -1].argmax()))
+        positions.append(max(positions) + 1)
+    return token_ids[len(prompt.token_ids) :]
+
+
+def load(case: FamilyCase, directory: Path) -> tuple[FamilyModel, TorchProcessor]:
+    with registered(case.family):
+        family, config = find_family(directory)
+    processor = family.processor(directory, config)
+    return (
+        load_model(directory, family, config, CPU, torch.float32),
+        create_processor(directory, processor, config.text.max_position_embeddings),
+    )
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    case: FamilyCase = request.param
+    directory = tmp_path_factory.mktemp("family") / "checkpoint"
+    case.write(directory)
+    model, processor = load(case, directory)
+    theirs = case.load_reference(directory)
+    prompts = {name: ask(processor, question) for name, question in QUESTIONS.items()}
+    expected = {name: generate(case, theirs, prompt) for name, prompt in prompts.items()}
+    return Loaded(case, directory, model, processor, prompts, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
+    assert way(loaded.start, loaded.requests()) == loaded.expected
+
+
+def test_the_compared_answers_say_something(loaded: Loaded) -> None:
+    assert all(len(set(tokens)) > 2 for tokens in loaded.expected.values())
+    assert len({tuple(tokens) for tokens in loaded.expected.values()}) == len(QUESTIONS)
+
+
+def test_a_runs_slots_are_as_many_as_its_image_has_features(loaded: Loaded) -> None:
+    slot_id = loaded.case.family.processor(loaded.directory, loaded.model.config).slot_id
+    for prompt in loaded.prompts.values():
+        filled = []
+        for image in prompt.images:
+            assert loaded.model.num_features(image.pixels) == image.num_slots
+            assert image.num_tokens <= loaded.processor.image_tokens
+            filled += [image.offset + place for slots in image.slot_runs for place in range(*slots)]
+        assert filled == [i for i, token in enumerate(prompt.token_ids) if token == slot_id]
+        assert all(len(row) == len(prompt.token_ids) for row in prompt.positions)
+
+
+def test_the_number_of_tokens_is_the_images_own(loaded: Loaded) -> None:
+    images = [image for prompt in loaded.prompts.values() for image in prompt.images]
+    assert (len({image.num_tokens for image in images}) > 1) == loaded.case.sizes_differ
+
+
+def test_a_user_cannot_spell_an_image(loaded: Loaded) -> None:
+    """Whatever control tokens an image's run has, typed they are text."""
+    [image] = loaded.prompts["small"].images
+    run = loaded.prompts["small"].token_ids[image.offset : image.offset + image.num_tokens]
+    typed = {"<image>", "<tiles>", "</tiles>"}
+    plain = ask(loaded.processor, ["x"]).token_ids
+    spelled = ask(loaded.processor, ["".join(sorted(typed)) * 2]).token_ids
+    controls = {token for token in run if loaded.processor.tokenizer.token_bytes(token) == b""}
+    assert all(plain.count(token) == spelled.count(token) for token in controls)
+
+
+def test_refusals_name_the_field(loaded: Loaded, tmp_path: Path) -> None:
+    for changes, reason in loaded.case.refusals:
+        content = json.loads((loaded.directory / "config.json").read_text())
+        for name, value in changes.items():
+            content[name] = content[name] | value if isinstance(value, dict) else value
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        with registered(loaded.case.family), pytest.raises(UnsupportedCheckpoint) as caught:
+            find_family(tmp_path)
+        assert reason in str(caught.value)
+
+
+def change_weights(
+    loaded: Loaded, directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
+) -> Path:
+    """A copy of the checkpoint with other weights."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in loaded.directory.iterdir():
+        if file.suffix == ".safetensors":
+            weights |= load_file(file)
+        elif not file.name.endswith("index.json"):
+            (directory / file.name).write_bytes(file.read_bytes())
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def test_a_weight_that_is_missing_is_named(loaded: Loaded, tmp_path: Path) -> None:
+    name = "language_model.model.norm.weight"
+    change_weights(loaded, tmp_path, lambda weights: weights.pop(name))
+    with pytest.raises(UnsupportedCheckpoint, match=f"lacks weights: .*{name}"):
+        load(loaded.case, tmp_path)
+
+
+def test_a_weight_that_nobody_reads_is_named(loaded: Loaded, tmp_path: Path) -> None:
+    extra = {"language_model.model.surprise.weight": torch.zeros(4)}
+    change_weights(loaded, tmp_path, lambda weights: weights.update(extra))
+    with pytest.raises(UnsupportedCheckpoint, match=r"has unknown weights: .*surprise\.weight"):
+        load(loaded.case, tmp_path)
+
+
+def test_a_weight_that_is_known_to_be_of_no_use_is_left_out(loaded: Loaded, tmp_path: Path) -> None:
+    name = loaded.case.unread
+    change_weights(loaded, tmp_path, lambda weights: weights.update({name: torch.zeros(32)}))
+    load(loaded.case, tmp_path)
+
+
+def test_a_family_that_nobody_registered_is_refused_by_its_architecture(tmp_path: Path) -> None:
+    content = {"architectures": [tiled.ARCHITECTURE], "model_type": "llava"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedCheckpoint, match=tiled.ARCHITECTURE):
+        find_family(tmp_path)

@@ -1,0 +1,118 @@
+"""A family of one file: LLaVA whose images are one, two or four tiles, between start and end tokens.
+
+A wide image is two tiles beside each other, a line break between them in plain text; a large one has four. All
+tokens of an image stand at one rotary position, so that it takes no more of the context than one token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines.base import ImageInput, Positions
+from engines.core.runner import Prompt
+from engines.image_decoder import Decode
+from engines.packages.checkpoint_json import Fields
+from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.text.prompt import Item
+from engines.torch_backend.models import llava
+from engines.torch_backend.models.llava import Llava, VLMConfig
+from engines.torch_backend.models.registry import WeightPart
+
+ARCHITECTURE = "TiledLlavaForConditionalGeneration"
+START, END = "<tiles>", "</tiles>"
+PLACES = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # rows and columns by the number of tiles
+
+
+class TiledLlava(Llava):
+    """LLaVA over several squares an image."""
+
+    def num_features(self, pixels: Any) -> int | None:
+        """So many for each tile."""
+        size = self.config.vision.image_size
+        is_tiled = pixels.ndim == 4 and tuple(pixels.shape[1:]) == (3, size, size)
+        return len(pixels) * self.config.tokens_per_image if is_tiled else None
+
+    def example_image(self) -> ImageInput:
+        """One of two tiles."""
+        size, count = self.config.vision.image_size, 2 * self.config.tokens_per_image
+        return ImageInput(0, count, "example", torch.zeros(2, 3, size, size))
+
+
+@dataclass(frozen=True)
+class TileProcessor:
+    """Cuts an image to tiles."""
+
+    slot_id: int
+    side: int
+    tile_tokens: int
+    template: str = LLAVA_TEMPLATE
+
+    @property
+    def image_tokens(self) -> int:
+        """Of four tiles, the tokens around them, and the breaks between."""
+        return 4 * self.tile_tokens + 2 + 3
+
+    def process(self, data: bytes, expected_size: tuple[int, int], decode: Decode) -> np.ndarray:
+        """Shapes: returns (tiles, 3, side, side) float32. Raises: InvalidImage."""
+        image = decode(data, expected_size)
+        width, height = image.size
+        tiles = 4 if min(width, height) > self.side else 2 if width > height else 1
+        rows, columns = PLACES[tiles]
+        image = image.resize((columns * self.side, rows * self.side))
+        pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
+        parts = pixels.reshape(3, rows, self.side, columns, self.side).transpose(1, 3, 0, 2, 4)
+        return np.ascontiguousarray(parts.reshape(tiles, 3, self.side, self.side))
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """Tiles as runs of slots between start and end."""
+        made = []
+        for name, pixels in images:
+            text = START + "\n".join([slot * self.tile_tokens] * len(pixels)) + END
+            num_tokens = len(pixels) * (self.tile_tokens + 1) + 1
+            made.append(Item(name, num_tokens, pixels, text, PLACES[len(pixels)]))
+        return made
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """An image is at one place."""
+        row, place = [0] * len(prompt.token_ids), -1
+        inside = {
+            index: image.offset
+            for image in prompt.images
+            for index in range(image.offset, image.offset + image.num_tokens)
+        }
+        for index in range(len(row)):
+            place += inside.get(index, index) == index
+            row[index] = place
+        return (row,)
+
+
+class TiledLlavaFamily:
+    """LLaVA's decoder, tower and names, with images of its own."""
+
+    architectures = (ARCHITECTURE,)
+
+    def check(self, config: Fields) -> VLMConfig:
+        """As LLaVA, without the class token."""
+        config.one_of("vision_feature_select_strategy", ("default",))
+        return llava.FAMILY.check(config)
+
+    def build(self, config: VLMConfig) -> TiledLlava:
+        """The model, its weights still undefined."""
+        return TiledLlava(config)
+
+    def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
+        """As LLaVA."""
+        return llava.FAMILY.rename(name, config)
+
+    def processor(self, directory: Path, config: VLMConfig) -> TileProcessor:
+        """Needs no file."""
+        return TileProcessor(
+            config.image_token_id, config.vision.image_size, config.tokens_per_image
+        )
+
+
+FAMILY = TiledLlavaFamily()
