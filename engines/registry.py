@@ -56,7 +56,7 @@ def create_engine(spec: EngineSpec) -> LoadedEngine:
             created_at=int(time.time()),
             max_model_len=engine.max_model_len,
             vocab_size=processor.tokenizer.vocab_size,
-            tokens_per_image=processor.tokens_per_image,
+            image_tokens=processor.image_tokens,
         )
         return LoadedEngine(engine, processor, card)
     try:

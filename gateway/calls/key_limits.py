@@ -118,7 +118,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     """Prompt and answer, as far as the model holds them."""
     parts = [part for message in task.messages for part in message.parts]
     num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
-    per_image = card.tokens_per_image or TOKENS_PER_IMAGE
+    per_image = card.image_tokens or TOKENS_PER_IMAGE
     answer = task.sampling.max_tokens or OPEN_ANSWER_TOKENS
     num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
     num_prompt = min(num_prompt, card.max_model_len - 1)

@@ -15,6 +15,6 @@ class ModelCard(Report, frozen=True):
     max_model_len: int
     vocab_size: int
     supports_images: bool = True
-    tokens_per_image: int = 0
+    image_tokens: int = 0  #: the most that one image may come to, for quotas; 0: unknown
     tasks: tuple[str, ...] = ("generate",)  #: tags of the tasks that it takes
     version: int = PROTOCOL_VERSION  #: of the protocol that its workers speak

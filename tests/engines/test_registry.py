@@ -16,7 +16,7 @@ def test_the_mock_engine_is_made_as_specified():
     )
     loaded = create_engine(spec)
     assert loaded.card.name == "mock"
-    assert (loaded.card.max_model_len, loaded.card.tokens_per_image) == (100, 7)
+    assert (loaded.card.max_model_len, loaded.card.image_tokens) == (100, 7)
     prompt = loaded.processor.build_prompt([ChatMessage("user", (TextPart("hi"),))], [])
     answer = run_all(loaded.engine, make_request(prompt=prompt.token_ids))["r0"]
     assert len(answer.token_ids) == 3

@@ -86,6 +86,7 @@ class Preprocessor:
             output_token_ids=claim.output_token_ids,
             cache_salt=request.tenant,
             priority=request.priority,
+            positions=prompt.positions,
         )
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> tuple[str, Any]:

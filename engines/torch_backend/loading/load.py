@@ -72,7 +72,7 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
         created_at=int(time.time()),
         max_model_len=engine.max_model_len,
         vocab_size=config.text.vocab_size,
-        tokens_per_image=processor.image_tokens,
+        image_tokens=processor.image_tokens,
     )
     return LoadedEngine(engine, processor, card)
 

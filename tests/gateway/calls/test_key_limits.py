@@ -48,7 +48,7 @@ def make_limits(**limits) -> tuple[KeyLimits, Time]:
 
 @pytest.mark.parametrize(("per_image", "counted"), [(144, 144), (0, TOKENS_PER_IMAGE)])
 def test_tokens_are_those_of_text_images_and_the_longest_answer(per_image, counted):
-    card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, tokens_per_image=per_image)
+    card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, image_tokens=per_image)
     images = (make_image("a"), make_image("b"))
     request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
     assert possible_tokens(request.task, card) == PossibleTokens(10 + 2 * counted, 10)

@@ -113,7 +113,7 @@ def test_the_card_says_what_is_served(tiny: Path) -> None:
     card = create_engine(make_spec(tiny)).card
 
     assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", 512, 384)
-    assert (card.supports_images, card.tokens_per_image) == (True, 16)
+    assert (card.supports_images, card.image_tokens) == (True, 16)
     assert create_engine(make_spec(tiny, served_name="other")).card.name == "other"
 
 
