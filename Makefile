@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench loadtest up down clean
+.PHONY: help install serve test fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +11,7 @@ ARGS   ?=
 TORCH_ARGS ?=
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -62,6 +62,9 @@ format: $(STAMP)  ## format and fix what can be fixed
 
 bench: $(STAMP)  ## measure the way of a request beside a bare FastAPI endpoint
 	$(BIN)/vlm bench gateway $(ARGS)
+
+trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
+	$(BIN)/python -m tests.trace_request $(ARGS)
 
 loadtest: $(STAMP)  ## half a minute of load for a fleet on the mock engine; a report in .cache/loadtest.html
 	mkdir -p .cache
