@@ -1,7 +1,7 @@
-"""The gateway's HTTP application, assembled from the surfaces: routes, keys, errors, the OpenAPI document.
+"""The gateway's HTTP application, assembled from the surfaces.
 
-Middleware is pure ASGI only: Starlette's `BaseHTTPMiddleware` hides that a client has left. Surfaces are plain ASGI
-applications too, for speed; the other routes are FastAPI's.
+Middleware is pure ASGI only: Starlette's `BaseHTTPMiddleware` hides that a client has left.
+Surfaces are plain ASGI applications too, for speed; the other routes are FastAPI's.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -101,7 +101,7 @@ class Endpoint:
 
 
 class SurfaceMiddleware:
-    """Pure ASGI, innermost: hands calls over before the router, whose wrappers cost a tenth of them."""
+    """Pure ASGI, innermost: serves calls before the router, whose wrappers cost a tenth of them."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self.app = app

@@ -1,4 +1,7 @@
-"""The gateway process. Called by the command line with the whole settings; logging is set up already."""
+"""The gateway process.
+
+Called by the command line with the whole settings; logging is set up already.
+"""
 
 import gc
 import logging
@@ -14,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def raise_file_limit(num_needed: int) -> None:
-    """Take as many file descriptors as the system gives, and warn where that is less than is needed."""
+    """Take as many file descriptors as the system gives, and warn where that is less than is
+    needed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

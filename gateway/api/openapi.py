@@ -59,13 +59,16 @@ def describe_operation(
     chunk: type | None = None,
     error: type = ErrorBody,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A surface's operation and schemas, from the structs of its wire. `chunk`: of a stream's events."""
+    """A surface's operation and schemas, from the structs of its wire.
+
+    `chunk`: of a stream's events.
+    """
     answers = {"application/json": {"schema": _reference(answer)}}
     if chunk is not None:
         answers["text/event-stream"] = {"schema": _reference(chunk)}
     body = (
-        f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes and {limits.max_commas} commas; of a key that "
-        "comes twice in one object the last counts."
+        f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes and {limits.max_commas} commas; "
+        "of a key that comes twice in one object the last counts."
     )
     operation = {
         "operationId": operation_id,
@@ -96,7 +99,7 @@ def _schemas(*types: type) -> dict[str, Any]:
 
 
 def _write_errors(path: str, responses: dict[str, Any]) -> None:
-    """What the door says to requests of FastAPI's routes, and not what FastAPI would say of bodies."""
+    """Errors of the middleware on FastAPI's routes, and not what FastAPI says of bodies."""
     responses.pop("422", None)
     if path in PUBLIC_PATHS:
         return

@@ -1,9 +1,11 @@
-"""What a request may come to, what may be open of one model in the whole fleet, and what the refused are told.
+"""What a request may come to, what may be open of one model in the whole fleet, and what the
+refused are told.
 
-Tokens are those that a request may come to: its text at four characters a token, its images, and the longest answer
-that it allows. Redis counts, in the call that queues the request, so that any number of gateways admit as much as one;
-of a key's minute an answer takes in the end what it came to (`settlements`).
-A key beyond its own limits gets 429, a fleet beyond its own 503. It must not know HTTP or Redis.
+Tokens are those that a request may come to: its text at four characters a token, its images, and
+the longest answer that it allows. Redis counts, in the call that queues the request, so that any
+number of gateways admit as much as one; of a key's minute an answer takes in the end what it came
+to (`settlements`). A key beyond its own limits gets 429, a fleet beyond its own 503. It must not
+know HTTP or Redis.
 """
 
 import math
@@ -55,7 +57,8 @@ class KeyLimits:
         return self._bounds[priority]
 
     def check(self, model: str, tenant: str) -> None:
-        """Refuse without asking Redis whom it has told to wait for requests, as that minute cannot end earlier.
+        """Refuse without asking Redis whom it has told to wait for requests, as that minute cannot
+        end earlier.
 
         Raises: KeyLimitExceeded.
         """
@@ -90,7 +93,9 @@ class KeyLimits:
 
 
 def to_bounds(limits: LimitSettings, priority: Priority) -> Bounds:
-    """The bounds of interactive or batch requests; the latter leave half of the tokens to the former."""
+    """The bounds of interactive or batch requests; the latter leave half of the tokens to the
+    former.
+    """
     is_batch = priority is Priority.BATCH
     return Bounds(
         max_waiting=limits.max_batch_queue_depth if is_batch else limits.max_queue_depth,

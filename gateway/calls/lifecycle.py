@@ -1,10 +1,10 @@
 """The one way in and out of the gateway, for every API.
 
-    in:   admission -> body -> surface.read -> model -> capability -> surface.plan -> limits -> images -> queue
-    out:  events -> answer.whole or answer.frames -> client; recorded once, refunded, closed
+    in:   admission, body, surface.read, model, capability, surface.plan, limits, images, queue
+    out:  events, answer.whole or answer.frames, client; recorded once, refunded, closed
 
-Checks run from cheap to expensive. However a request ends, and whoever leaves first, its call is closed, so that the
-fleet stops to work on it. It knows no API: that is `gateway.calls.surface`.
+Checks run from cheap to expensive. However a request ends, and whoever leaves first, its call is
+closed, so that the fleet stops working on it. It knows no API: that is `gateway.calls.surface`.
 """
 
 import asyncio
@@ -84,7 +84,8 @@ class Lifecycle:
         try:
             with self.admission:
                 reply = await self._open(surface, exchange, context, recorder)
-                self.deferred_tasks.run()  # of earlier requests, while a worker is busy with this one
+                # Of earlier requests, while a worker is busy with this one.
+                self.deferred_tasks.run()
                 await self._answer(exchange, reply, recorder)
             is_answered = True
         except Exception as raised:
@@ -119,7 +120,10 @@ class Lifecycle:
     async def _open(
         self, surface: Surface, exchange: Exchange, context: RequestContext, recorder: Recorder
     ) -> Reply:
-        """Read and queue the request. Its body, images and all, is let go of before the answer begins."""
+        """Read and queue the request.
+
+        Its body, images and all, is let go of before the answer begins.
+        """
         with self.admission.hold_body() as held:
             request = await self._read(surface, exchange, context, held)
             recorder.model = self.models.label(request.model)
@@ -161,7 +165,10 @@ class Lifecycle:
         held: HeldBody,
         resumes: bool,
     ) -> OpenCall:
-        """Queue one call per task. Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable."""
+        """Queue one call per task.
+
+        Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable.
+        """
         self.key_limits.check(card.name, context.tenant)
         if not plan.images:
             return await self._queue(plan, plan.tasks, card, context, clock, resumes)
@@ -244,7 +251,7 @@ class Lifecycle:
     # Out
 
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
-        """Send what the call comes to. Raises: ApiError, Gone; before the status line or after it."""
+        """Send what the call comes to. Raises: ApiError, Gone, before or after the status line."""
         recorder.begin(reply.call, is_streamed=reply.is_streamed)
         watcher = asyncio.create_task(_close_when_gone(exchange, reply.call))
         try:

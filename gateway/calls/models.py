@@ -1,6 +1,7 @@
 """Which models the fleet serves, as its workers announce them; refreshed in the background.
 
-A model that was seen within a day stays known while no worker is up: its requests wait in the queue.
+A model that was seen within a day stays known while no worker is up: its requests wait in the
+queue.
 """
 
 import asyncio
@@ -27,7 +28,10 @@ OnModels = Callable[[Iterable[str]], Awaitable[None]]
 
 
 class ModelDirectory:
-    """The model cards of the fleet. `on_models` is called before a new model's requests are accepted."""
+    """The model cards of the fleet.
+
+    `on_models` is called before a new model's requests are accepted.
+    """
 
     def __init__(self, registry: Registry, on_models: OnModels) -> None:
         self.registry = registry
@@ -67,7 +71,9 @@ class ModelDirectory:
             self._refreshed_at = time.monotonic()
 
     async def _open(self, names: list[str]) -> None:
-        """Tell of new models; what that starts outlives the request that asked, so it gets none of its context."""
+        """Tell of new models; what that starts outlives the request that asked, so it gets none of
+        its context.
+        """
         loop = asyncio.get_running_loop()
         await loop.create_task(_call(self._on_models, names), context=Context())
 
@@ -83,7 +89,10 @@ class ModelDirectory:
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str) -> ModelCard:
-        """A model's card. Raises: NotFound; Overloaded if its workers speak another version; RedisError, OSError."""
+        """A model's card.
+
+        Raises: NotFound; Overloaded if its workers speak another version; RedisError, OSError.
+        """
         card = self.cards.get(name)
         if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
             await self._look_again()  # it may have come this second
@@ -102,7 +111,10 @@ class ModelDirectory:
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
     async def _look_again(self) -> None:
-        """Refresh once for all who ask meanwhile; they share what comes of it. Raises: RedisError, OSError."""
+        """Refresh once for all who ask meanwhile; they share what comes of it.
+
+        Raises: RedisError, OSError.
+        """
         if self._looking is None:
             self._looking = asyncio.create_task(self.refresh(), context=Context())
             self._looking.add_done_callback(self._looked)

@@ -1,9 +1,9 @@
 """Everything that is noted of one request: its metrics, its line in the log, its span.
 
-The log never holds the prompt, the answer, a key or an image: the tenant is a short hash of its key, the client's `user`
-too, by which one user's requests are found without naming them. Attributes of the span are OpenTelemetry's GenAI
-conventions and a few of our own (`vlm.`): numbers and names of ours. The worker's stages hang below the same span, as
-its name travels with the call.
+The log never holds the prompt, the answer, a key or an image: the tenant is a short hash of its
+key, the client's `user` too, by which one user's requests are found without naming them. Attributes
+of the span are OpenTelemetry's GenAI conventions and a few of our own (`vlm.`): numbers and names
+of ours. The worker's stages hang below the same span, as its name travels with the call.
 """
 
 import hashlib
@@ -163,7 +163,7 @@ class Recorder:
         stages = self.stages(e2e_s)
         ttft_s = self.clock.ttft_s
         if ttft_s is not None and not self._is_streamed:
-            # Tokens of a whole answer come late and together: the worker knows when it had the first.
+            # Tokens of a whole answer arrive together: the worker knows when it had the first.
             ttft_s = ttft_of(stages)
         prompt = self.totals.prompt
         self.metrics.record_finished(

@@ -1,9 +1,9 @@
-"""Answers that outlive their connection: resumed by id, on any gateway, exactly where they were left.
+"""Answers that outlive their connection: resumed by id, on any gateway, where they were left.
 
-A request is resumable when its client asks for that (`x-vlm-resumable`) or names it (`Idempotency-Key`): it goes on
-when the client leaves. A client that comes back reads the call's log, which Redis keeps a minute beyond its end, and
-then what follows by the mailbox of its gateway. Frames carry ids, so that none is sent twice. Only the tenant who asked
-may read.
+A request is resumable when its client asks for that (`x-vlm-resumable`) or names it
+(`Idempotency-Key`): it goes on when the client leaves. A client that comes back reads the call's
+log, which Redis keeps a minute beyond its end, and then what follows by the mailbox of its gateway.
+Frames carry ids, so that none is sent twice. Only the tenant who asked may read.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _decoder = msgspec.json.Decoder(StreamRecord)
 
 
 def is_resumable(context: RequestContext, plan: Plan) -> bool:
-    """Whether the request goes on without its client; its id then follows from its key, if it has one.
+    """Whether the request goes on without its client. With a key, its id follows from it.
 
     Raises: InvalidRequest.
     """
@@ -166,9 +166,9 @@ class Resume:
         context: RequestContext,
         submit: Callable[[], Awaitable[OpenCall]],
     ) -> Reply:
-        """Queue a request that outlives its connection by `submit`, or follow it if it was sent before.
+        """Queue a request that outlives its connection, or follow it if it was sent before.
 
-        Raises: InvalidRequest if the key names another request; QueueUnavailable; what `submit` raises.
+        Raises: InvalidRequest if the key names another request, QueueUnavailable, and as `submit`.
         """
         last_id = _last_event_id(context)
         record = StreamRecord(

@@ -18,7 +18,7 @@ from gateway.http.errors import ApiError, Headers
 from gateway.images.loader import ImageSource
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 
-#: How far a client has come that read this frame (output tokens, then the frames of the end), and its bytes.
+#: A position, which counts output tokens and then the frames of the end, and the frame's bytes.
 Frame = tuple[int, bytes]
 
 

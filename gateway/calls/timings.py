@@ -1,7 +1,8 @@
 """Where a request's time went, stage by stage, as durations that add up to its end-to-end time.
 
-The gateway measures its own stages by its own clock; the worker's come as durations in `StageTimings`. What is
-left of the end-to-end time is `relay`: publishing, the mailbox, and writing to the socket. Units: seconds.
+The gateway measures its own stages by its own clock; the worker's come as durations in
+`StageTimings`. What is left of the end-to-end time is `relay`: publishing, the mailbox, and writing
+to the socket. Units: seconds.
 """
 
 import time

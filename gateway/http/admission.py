@@ -1,4 +1,4 @@
-"""Whether a request may come in at all: how many are open, how much they hold, whether the gateway is about to stop."""
+"""Whether a request may come in: how many are open, how much they hold, whether we are draining."""
 
 import math
 import random

@@ -1,9 +1,10 @@
-"""Who may use the gateway: API keys as bearer tokens, by digest, for every path but the health probes
-and the files of the chat page, which are answered before.
+"""Who may use the gateway: API keys as bearer tokens, by digest.
 
-Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the gateway is
-open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key like all the rest:
-Prometheus can send one (`authorization: credentials_file`).
+They are needed for every path but the health probes and the chat page's files.
+
+Keys are compared as SHA-256 digests in constant time; clear keys are not kept. Without any key the
+gateway is open, which `check_exposure` allows on loopback addresses only. `/metrics` needs a key
+like all the rest: Prometheus can send one (`authorization: credentials_file`).
 """
 
 import hashlib
@@ -41,7 +42,10 @@ class KeyRing:
         return not self._salts
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The cache salt of the caller. Raises: AuthenticationError if no key is sent, WrongKey if no known one."""
+        """The cache salt of the caller.
+
+        Raises: AuthenticationError if no key is sent, WrongKey if no known one.
+        """
         if self.is_open:
             return ""
         values = [value for name, value in headers if name == b"authorization"]

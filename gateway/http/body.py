@@ -1,7 +1,7 @@
 """From the bytes of a request to a checked struct, or to an error that names the field.
 
-The good path is one bounded read and one strict decode. Where that fails, the slow path finds the place:
-`messages.[0].content.[1].image_url`.
+The good path is one bounded read and one strict decode. Where that fails, the slow path finds the
+place: `messages.[0].content.[1].image_url`.
 """
 
 import asyncio
@@ -109,7 +109,10 @@ def _too_large(limit: str) -> ApiError:
 
 
 class JsonBody(Generic[T]):
-    """Reads bodies of one type. `hints`: what to say of a value outside a closed set, by the field's last name."""
+    """Reads bodies of one type.
+
+    `hints`: what to say of a value outside a closed set, by the field's last name.
+    """
 
     def __init__(self, type_: type[T], hints: Mapping[str, str] | None = None) -> None:
         self._decoder = msgspec.json.Decoder(type_)
@@ -125,7 +128,7 @@ class JsonBody(Generic[T]):
             raise _locate(str(error), self._hints) from None
         except RecursionError:
             raise InvalidRequest(
-                "The body holds too many objects and arrays inside each other: send at most 100 levels.",
+                "The body nests objects and arrays too deeply: send at most 100 levels.",
                 code="invalid_json",
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -134,7 +137,7 @@ class JsonBody(Generic[T]):
 
 
 def find_model_name(body: bytes) -> str:
-    """The model that a refused body names, whatever else is in it; empty if it is no JSON or names none."""
+    """The model that a refused body names; empty if it is no JSON or names none."""
     try:
         return _name_decoder.decode(body).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,6 +1,7 @@
 """What the door knows of a request before its body is read, and the middleware that notes it.
 
-Outermost of the chain: starts the clock, names the request in log lines, puts `x-request-id` on every answer.
+Outermost of the chain: starts the clock, names the request in log lines, puts `x-request-id` on
+every answer.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""What is left to do of requests that are answered - metrics, log lines - put off until nobody waits for it.
+"""What is left to do of requests that are answered - metrics, log lines - put off until nobody
+waits for it.
 
-It is done when the next request has gone to the queue and the gateway waits for a worker, or a moment later, or before
-anybody looks at what it feeds.
+It is done when the next request has gone to the queue and the gateway waits for a worker, or a
+moment later, or before anybody looks at what it feeds.
 """
 
 import asyncio
@@ -29,7 +30,10 @@ class DeferredTasks:
             self._timer = asyncio.get_running_loop().call_later(LONGEST_WAIT_S, self.run)
 
     def run(self) -> None:
-        """Call all that waits. What one of them raises is logged, and keeps no other from being called."""
+        """Call all that waits.
+
+        What one of them raises is logged, and keeps no other from being called.
+        """
         if self._timer is None:
             return
         self._timer.cancel()

@@ -7,7 +7,7 @@
     |-- Overloaded           503, retry-after        come again later
     `-- ServerError          500, 503, 504           ours
 
-Messages are short, fixed texts and numbers of ours: never the input, an address, a path or a traceback.
+Messages are short, fixed texts and numbers of ours, never input, addresses, paths or tracebacks.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ErrorFields(msgspec.Struct):
-    """The four keys that clients rely on; in a stream's last event also what the headers would say."""
+    """The four keys that clients rely on; in a stream's last event also what headers would say."""
 
     message: str
     type: str
@@ -71,7 +71,7 @@ class ApiError(Exception):
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))
 
     def event(self) -> bytes:
-        """The JSON of the error as a stream's last event, where no header can say whether to retry."""
+        """The JSON of the error as a stream's last event, which says whether to retry."""
         fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
         if self.retry_after_s is not None:
             fields.retry_after = self.retry_after_s
@@ -118,7 +118,10 @@ class NotFound(ApiError):
 
 
 class Overloaded(ApiError):
-    """Not now: the queue is full, the gateway stops, or Redis is away. `reason` is a label of the metrics."""
+    """Not now: the queue is full, the gateway stops, or Redis is away.
+
+    `reason` is a label of the metrics.
+    """
 
     status = 503
     type = "server_error"

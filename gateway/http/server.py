@@ -1,11 +1,11 @@
 """The HTTP server: uvicorn with bounds on what a client may make it hold, and a graceful end.
 
-uvicorn's fast parser takes headers and trailers of any size and waits for ever for requests, and for clients to read;
-here all are bounded. At SIGTERM the server first refuses new work while it still answers, so that `/readyz` can say 503 and open
-requests finish.
+uvicorn's fast parser takes headers and trailers of any size and waits for ever for requests, and
+for clients to read; here all are bounded. At SIGTERM the server first refuses new work while it
+still answers, so that `/readyz` can say 503 and open requests finish.
 
-A client that closes its sending half has left, as in most servers: nobody can tell it from one that is gone, and its
-request is cancelled. Whoever wants an answer keeps the connection open.
+A client that closes its sending half has left, as in most servers: nobody can tell it from one that
+is gone, and its request is cancelled. Whoever wants an answer keeps the connection open.
 """
 
 import asyncio
@@ -47,7 +47,9 @@ class FileReserve:
         self._last_warned_at = float("-inf")
 
     def admits(self, transport: asyncio.Transport) -> bool:
-        """Whether this connection leaves enough; one that does not is counted, and now and then logged."""
+        """Whether this connection leaves enough; one that does not is counted, and now and then
+        logged.
+        """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         file = transport.get_extra_info("socket").fileno()  # the lowest that was free
         if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
@@ -108,9 +110,11 @@ class JoinedWrites:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with limits on headers and trailers, and on the time of headers, bodies and answers.
+    """uvicorn's httptools protocol with limits on headers and trailers, and on the time of headers,
+    bodies and answers.
 
-    Trailers are read past: merged into the headers, as uvicorn does, they would be headers that no proxy has seen.
+    Trailers are read past: merged into the headers, as uvicorn does, they would be headers that no
+    proxy has seen.
     """
 
     _in_headers = False
@@ -153,7 +157,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads less than it is sent: give it its time, and then hang up, which ends its request."""
+        """The client reads less than it is sent: give it its time, and then hang up, which ends its
+        request.
+        """
         super().pause_writing()
         self._send_timer = self.loop.call_later(self._send_timeout_s, self.transport.abort)
 
@@ -243,7 +249,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _ignore_upgrade(self) -> bool:
         """Note how the request reads without its wish for another protocol, where it has one.
 
-        The parser reads no body behind such a wish, but HTTP/1.1 is spoken on as if it were not there (RFC 9110, 7.8).
+        The parser reads no body behind such a wish, but HTTP/1.1 is spoken on as if it were not
+        there (RFC 9110, 7.8).
         """
         assert self.parser is not None
         if not self.parser.should_upgrade():
@@ -262,7 +269,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Called where the parser stopped at the wish for another protocol: go on without it, and without a warning."""
+        """Called where the parser stopped at the wish for another protocol: go on without it, and
+        without a warning.
+        """
         stop = sys.exc_info()[1]
         assert isinstance(stop, httptools.HttpParserUpgrade)
         head, self._without_upgrade = self._without_upgrade, b""
@@ -279,7 +288,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return f"At most {limits.max_headers} {part} of {limits.max_header_bytes} bytes together."
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has begun."""
+        """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has
+        begun.
+        """
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
@@ -310,7 +321,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def without_chunks(cycle: RequestResponseCycle) -> Send:
-    """The `send` for HTTP/1.0, which knows no chunks: an answer of unknown length ends with its connection."""
+    """The `send` for HTTP/1.0, which knows no chunks: an answer of unknown length ends with its
+    connection.
+    """
     send_as_told, has_length = cycle.send, False
 
     async def send(message: Any) -> None:

@@ -1,4 +1,6 @@
-"""What every API of the gateway does alike, whatever its words: each registered surface, and a toy of one file."""
+"""What every API of the gateway does alike, whatever its words: each registered surface, and a toy
+of one file.
+"""
 
 import asyncio
 import json
@@ -32,7 +34,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the suite speaks to one surface. `text_of`: of a whole answer or of one event of a stream."""
+    """How the suite speaks to one surface.
+
+    `text_of`: of a whole answer or of one event of a stream.
+    """
 
     body: Json
     text_of: Callable[[Json], str]

@@ -77,7 +77,7 @@ class ChatCompletions(Surface):
         }
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Made from the very structs that decode a request, with the limits that an operator may change."""
+        """Of the structs that decode a request, with the operator's limits."""
         operation, schemas = describe_operation(
             operation_id="create_chat_completion",
             summary="Answer a conversation about text and images",
@@ -106,9 +106,10 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
     texts["maxItems"] = limits.max_stop_strings
     branch(properties["logit_bias"], "object")["maxProperties"] = limits.max_logit_bias
     properties["messages"]["description"] = (
-        f"At most {limits.max_text_chars} characters of text and {limits.max_images} images together. An image: PNG, "
-        f"JPEG or WebP of at most {limits.max_image_bytes} bytes, {limits.max_image_pixels} pixels, "
-        f"{limits.max_image_side} on a side, and an aspect ratio of at most {limits.max_image_aspect:g}:1."
+        f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
+        f"together. An image: PNG, JPEG or WebP of at most {limits.max_image_bytes} bytes, "
+        f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
+        f"of at most {limits.max_image_aspect:g}:1."
     )
     for name in IGNORED_FIELDS:
         if name in properties:

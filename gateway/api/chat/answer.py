@@ -1,7 +1,7 @@
 """From the fleet's events to OpenAI's words: a whole answer, or the chunks of a stream.
 
-Order of a stream: for each choice a role chunk, content chunks and a chunk with `finish_reason`; then, if asked for, a
-chunk without choices that holds the usage; then `[DONE]`.
+Order of a stream: for each choice a role chunk, content chunks and a chunk with `finish_reason`;
+then, if asked for, a chunk without choices that holds the usage; then `[DONE]`.
 
 Source: OpenAI API reference, "Create chat completion" and "Streaming events".
 """
@@ -143,7 +143,7 @@ class _GatheredChoice:
 
 
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
-    """The same events with adjacent tokens of one choice made one: what arrives together leaves together."""
+    """The same events with adjacent tokens of one choice made one."""
     held: tuple[int, Tokens] | None = None
     for index, event in events:
         if held is not None and isinstance(event, Tokens) and held[0] == index:

@@ -1,7 +1,8 @@
 """OpenAI's wire as structs: what a chat request may hold and what an answer looks like.
 
-Strict: an unknown field is an error. Limits are named in `shared.settings.limits`: those that the contract fixes are part
-of the types here, those that an operator may change are checked by `translate`.
+Strict: an unknown field is an error. Limits are named in `shared.settings.limits`: those that the
+contract fixes are part of the types here, those that an operator may change are checked by
+`translate`.
 
 Source: OpenAI API reference, "Create chat completion" and "The chat completion chunk object".
 """
@@ -29,7 +30,7 @@ Detail = Literal["auto", "low", "high"]
 
 
 def asks_for_something(field: Neutral, neutral: tuple[bytes, ...] = ()) -> bool:
-    """Whether a field that is not supported holds more than null or one of `neutral`, compact JSON."""
+    """Whether an unsupported field holds more than null or one of `neutral`, compact JSON."""
     if field is UNSET:
         return False
     if len(memoryview(field)) > _MAX_NEUTRAL_BYTES:  # nothing is built of what is not small
@@ -151,7 +152,7 @@ class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
-    """Fields of the contract that would change the answer: accepted only where they ask for nothing."""
+    """Fields that would change the answer: accepted only where they ask for nothing."""
 
     audio: Neutral = UNSET
     best_of: Neutral = UNSET
@@ -176,7 +177,7 @@ IGNORED_FIELDS = (
     *(f"messages[].content[].image_url.{name}" for name in IgnoredImageFields.__struct_fields__),
 )
 
-#: What each field that is not supported may hold, as it then asks for nothing, as JSON; null always.
+#: JSON that asks for nothing, by field that is not supported; null always does.
 NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     **{name: () for name in NeutralFields.__struct_fields__ if name not in IGNORED_FIELDS},
     "best_of": (b"1",),

@@ -1,7 +1,7 @@
-"""From OpenAI's chat request to the fleet's tasks, as pure functions: no clock, no network, no images' bytes.
+"""From OpenAI's chat request to the fleet's tasks: pure, without images' bytes.
 
-Every quantity that a client controls is held against `LimitSettings` here, and every parameter becomes an exact
-`SamplingParams` value or an error that names it.
+Every quantity that a client controls is held against `LimitSettings` here, and every parameter
+becomes an exact `SamplingParams` value or an error that names it.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsi
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """How the client wants its answer; the request itself, which may be large, is not kept for it."""
+    """How the client wants its answer: all that is kept of the request, which may be large."""
 
     include_usage: bool = False
     with_logprobs: bool = False

@@ -1,4 +1,7 @@
-"""An API in one file: `POST /v1/echo`, a prompt in, text out, whole or streamed, with an error shape of its own."""
+"""An API in one file:
+
+`POST /v1/echo`, a prompt in, text out, whole or streamed, with an error shape of its own.
+"""
 
 from collections.abc import Sequence
 from typing import Any
