@@ -184,13 +184,23 @@ class BatchingEngine(Engine):
                 )
         if any(not 0 <= token_id < vocab_size for token_id in request.output_token_ids):
             raise InvalidRequest("the answer was begun with another model's tokens")
-        end = 0
+        self._check_places(request)
+
+    def _check_places(self, request: EngineRequest) -> None:
+        """Raises: InvalidRequest."""
+        num_prompt_tokens, end = len(request.prompt_token_ids), 0
         for image in request.images:
             if image.offset < end or image.num_tokens < 1:
                 raise InvalidRequest("image slots overlap or are out of order")
             end = image.offset + image.num_tokens
         if end > num_prompt_tokens:
             raise InvalidRequest("image slots reach beyond the prompt")
+        space = self.max_model_len - self._max_output_tokens(request)
+        for row in request.positions:
+            if len(row) != num_prompt_tokens or min(row) < 0 or max(row) >= space:
+                raise InvalidRequest(
+                    f"the prompt's positions are not {num_prompt_tokens} numbers from 0 to {space - 1}"
+                )
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
         """As many as asked for, and as the context holds beside the prompt."""

@@ -71,7 +71,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
         self._slot_id = slot_id
-        self._spelling = ControlSpelling(tokenizer.control_tokens)
+        self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
 
     def build(self, messages: Sequence[ChatMessage], items: Sequence[Item]) -> Prompt:
         """Token ids and where images are. `items[i]` is the image of the part with index i.
@@ -123,17 +123,22 @@ class PromptBuilder:
         remaining = iter(places)
         begin, end = next(remaining, (len(text), len(text)))
         first = last = -1
-        for number, (piece, control, start) in enumerate(self._spelling.cut(text)):
+        for number, (piece, control, start, count) in enumerate(self._spelling.cut(text)):
             if piece:
                 ids += tokenizer.encode_piece(piece.replace(guard, ""), is_first=number == 0)
-            while start >= end and len(runs) < len(places):
-                runs.append((first, last + 1))
-                begin, end = next(remaining, (len(text), len(text)))
-                first = last = -1
-            if control is not None:
-                if start >= begin:
-                    first, last = len(ids) if first < 0 else first, len(ids)
-                ids.append(control.id)
+            while True:  # for each place that a run of slots reaches into
+                while start >= end and len(runs) < len(places):
+                    runs.append((first, last + 1))
+                    begin, end = next(remaining, (len(text), len(text)))
+                    first = last = -1
+                if control is None or count == 0:
+                    break
+                is_inside = start >= begin
+                taken = min(count, (end - start) // len(control.text)) if is_inside else count
+                if is_inside:
+                    first, last = len(ids) if first < 0 else first, len(ids) + taken - 1
+                ids += [control.id] * taken
+                start, count = start + taken * len(control.text), count - taken
         return (ids + list(tokenizer.suffix_ids) if adds_special else ids), runs
 
     def _place(self, token_ids: list[int], run: tuple[int, int], item: Item) -> ImageInput:
@@ -144,29 +149,32 @@ class PromptBuilder:
                 f"An image comes to {stop - offset} tokens in the prompt, but its processor says "
                 f"{item.num_tokens}."
             )
-        is_slot = [token_id == self._slot_id for token_id in token_ids[offset:stop]]
+        run_ids = token_ids[offset:stop]
+        if run_ids.count(self._slot_id) == len(run_ids):
+            return ImageInput(offset, item.num_tokens, item.hash, item.pixels, grid=item.grid)
+        is_slot = [token_id == self._slot_id for token_id in run_ids]
         edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
-        if is_slot and is_slot[-1]:
+        if is_slot[-1]:
             edges.append(len(is_slot))
         slots = tuple(zip(edges[::2], edges[1::2], strict=True))
-        whole = ((0, item.num_tokens),)
-        return ImageInput(
-            offset,
-            item.num_tokens,
-            item.hash,
-            item.pixels,
-            () if slots == whole else slots,
-            item.grid,
-        )
+        return ImageInput(offset, item.num_tokens, item.hash, item.pixels, slots, item.grid)
 
 
 class ControlSpelling:
     """Finds control tokens where they are spelled, and breaks those that a user spells."""
 
-    def __init__(self, tokens: Mapping[str, ControlToken]) -> None:
+    def __init__(self, tokens: Mapping[str, ControlToken], slot_id: int | None = None) -> None:
+        """Runs of the token `slot_id` are cut as one, since an image has hundreds."""
         self._tokens = tokens
         longest_first = sorted(tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        spelled = {text: re.escape(text) for text in longest_first}
+        for text, token in tokens.items():
+            is_alone = not any(other.startswith(text) for other in tokens if other != text)
+            if token.id == slot_id and is_alone:
+                spelled[text] = f"(?P<run>(?:{re.escape(text)})+)"
+        self._run_pattern = re.compile("|".join(spelled.values()) or r"(?!)")
+        self._run_text = next((text for text, token in tokens.items() if token.id == slot_id), "")
         # What a text may begin or end with to make a control token together with its neighbours.
         self._heads = tuple({t[:end] for t in tokens for end in range(1, len(t))})
         self._tails = tuple({t[start:] for t in tokens for start in range(1, len(t))})
@@ -193,18 +201,23 @@ class ControlSpelling:
         """The control tokens of a text, each with the place where its spelling begins."""
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
 
-    def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int]]:
-        """Pieces of text, each with the control token behind it and that one's place; the last has none."""
-        pieces: list[tuple[str, ControlToken | None, int]] = []
+    def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:
+        """Pieces of text, each with the control token behind it, that one's place and how often it stands there.
+
+        The last has none.
+        """
+        pieces: list[tuple[str, ControlToken | None, int, int]] = []
         start = 0
-        for match in self._pattern.finditer(rendered):
-            token = self._tokens[match[0]]
+        for match in self._run_pattern.finditer(rendered):
+            is_run = match.lastgroup == "run"
+            token = self._tokens[self._run_text if is_run else match[0]]
+            count = len(match[0]) // len(token.text)
             piece = rendered[start : match.start()]
-            pieces.append((piece.rstrip() if token.lstrip else piece, token, match.start()))
+            pieces.append((piece.rstrip() if token.lstrip else piece, token, match.start(), count))
             start = match.end()
             if token.rstrip:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
-        pieces.append((rendered[start:], None, len(rendered)))
+        pieces.append((rendered[start:], None, len(rendered), 1))
         return pieces
 
 

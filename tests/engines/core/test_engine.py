@@ -555,3 +555,10 @@ def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(da
         answer = life.answers[request_id]
         assert (answer.token_ids, answer.text) == (alone.token_ids, alone.text)
         assert answer.finish_reason is alone.finish_reason
+
+
+@pytest.mark.parametrize("row", [[0, 1, 2], [0, 1, 2, -1], [0, 1, 2, 10**6]])
+def test_positions_that_do_not_fit_the_prompt_are_refused(row: list[int]) -> None:
+    request = EngineRequest("r", [1] * 4, make_request().sampling, positions=(row,))
+    with pytest.raises(InvalidRequest, match="positions are not 4 numbers"):
+        make_engine().add(request)

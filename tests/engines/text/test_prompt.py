@@ -389,3 +389,37 @@ def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
     messages = number_images([user("a  ", 0, "  b")])
 
     assert spaced.build(messages).token_ids == spaced.reference(messages)
+
+
+def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pair) -> None:
+    slots = "<image>" * 3
+    items = [
+        Item("a", 9, "pa", f"<s>{slots}\n{slots}</s>", (2, 3)),
+        Item("b", 2, "pb", "<image>" * 2),
+    ]
+
+    prompt = llava.builder.build([user("Look:", 0, 1, "and", 0)], items)
+
+    backend = llava.processor.tokenizer
+    text = f"USER: {items[0].text}\n{items[1].text}\n{items[0].text}\nLook: and ASSISTANT:"
+    assert prompt.token_ids == backend(text, add_special_tokens=True)["input_ids"]
+    assert [image.image_hash for image in prompt.images] == ["a", "b", "a"]
+    assert [image.slots for image in prompt.images] == [((1, 4), (5, 8)), (), ((1, 4), (5, 8))]
+    assert [image.num_slots for image in prompt.images] == [6, 2, 6]
+    assert prompt.images[0].grid == (2, 3)
+
+
+def test_images_without_anything_between_them_are_runs_of_their_own(llava: Pair) -> None:
+    template = "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>"
+    template += "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
+    builder = make_builder(llava.tokenizer, llava.image_token_id, template)
+
+    prompt = builder.build([user(0, 1, "x")], [make_item("a", "pa", 3), make_item("b", "pb", 2)])
+
+    first, second = prompt.images
+    assert (first.num_tokens, second.offset - first.offset, second.num_tokens) == (3, 3, 2)
+
+
+def test_an_image_that_comes_to_another_number_of_tokens_is_refused(llava: Pair) -> None:
+    with pytest.raises(InvalidRequest, match=r"comes to 2 tokens in the prompt.* says 3"):
+        llava.builder.build([user(0)], [Item("a", 3, "p", "<image>" * 2)])

@@ -4,7 +4,7 @@ Nothing is captured here, but the function that would be runs over the same buff
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, get_args
 
@@ -332,3 +332,24 @@ def test_the_settings_name_what_can_be_switched_off():
     assert EngineSettings.model_validate(
         {"disabled_gpu_kernels": "gate, varlen"}
     ).disabled_gpu_kernels == ("gate", "varlen")
+
+
+def turn(request: EngineRequest, rows: int) -> EngineRequest:
+    """With positions that are different in every row, and leave places out."""
+    count = range(len(request.prompt_token_ids))
+    return replace(
+        request, positions=tuple([place // (row + 2) for place in count] for row in range(rows))
+    )
+
+
+@pytest.mark.parametrize("sections", [(), (2, 1, 1)])
+def test_positions_of_a_prompts_own_are_those_of_the_plain_path(
+    sections: tuple[int, ...], on_cpu: None
+):
+    model = make_model_pair(make_vlm_config(text={"rope_sections": sections}))
+    wanted = [turn(request, len(sections) or 1) for request in requests(model)]
+    found = run_batched(partial(make_engine, model), wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "is_served", lambda device: False)
+        assert found == run_batched(partial(make_engine, model), wanted)
+    assert found != run_batched(partial(make_engine, model), requests(model))
