@@ -29,12 +29,13 @@ from shared.protocol import (
     Usage,
 )
 from shared.queue.claims import RequestClaims
-from shared.queue.publication import Claim, Publication
+from shared.queue.publication import Claim
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings, RedisSettings, Settings
 from tests.factories_settings import make_group
+from worker.wire import read_claim, to_publication
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)
@@ -67,9 +68,9 @@ class Answer:
     def __init__(self, worker: "ScriptedWorker", claim: Claim) -> None:
         self.worker = worker
         self.claim = claim
-        self.request = claim.request
+        self.request, tokens = read_claim(claim)
         self.usage = Usage(num_prompt_tokens=7, num_image_tokens=4 * len(self.request.task.images))
-        self.num_tokens = len(claim.output_token_ids)
+        self.num_tokens = len(tokens)
         self.refused: str | None = None
         self._numbers = itertools.count(1)
 
@@ -120,15 +121,14 @@ class Answer:
 
     async def publish(self, *events: CallEvent) -> None:
         """Publish events together; their terminal event counts their tokens."""
-        publication = Publication(self.claim, next(self._numbers), self.num_tokens, events)
-        self.num_tokens += publication.num_new_tokens
+        num_tokens, number = self.num_tokens, next(self._numbers)
+        self.num_tokens += sum(len(e.token_ids) for e in events if isinstance(e, Tokens))
         if isinstance(events[-1], Finished):
             usage = Usage(7, self.num_tokens, self.usage.num_image_tokens, 2)
             last = events[-1]
             end = Finished(last.request_id, last.attempt, last.finish_reason, usage, last.timings)
-            publication = Publication(
-                self.claim, publication.number, publication.num_tokens, (*events[:-1], end)
-            )
+            events = (*events[:-1], end)
+        publication = to_publication(self.claim, number, num_tokens, events)
         refused = await self.worker.claims.publish([publication])
         self.refused = refused.get(self.request.id)
         if self.refused == "cancelled":

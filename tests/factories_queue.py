@@ -7,6 +7,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from gateway.calls.key_limits import held_tokens
 from shared.protocol import (
     Call,
     CallEvent,
@@ -20,12 +21,17 @@ from shared.protocol import (
     TextPart,
     Tokens,
     Usage,
+    decode_call,
+    decode_events,
+    decode_log,
+    seal,
 )
 from shared.queue.claims import RequestClaims
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import Mailbox
 from shared.queue.publication import Claim, Publication
 from shared.queue.submit import Bounds, RequestQueue
+from worker.wire import read_claim, to_publication
 
 MODEL = "tiny"
 GATEWAY = "gateway-1"
@@ -51,18 +57,32 @@ def make_image(sha256: str, num_bytes: int = 3) -> ImageRef:
     return ImageRef(sha256, num_bytes, "image/png", 1, 1)
 
 
+def call_of(claim: Claim) -> Call:
+    return decode_call(claim.payload)
+
+
+def tokens_of(claim: Claim) -> tuple[int, ...]:
+    """The output tokens that earlier attempts have published."""
+    _, tokens = read_claim(claim)
+    return tokens
+
+
+async def events_of(queue: RequestQueue, request_id: str) -> tuple[CallEvent, ...]:
+    return decode_log(await queue.events(MODEL, request_id))
+
+
 def make_delta(claim: Claim, index: int, *token_ids: int) -> Tokens:
     text = "".join(f" {token}" for token in token_ids)
-    return Tokens(claim.request.id, claim.attempt, index, token_ids, text)
+    return Tokens(claim.id, claim.attempt, index, token_ids, text)
 
 
 def make_finished(claim: Claim, num_output_tokens: int = 0) -> Finished:
     usage = Usage(num_prompt_tokens=1, num_output_tokens=num_output_tokens)
-    return Finished(claim.request.id, claim.attempt, FinishReason.STOP, usage)
+    return Finished(claim.id, claim.attempt, FinishReason.STOP, usage)
 
 
 def publication(claim: Claim, number: int, index: int, *events: CallEvent) -> Publication:
-    return Publication(claim, number, index, events)
+    return to_publication(claim, number, index, events)
 
 
 async def enqueue(
@@ -76,7 +96,11 @@ async def enqueue(
 ) -> None:
     """Queue a request, with room for it."""
     room = Bounds(max_waiting, max_tokens, **bounds)
-    await queue.enqueue(choices, timeout_s=timeout_s, num_tokens=num_tokens, bounds=room)
+    envelopes = [seal(choice) for choice in choices]
+    held = held_tokens(choices[0].task, num_tokens)
+    await queue.enqueue(
+        envelopes, num_held_tokens=held, timeout_s=timeout_s, num_tokens=num_tokens, bounds=room
+    )
 
 
 class Ends:
@@ -126,7 +150,8 @@ class Ends:
         return later
 
     async def next_events(self) -> tuple[CallEvent, ...]:
-        return await anext(self._events)
+        _, data = await anext(self._events)
+        return decode_events(data)
 
     async def close(self) -> None:
         await self._events.aclose()  # type: ignore[attr-defined]

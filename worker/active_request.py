@@ -11,6 +11,7 @@ import msgspec
 
 from engines.base import EngineOutput
 from shared.protocol import (
+    Call,
     CallEvent,
     ErrorCode,
     Failed,
@@ -22,6 +23,7 @@ from shared.protocol import (
     Tokens,
 )
 from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
+from worker.wire import read_claim
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +31,8 @@ class ActiveRequest:
     """A claim and where it stands. Instants are of `time.monotonic`."""
 
     claim: Claim
+    call: Call
+    output_token_ids: tuple[int, ...]  #: what earlier attempts have published
     claimed_at: float
     deadline_at: float
     started_at: float = 0.0  #: its preparation began; 0 while it is parked
@@ -41,24 +45,25 @@ class ActiveRequest:
 
     @classmethod
     def of(cls, claim: Claim, now: float) -> "ActiveRequest":
-        """A flight that begins now."""
-        return cls(claim, now, now + claim.remaining_s, num_tokens=len(claim.output_token_ids))
+        """The request of a claim that was made now. Raises: Unreadable."""
+        call, tokens = read_claim(claim)
+        return cls(claim, call, tokens, now, now + claim.remaining_s, num_tokens=len(tokens))
 
     @property
     def request_id(self) -> str:
         """The request's id on the wire."""
-        return self.claim.request.id
+        return self.claim.id
 
     @property
     def is_alone(self) -> bool:
         """Whether nothing may run beside it: a suspect until it is cleared."""
-        num_new_tokens = self.num_tokens - len(self.claim.output_token_ids)
+        num_new_tokens = self.num_tokens - len(self.output_token_ids)
         return self.claim.is_suspect and num_new_tokens < CLEARED_AFTER_TOKENS
 
     @property
     def is_batch(self) -> bool:
         """Whether it makes way for interactive requests."""
-        return self.claim.request.priority is Priority.BATCH
+        return self.call.priority is Priority.BATCH
 
     @property
     def engine_id(self) -> str:
@@ -71,7 +76,7 @@ class ActiveRequest:
 
     def place_of_image(self, index: int) -> str | None:
         """Where the client put a image, in the words of the wire."""
-        for i, message in enumerate(self.claim.request.task.messages):
+        for i, message in enumerate(self.call.task.messages):
             for j, part in enumerate(message.parts):
                 if isinstance(part, ImagePart) and part.image == index:
                     return f"messages.[{i}].content.[{j}].image_url"

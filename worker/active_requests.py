@@ -19,6 +19,7 @@ from worker.engine_thread import Added, EngineEvent, EngineThread
 from worker.outbox import Outbox
 from worker.prepare.preparer import ImageRefused, ImageUnavailable, Preprocessor
 from worker.trace import RequestTracer
+from worker.wire import Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class ActiveRequests:
 
     def find(self, claim: Claim) -> ActiveRequest | None:
         """The flight of this very claim, if it is still in the air."""
-        active = self._active_requests.get(claim.request.id)
+        active = self._active_requests.get(claim.id)
         return active if active is not None and active.claim is claim else None
 
     def room(self) -> int:
@@ -97,10 +98,14 @@ class ActiveRequests:
     def start(self, claims: Iterable[Claim]) -> None:
         """Begin to work on claims."""
         for claim in claims:
-            earlier = self._active_requests.get(claim.request.id)
+            earlier = self._active_requests.get(claim.id)
             if earlier is not None:  # it was taken from us, and its new owner lost it to us
                 self.forget(earlier)
-            active = ActiveRequest.of(claim, time.monotonic())
+            try:
+                active = ActiveRequest.of(claim, time.monotonic())
+            except Unreadable as error:
+                self._outbox.refuse(error.refusal)
+                continue
             self._active_requests[active.request_id] = active
             self._by_engine_id[active.engine_id] = active
             self._parked.append(active)
@@ -129,7 +134,9 @@ class ActiveRequests:
             if active.claim.is_suspect and not await self._begin(active.claim):
                 self.let_go(active, "taken back before it began")
                 return
-            request = await self._preprocessor.prepare(active.claim, active.engine_id)
+            request = await self._preprocessor.prepare(
+                active.call, active.engine_id, active.output_token_ids
+            )
         except EngineError as error:
             self._refuse(active, error)
         except Exception:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from shared.protocol import CallEvent, Failed, Finished, Started, Tokens
 from shared.queue.publication import Publication
 from worker.active_request import ActiveRequest, to_delta
+from worker.wire import to_publication
 
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
 HOLD_S = 0.25
@@ -58,6 +59,7 @@ class Outbox:
         self._due: dict[ActiveRequest, _Draft] = {}  # for now
         # ActiveRequests whose end was posted and that are not yet dropped.
         self._ended: set[ActiveRequest] = set()
+        self._refusals: list[Publication] = []
         self._filled = asyncio.Event()
 
     def post(self, active: ActiveRequest, event: CallEvent) -> None:
@@ -69,7 +71,7 @@ class Outbox:
         draft.add(event)
         if draft.terminal is not None:
             self._ended.add(active)
-        elif not active.claim.request.wants_stream and now - draft.begun_at < self._hold_s:
+        elif not active.call.wants_stream and now - draft.begun_at < self._hold_s:
             self._held[active] = draft
             return
         self._due[active] = draft
@@ -77,11 +79,17 @@ class Outbox:
 
     async def take(self) -> list[Publication]:
         """All that is due, one publication a request; waits until there is something."""
-        while not self._due:
+        while not self._due and not self._refusals:
             self._filled.clear()
             await self._filled.wait()
         drafts, self._due = self._due, {}
-        return [_publication(active, draft) for active, draft in drafts.items()]
+        refusals, self._refusals = self._refusals, []
+        return [*refusals, *(_publication(active, draft) for active, draft in drafts.items())]
+
+    def refuse(self, refusal: Publication) -> None:
+        """Publish the end of a call that cannot be read."""
+        self._refusals.append(refusal)
+        self._filled.set()
 
     def drop(self, active: ActiveRequest) -> None:
         """Forget a request."""
@@ -92,7 +100,7 @@ class Outbox:
 
 def _publication(active: ActiveRequest, draft: _Draft) -> Publication:
     active.num_publications += 1
-    publication = Publication(
+    publication = to_publication(
         active.claim, active.num_publications, active.num_tokens, draft.events()
     )
     active.num_tokens += publication.num_new_tokens

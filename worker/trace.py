@@ -26,7 +26,7 @@ class RequestTracer:
 
     def trace(self, active: ActiveRequest, engine: StageTimings | None, outcome: str) -> None:
         """A span from the time the request was queued until now. `outcome`: ok, cancelled or a code."""
-        request, waited_s = active.claim.request, active.claim.waited_s
+        request, waited_s = active.call, active.claim.waited_s
         if active.is_traced or request.trace_parent is None:  # told already; or nobody asked
             return
         active.is_traced = True

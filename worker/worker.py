@@ -155,7 +155,7 @@ class Worker:
             try:
                 return await self.claims.begin(claim)
             except RedisError as error:
-                logger.warning("cannot begin %s: %s; trying on", claim.request.id, error)
+                logger.warning("cannot begin %s: %s; trying on", claim.id, error)
                 await asyncio.sleep(self._settings.heartbeat_s)
 
     async def publish_events(self) -> None:
@@ -172,7 +172,7 @@ class Worker:
                 continue
             if active.request_id in refused:
                 self._active_requests.let_go(active, refused[active.request_id])
-            elif publication.terminal is not None:
+            elif publication.ending is not None:
                 self._active_requests.forget(active)
 
     async def renew_leases(self) -> None:
@@ -191,12 +191,12 @@ class Worker:
 
     async def _cancel_deserted(self) -> None:
         """End what nobody waits for: the requests of gateways that are gone."""
-        waited_for = [f for f in self._active_requests.all() if not f.claim.request.is_resumable]
-        names = {active.claim.request.reply_to for active in waited_for}
+        waited_for = [f for f in self._active_requests.all() if not f.call.is_resumable]
+        names = {active.call.reply_to for active in waited_for}
         gone = self._gateway_liveness.note(
             await self.claims.publisher.listening(names), time.monotonic()
         )
-        deserted = [active for active in waited_for if active.claim.request.reply_to in gone]
+        deserted = [active for active in waited_for if active.call.reply_to in gone]
         if deserted:
             await self.claims.cancel([active.claim for active in deserted])
             for active in deserted:

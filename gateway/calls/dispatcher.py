@@ -11,8 +11,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 
+import msgspec
+
+from gateway.calls.key_limits import held_tokens
 from gateway.calls.open_call import OpenCall
-from shared.protocol import Call, CallEvent, ErrorCode
+from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import (
     Bounds,
@@ -111,7 +114,11 @@ class Dispatcher:
         self._add(generation)
         try:
             await self.queue.enqueue(
-                requests, timeout_s=timeout_s, num_tokens=num_tokens, bounds=bounds
+                [seal(request) for request in requests],
+                timeout_s=timeout_s,
+                num_tokens=num_tokens,
+                num_held_tokens=held_tokens(requests[0].task, num_tokens),
+                bounds=bounds,
             )
         except QueueRefused:
             generation.settle()
@@ -214,8 +221,14 @@ class Dispatcher:
             await asyncio.sleep(_RESTART_PAUSE_S)
 
     async def _read_mailbox(self) -> None:
-        async for events in self.mailbox.events():
-            self._deliver(events)
+        async for model, data in self.mailbox.events():
+            try:
+                events = decode_events(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                logger.error("cannot read events of model %s: %s", model, error)
+                self.on_gap(model)
+            else:
+                self._deliver(events)
 
     def _deliver(self, events: Sequence[CallEvent]) -> None:
         num_dropped = 0
@@ -295,7 +308,7 @@ class Dispatcher:
         if state is None and time.monotonic() < generation.begins_by:
             return
         if state is None or state.attempt > 0:  # else its log is empty
-            generation.replay(choice, await self.queue.events(model, request_id))
+            generation.replay(choice, decode_log(await self.queue.events(model, request_id)))
         else:
             progress.has_gap = False
         progress.heard_at = time.monotonic()

@@ -22,6 +22,8 @@ CHARS_PER_TOKEN = 4
 TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose images vary
 #: Of an answer whose length the client leaves open, until it has ended.
 OPEN_ANSWER_TOKENS = 512
+#: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
+LOGPROBS_PER_TOKEN = 5
 #: Tenants of models that are remembered as refused.
 MAX_REFUSED = 10_000
 
@@ -128,3 +130,13 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
+
+
+def held_tokens(task: Task, num_tokens: int) -> int:
+    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
+    sampling = task.sampling
+    if sampling.num_logprobs is None:
+        return num_tokens
+    num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)
+    num_logprobs = num_answer_tokens * (1 + sampling.num_logprobs)
+    return num_tokens + -(-num_logprobs // LOGPROBS_PER_TOKEN)

@@ -1,8 +1,17 @@
 """The wire between gateway and worker: calls out, events back. Everybody imports its names from here."""
 
-from shared.protocol.call import Call, Priority
+from shared.protocol.call import Call, Envelope, Priority
 from shared.protocol.card import ModelCard
-from shared.protocol.codec import decode_call, decode_card, decode_events, encode, encode_call
+from shared.protocol.codec import (
+    decode_call,
+    decode_card,
+    decode_events,
+    decode_log,
+    encode,
+    encode_call,
+    encode_events,
+    seal,
+)
 from shared.protocol.content import (
     BlobRef,
     ChatMessage,
@@ -34,6 +43,7 @@ __all__ = [
     "Call",
     "CallEvent",
     "ChatMessage",
+    "Envelope",
     "ErrorCode",
     "Failed",
     "FinishReason",
@@ -58,7 +68,10 @@ __all__ = [
     "decode_call",
     "decode_card",
     "decode_events",
+    "decode_log",
     "encode",
     "encode_call",
+    "encode_events",
     "explain_versions",
+    "seal",
 ]

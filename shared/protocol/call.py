@@ -1,6 +1,7 @@
 """One call: what a gateway asks of the fleet, around one task."""
 
 from enum import StrEnum
+from typing import NamedTuple
 
 from shared.protocol.content import Message
 from shared.protocol.tasks import Task
@@ -28,3 +29,14 @@ class Call(Message, frozen=True, tag_field="version", tag=PROTOCOL_VERSION, omit
     wants_stream: bool = True
     #: It goes on without its gateway: its answer may be asked for elsewhere.
     is_resumable: bool = False
+
+
+class Envelope(NamedTuple):
+    """What the queue knows of a call, and the call itself as bytes that it never reads."""
+
+    id: str
+    model: str
+    reply_to: str
+    tenant: str
+    priority: Priority
+    payload: bytes

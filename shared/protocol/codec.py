@@ -1,10 +1,11 @@
 """Calls, events and cards as bytes: JSON by msgspec, readable in redis-cli."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
 
-from shared.protocol.call import Call
+from shared.protocol.call import Call, Envelope
 from shared.protocol.card import ModelCard
 from shared.protocol.content import Report
 from shared.protocol.events import CallEvent, ErrorCode, Failed, Finished, FinishReason
@@ -47,12 +48,29 @@ def encode_call(call: Call) -> bytes:
     return _encoder.encode(call)
 
 
+def seal(call: Call) -> Envelope:
+    """The call as the queue carries it."""
+    return Envelope(
+        call.id, call.model, call.reply_to, call.tenant, call.priority, encode_call(call)
+    )
+
+
 def decode_call(data: bytes) -> Call:
     """Read a call. Raises: UnsupportedVersion; msgspec.MsgspecError on any departure from the schema."""
     version = _version_decoder.decode(data).version
     if version != PROTOCOL_VERSION:
         raise UnsupportedVersion(explain_versions(version, PROTOCOL_VERSION))
     return _call_decoder.decode(data)
+
+
+def encode_events(events: Iterable[CallEvent]) -> bytes:
+    """Events as logs hold them: JSON objects with commas between."""
+    return b",".join([_encoder.encode(event) for event in events])
+
+
+def decode_log(log: Iterable[bytes]) -> tuple[CallEvent, ...]:
+    """Read what `encode_events` made, several times over. Raises: msgspec.MsgspecError."""
+    return decode_events(b"[" + b",".join(log) + b"]")
 
 
 def decode_events(data: bytes) -> tuple[CallEvent, ...]:

@@ -1,28 +1,13 @@
 """How a worker calls the claim script, and what it answers, as a claim. It must not know who sends the calls."""
 
-import logging
 from secrets import token_hex
 from typing import Any
 
-import msgspec
-
-from shared.protocol import (
-    Call,
-    ErrorCode,
-    Failed,
-    Generate,
-    SamplingParams,
-    Tokens,
-    UnsupportedVersion,
-    decode_call,
-    decode_events,
-)
+from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim, Publication
 from shared.queue.scripts import CLAIM
 from shared.redis.link import Command, Part
-
-logger = logging.getLogger(__name__)
 
 _FAILURES = {
     b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
@@ -31,8 +16,6 @@ _FAILURES = {
         ErrorCode.REQUEST_KILLS_WORKERS,
         "every worker that ran the request by itself ended early",
     ),
-    b"unsupported_version": (ErrorCode.UNSUPPORTED_VERSION, "gateway and worker differ in version"),
-    b"unreadable": (ErrorCode.INVALID_REQUEST, "the worker cannot read the request"),
 }
 
 
@@ -76,41 +59,28 @@ class ClaimCalls:
 
 
 def read_claim(
-    reply: list[Any], *, entry_id: bytes, request_id: str, model: str, max_attempts: int
-) -> tuple[bytes, Claim, str]:
-    """The verdict and the claim of a reply, and of a call of another version what is wrong with it.
-
-    Verdicts: ok, expired, kills_workers, exhausted, unreadable or unsupported_version.
-    """
-    problem = ""
+    reply: list[Any], entry_id: bytes, request_id: str, max_attempts: int
+) -> tuple[bytes, Claim]:
+    """The verdict and the claim of a reply. Verdicts: ok, expired, kills_workers or exhausted."""
     verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
-    try:
-        request = decode_call(payload)
-        events = decode_events(b"[" + b",".join(log) + b"]")
-    except (msgspec.MsgspecError, UnicodeDecodeError, UnsupportedVersion) as error:
-        logger.error("cannot read request %s: %s", request_id, error)
-        request = Call(request_id, reply_to.decode(), model, Generate((), SamplingParams()))
-        events, verdict = (), b"unreadable"
-        if isinstance(error, UnsupportedVersion):
-            verdict, problem = b"unsupported_version", str(error)
     claim = Claim(
-        request=request,
+        id=request_id,
+        reply_to=reply_to.decode(),
+        payload=payload,
+        log=tuple(log),
         entry_id=entry_id,
         attempt=attempt,
         failures=failures,
         is_last_chance=failures > 0 and failures == max_attempts - 1,
-        output_token_ids=tuple(
-            token for event in events if isinstance(event, Tokens) for token in event.token_ids
-        ),
         waited_s=waited_ms / 1000,
         remaining_s=remaining_ms / 1000,
     )
-    return verdict, claim, problem
+    return verdict, claim
 
 
-def giving_up(claim: Claim, verdict: bytes, problem: str = "") -> Publication:
-    """The end of a request that cannot run any more."""
+def giving_up(claim: Claim, verdict: bytes) -> Publication:
+    """The end of a call that cannot run any more."""
     code, message = _FAILURES[verdict]
-    failed = Failed(claim.request.id, claim.attempt, code, problem or message)
+    failed = encode(Failed(claim.id, claim.attempt, code, message))
     reason = "" if verdict == b"expired" else verdict.decode()
-    return Publication(claim, 1, len(claim.output_token_ids), (failed,), reason)
+    return Publication(claim, 1, 0, 0, failed, "failed", reason)

@@ -152,13 +152,10 @@ class RequestClaims:
         try:
             reply = replies.get(entry_id) or await self._call(entry_id, request_id)
             if reply[0] != b"stray":
-                verdict, claim, problem = read_claim(
-                    reply, entry_id=entry_id, request_id=request_id,
-                    model=self._model, max_attempts=self._max_attempts,
-                )  # fmt: skip
+                verdict, claim = read_claim(reply, entry_id, request_id, self._max_attempts)
                 if verdict == b"ok":
                     return claim
-                await retry_idempotent(lambda: self.publish([giving_up(claim, verdict, problem)]))
+                await retry_idempotent(lambda: self.publish([giving_up(claim, verdict)]))
         except RedisError as error:
             logger.warning("could not claim %s: %s", request_id, error)
         self._held.discard(entry_id)
@@ -173,7 +170,7 @@ class RequestClaims:
 
         Until then a worker's death is not blamed on it: it may wait long for its turn to run alone.
         """
-        request = self._keys.request(self._model, claim.request.id)
+        request = self._keys.request(self._model, claim.id)
         keys, arguments = (request,), (claim.attempt,)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
 
@@ -182,7 +179,7 @@ class RequestClaims:
         refused = await self.publisher.publish(publications)
         for publication in publications:
             claim = publication.claim
-            if publication.terminal is not None or claim.request.id in refused:
+            if publication.ending is not None or claim.id in refused:
                 self._held.discard(claim.entry_id)
         return refused
 
@@ -194,10 +191,10 @@ class RequestClaims:
         keys = [self._queue]
         arguments: list[str | bytes | int] = [GROUP, self._worker_id, to_ms(QUEUE_TTL_S)]
         for claim in claims:
-            keys.append(self._keys.request(self._model, claim.request.id))
+            keys.append(self._keys.request(self._model, claim.id))
             arguments += (claim.attempt, claim.entry_id)
         refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
-        self._held.difference_update(c.entry_id for c in claims if c.request.id in refused)
+        self._held.difference_update(c.entry_id for c in claims if c.id in refused)
         return refused
 
     async def cancel(self, claims: Sequence[Claim]) -> None:
@@ -205,7 +202,7 @@ class RequestClaims:
         keys = [self._queue, self._keys.backlog(self._model)]
         keys += (self._keys.places(self._model), self._keys.held(self._model))
         for claim in claims:
-            request_id = claim.request.id
+            request_id = claim.id
             keys.append(self._keys.request(self._model, request_id))
             keys.append(self._keys.log(self._model, request_id))
             self._held.discard(claim.entry_id)
@@ -220,7 +217,7 @@ class RequestClaims:
         keys = [self._queue]
         arguments: list[str | bytes | int] = [GROUP, RELEASED, int(blame)]
         for claim in claims:
-            keys.append(self._keys.request(self._model, claim.request.id))
+            keys.append(self._keys.request(self._model, claim.id))
             arguments += (claim.attempt, claim.entry_id)
         if not claims:
             return 0

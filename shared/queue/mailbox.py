@@ -9,11 +9,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 
-import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.protocol import CallEvent, decode_events
 from shared.queue.keys import MAILBOX_TTL_S, RedisKeys, to_ms
 from shared.redis.client import BLOCK_S
 from shared.redis.link import RedisLink, RedisSender
@@ -71,8 +69,11 @@ class Mailbox:
         await self._sender.execute("PEXPIRE", key, to_ms(MAILBOX_TTL_S))
         return entry_id
 
-    async def events(self) -> AsyncIterator[tuple[CallEvent, ...]]:
-        """Yield what workers post, entry by entry, for ever; goes on where it was after an outage."""
+    async def events(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield what workers post, entry by entry, for ever: the model, and encoded events.
+
+        Goes on where it was after an outage.
+        """
         pause_s = 0.0
         while True:
             await self._opened.wait()
@@ -91,18 +92,9 @@ class Mailbox:
             for key, entries in reply or ():
                 for entry_id, fields in entries:
                     self._last_ids[key.decode()] = entry_id
-                    if fields[0] == b"events" and (events := self._decode(key, fields[1])):
-                        yield events
+                    if fields[0] == b"events":
+                        yield self._models[key.decode()], fields[1]
             await asyncio.sleep(0)  # who waited for these answers before the next read is sent
-
-    def _decode(self, key: bytes, data: bytes) -> tuple[CallEvent, ...]:
-        """The events of an entry; one that cannot be read is a gap in all requests of its model."""
-        try:
-            return decode_events(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            logger.error("cannot read an entry of the mailbox: %s", error)
-            self._report_gap(key.decode())
-            return ()
 
     async def _read(self, keys: list[str]) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
         ids = [self._last_ids[key] for key in keys]

@@ -40,7 +40,7 @@ class Publisher:
         """
         batches: dict[tuple[str, bool], list[Publication]] = {}
         for publication in publications:
-            key = (publication.claim.request.reply_to, publication.terminal is not None)
+            key = (publication.claim.reply_to, publication.ending is not None)
             batches.setdefault(key, []).append(publication)
         calls = [
             (self._finish if ends else self._continue)(reply_to, batch)
@@ -86,7 +86,7 @@ class Publisher:
         return self._refused(batch, verdicts)
 
     def _request_keys(self, claim: Claim) -> tuple[str, str]:
-        request_id = claim.request.id
+        request_id = claim.id
         return self._keys.request(self._model, request_id), self._keys.log(self._model, request_id)
 
     def _refused(self, batch: list[Publication], verdicts: list[bytes]) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Publisher:
 def refusals(claims: Sequence[Claim], verdicts: Sequence[bytes]) -> dict[str, str]:
     """The requests whose verdict is not ok, by id."""
     return {
-        claim.request.id: verdict.decode()
+        claim.id: verdict.decode()
         for claim, verdict in zip(claims, verdicts, strict=True)
         if verdict != b"ok"
     }

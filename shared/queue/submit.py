@@ -10,15 +10,13 @@ from secrets import token_hex
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from shared.protocol import Call, CallEvent, Priority, decode_events, encode_call
+from shared.protocol import Envelope, Priority
 from shared.queue.keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
 from shared.queue.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE
 from shared.redis.client import retry_idempotent
 from shared.redis.link import Part, RedisSender
 
 _MAX_FORGOTTEN = 100  #: at once
-#: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
-_LOGPROBS_PER_TOKEN = 5
 
 
 class QueueError(Exception):
@@ -76,18 +74,19 @@ class RequestQueue:
 
     async def enqueue(
         self,
-        choices: Sequence[Call],
+        choices: Sequence[Envelope],
         *,
         timeout_s: float,
         num_tokens: int,
         bounds: Bounds,
+        num_held_tokens: int = 0,
     ) -> None:
         """Queue the choices of one request, all or none; their deadline is `timeout_s` from now by Redis's clock.
 
-        `num_tokens`: what each may come to. Its logprobs count as more of them towards `max_tokens`, by what they
-        take of Redis's memory. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
+        `num_tokens`: what each may come to; `num_held_tokens`: what it counts as towards `max_tokens`, if more,
+        by what its answer takes of Redis's memory. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
         """
-        keys, arguments = self._to_call(choices, timeout_s, num_tokens, bounds)
+        keys, arguments = self._to_call(choices, timeout_s, num_tokens, num_held_tokens, bounds)
         try:
             verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
             if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
@@ -99,7 +98,7 @@ class RequestQueue:
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
 
-    async def _forget_lost(self, refused: Call) -> bool:
+    async def _forget_lost(self, refused: Envelope) -> bool:
         """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
         if refused.priority is not Priority.BATCH:
             return False
@@ -107,21 +106,26 @@ class RequestQueue:
         return await self._sender.run(FORGET_LOST, keys, (_MAX_FORGOTTEN,)) > 0
 
     def _to_call(
-        self, choices: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
+        self,
+        choices: Sequence[Envelope],
+        timeout_s: float,
+        num_tokens: int,
+        num_held_tokens: int,
+        bounds: Bounds,
     ) -> tuple[list[str], list[Part]]:
         first = choices[0]
         keys = self._shared_keys(first.model)
         keys.append(self._keys.rates(first.model, first.tenant))
         arguments: list[Part] = [
             *(token_hex(8), GROUP, to_ms(timeout_s), to_ms(AFTER_DEADLINE_S), to_ms(QUEUE_TTL_S)),
-            *(first.reply_to, first.priority.value, first.tenant, _held(first, num_tokens)),
+            *(first.reply_to, first.priority.value, first.tenant, num_held_tokens or num_tokens),
             *(bounds.max_waiting, bounds.max_tokens, bounds.max_tenant_requests),
             *(bounds.max_tenant_requests_per_minute, bounds.max_tenant_tokens_per_minute),
             num_tokens,
         ]
         for choice in choices:
             keys.append(self._keys.request(choice.model, choice.id))
-            arguments += (choice.id, encode_call(choice))
+            arguments += (choice.id, choice.payload)
         return keys, arguments
 
     def _shared_keys(self, model: str) -> list[str]:
@@ -184,13 +188,12 @@ class RequestQueue:
             raise QueueUnavailable(str(error)) from error
         return _to_state(*found) if found else None
 
-    async def events(self, model: str, request_id: str) -> tuple[CallEvent, ...]:
-        """Every event of a request that was accepted so far, in order: repairs a gap in the mailbox.
+    async def events(self, model: str, request_id: str) -> list[bytes]:
+        """Every event of a request that was accepted so far, encoded, in order: repairs a gap in the mailbox.
 
         Raises: QueueUnavailable.
         """
-        log = await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
-        return decode_events(b"[" + b",".join(log) + b"]")
+        return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
 
     async def age_s(self, model: str) -> float:
         """How long the oldest request waits that no worker has read; 0 without one. Raises: QueueUnavailable.
@@ -254,16 +257,6 @@ class RequestQueue:
             return await retry_idempotent(lambda: self._sender.execute(*command))
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
-
-
-def _held(choice: Call, num_tokens: int) -> int:
-    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
-    sampling = choice.task.sampling
-    if sampling.num_logprobs is None:
-        return num_tokens
-    num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)
-    num_logprobs = num_answer_tokens * (1 + sampling.num_logprobs)
-    return num_tokens + -(-num_logprobs // _LOGPROBS_PER_TOKEN)
 
 
 def _to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> RequestState:

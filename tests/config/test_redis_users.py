@@ -40,7 +40,7 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
 )
 from tests.factories_images import data_url
-from tests.factories_queue import make_delta, make_finished, make_request, publication
+from tests.factories_queue import events_of, make_delta, make_finished, make_request, publication
 from tests.faults.processes import Process
 
 USERS = (FOLDER / "users.acl").read_text().replace("\\\n", "")
@@ -356,10 +356,10 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
             assert await images.get(digest) == image
             ends = publication(claim, 2, 2, make_delta(claim, 2, 7), make_finished(claim, 3))
             assert await worker.publish([ends]) == {}
-            events = await queue.events(claim.request.model, "runs")
+            events = await events_of(queue, "runs")
             tokens = [t for event in events if isinstance(event, Tokens) for t in event.token_ids]
             assert tokens == [5, 6, 7]
             claims = await worker.read(len(waiting), 1.0)
-            assert {claim.request.id for claim in claims} == waiting
+            assert {claim.id for claim in claims} == waiting
             assert {claim.attempt for claim in claims} == {1}
             assert keys_that_never_expire(server) == []

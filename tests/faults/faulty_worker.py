@@ -14,7 +14,7 @@ import engines.mock.engine
 import vlm
 from engines.base import SequenceFailure
 from engines.core.sequence import Batch, ScheduledSequence
-from shared.protocol import TextPart
+from shared.protocol import TextPart, decode_call
 from shared.queue.publication import Publication
 from shared.queue.publish import Publisher
 
@@ -62,7 +62,7 @@ class FaultyPublisher(Publisher):
     async def _finish(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         refused = await super()._finish(reply_to, batch)
         for publication in batch:
-            parts = publication.claim.request.task.messages[-1].parts
+            parts = decode_call(publication.claim.payload).task.messages[-1].parts
             text = "".join(part.text for part in parts if isinstance(part, TextPart))
             if fault_in(text, publication.claim.attempt) == "kill-finish":
                 os.kill(os.getpid(), signal.SIGKILL)

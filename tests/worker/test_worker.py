@@ -386,7 +386,7 @@ async def test_nobody_is_blamed_for_a_death_while_it_waits_to_run_alone(ends, an
 
     spared = await judge.reclaim(3)
 
-    assert [claim.request.id for claim in spared] == [s.id for s in suspects[1:]]
+    assert [claim.id for claim in spared] == [s.id for s in suspects[1:]]
     assert [claim.failures for claim in spared] == [2, 2]
     [failed] = [e for e in await answers.end(suspects[0]) if isinstance(e, Failed)]
     assert failed.code is ErrorCode.REQUEST_KILLS_WORKERS
@@ -499,3 +499,29 @@ async def test_nothing_is_left_in_redis_without_an_expiry(ends, answers):
     pending = await ends.redis.xpending(ends.keys.queue(MODEL), GROUP)
     assert pending["pending"] == 0
     assert await ends.queue.depth(MODEL) == 0
+
+
+@pytest.mark.parametrize(
+    ("payload", "code", "message"),
+    [
+        (
+            b'{"version": 2, "id": 5}',
+            ErrorCode.INVALID_REQUEST,
+            "the worker cannot read the request",
+        ),
+        (
+            b'{"request_id":"r-0","reply_to":"g","model":"tiny","messages":[],"sampling":{}}',
+            ErrorCode.UNSUPPORTED_VERSION,
+            "the gateway speaks protocol 1, the worker 2: update the gateway",
+        ),
+    ],
+)
+async def test_a_call_that_cannot_be_read_fails_with_the_reason_and_is_remembered(
+    ends, answers, payload, code, message
+):
+    request = await ends.enqueue()
+    await ends.redis.hset(ends.keys.request(MODEL, request.id), "payload", payload)
+    async with run_worker(ends):
+        [failed] = await answers.end(request)
+    assert (failed.code, failed.message) == (code, message)
+    assert await ends.redis.xlen(ends.keys.dead(MODEL)) == 1

@@ -16,8 +16,7 @@ from engines.base import EngineError, EngineRequest, InvalidImage, InvalidReques
 from engines.core.runner import Processor
 from engines.image_decoder import Decode, decode_image
 from shared.blobs.store import ImageStore
-from shared.protocol import Generate, ImageRef, TextPart
-from shared.queue.publication import Claim
+from shared.protocol import Call, Generate, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
 from worker.prepare.pixel_cache import PixelCache
@@ -64,9 +63,11 @@ class Preprocessor:
         self._pixels = PixelCache(max_cache_bytes)
         self._decode = decode
 
-    async def prepare(self, claim: Claim, engine_id: str) -> EngineRequest:
-        """The engine's request for a claim, known to it as `engine_id`. Raises: EngineError."""
-        request, task = claim.request, claim.request.task
+    async def prepare(
+        self, request: Call, engine_id: str, output_token_ids: tuple[int, ...] = ()
+    ) -> EngineRequest:
+        """The engine's request for a call, known to it as `engine_id`. Raises: EngineError."""
+        task = request.task
         num_chars = check_limits(task, self._limits)
         images = await asyncio.gather(
             *(self._image(index, image, request.tenant) for index, image in enumerate(task.images))
@@ -83,7 +84,7 @@ class Preprocessor:
             prompt_token_ids=prompt.token_ids,
             sampling=task.sampling,
             images=prompt.images,
-            output_token_ids=claim.output_token_ids,
+            output_token_ids=output_token_ids,
             cache_salt=request.tenant,
             priority=request.priority,
             positions=prompt.positions,

@@ -11,7 +11,7 @@ from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Started, 
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import Bounds, DuplicateRequest, QueueUnavailable, RequestQueue
 from shared.telemetry.metrics import GatewayMetrics
-from tests.factories_gateway import Answer, make_body
+from tests.factories_gateway import MODEL, Answer, make_body, say_hello
 from tests.factories_queue import GATEWAY, make_request
 from tests.gateway.api.chat.test_streams import read_events
 
@@ -323,3 +323,18 @@ async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
     [end] = progress.replay([*log, delta(2, 3), finished(3)])
     assert isinstance(end, Finished)
     assert not progress.has_gap
+
+
+@pytest.mark.parametrize("junk", [b"[{}]", b"no JSON", b"\xff"])
+async def test_events_that_cannot_be_read_are_a_gap_of_their_model_alone(
+    gateway, worker, redis, junk
+):
+    async def say_junk_first(answer: Answer) -> None:
+        dispatcher = gateway.services.dispatcher
+        key = dispatcher.queue._keys.mailbox(MODEL, dispatcher.mailbox.gateway_id)
+        await redis.xadd(key, {"events": junk})
+        await say_hello(answer)
+
+    worker.script = say_junk_first
+    answer = (await gateway.chat()).json()
+    assert answer["choices"][0]["message"]["content"] == "Hello you"

@@ -27,7 +27,7 @@ from shared.protocol import (
     explain_versions,
 )
 from shared.queue.registry import WorkerRecord, decode_record
-from tests.factories_queue import MODEL, make_image, make_request
+from tests.factories_queue import make_image, make_request
 
 CALL_1 = (
     b'{"request_id":"r-0","reply_to":"gateway-1","model":"tiny","messages":[{"role":"user","parts":'
@@ -142,15 +142,22 @@ def test_events_come_back_as_they_were():
     assert decode_events(encode(events)) == events
 
 
-async def test_a_call_of_version_1_in_the_queue_fails_with_both_versions(ends):
-    request = await ends.enqueue()
-    await ends.redis.hset(ends.keys.request(MODEL, request.id), "payload", CALL_1)
-    worker = ends.worker("new")
-    await worker.create_group()
-
-    assert await worker.read(1, 0.1) == []
-
-    [failed] = await ends.next_events()
-    assert isinstance(failed, Failed)
-    assert failed.code is ErrorCode.UNSUPPORTED_VERSION
-    assert failed.message == "the gateway speaks protocol 1, the worker 2: update the gateway"
+@pytest.mark.parametrize(
+    ("newer", "heard"),
+    [
+        (b'{"type":"thought","request_id":"1","attempt":1,"text":"hm"}', None),
+        (
+            b'{"type":"failed","request_id":"1","attempt":2,"code":"sold_out","message":"No."}',
+            Failed("1", 2, ErrorCode.ENGINE_FAILURE, "No."),
+        ),
+        (
+            b'{"type":"finished","request_id":"1","attempt":2,"finish_reason":"filter",'
+            b'"usage":{"num_prompt_tokens":3}}',
+            Finished("1", 2, FinishReason.STOP, Usage(3)),
+        ),
+    ],
+)
+def test_words_of_a_newer_worker_are_understood_or_left_out(newer, heard):
+    known = Failed("2", 1, ErrorCode.CANCELLED, "")
+    events = decode_events(b"[" + newer + b"," + encode(known) + b"]")
+    assert events == ((known,) if heard is None else (heard, known))

@@ -9,6 +9,7 @@ from shared.queue.submit import QueueRefused
 from tests.factories_queue import (
     MODEL,
     Ends,
+    call_of,
     enqueue,
     make_finished,
     make_request,
@@ -39,8 +40,8 @@ async def test_batch_work_is_given_in_order_after_all_interactive_work(ends):
     second = await worker.take(8)
     third = await worker.take(8)
 
-    assert [claim.request for claim in first] == interactive  # the nudge was the third
-    assert [claim.request for claim in second + third] == batch
+    assert [call_of(claim) for claim in first] == interactive  # the nudge was the third
+    assert [call_of(claim) for claim in second + third] == batch
     assert worker.entries.num_batch_left == 0
 
 
@@ -74,7 +75,7 @@ async def test_batch_work_cancelled_while_it_waits_is_never_given(ends):
 
     [nudge] = await worker.entries.take(1)
     await worker.entries.remove([nudge[0]])
-    assert [claim.request for claim in await worker.take(8)] == [second]
+    assert [call_of(claim) for claim in await worker.take(8)] == [second]
 
 
 async def test_batch_work_that_redis_has_forgotten_is_not_given(ends):
@@ -100,7 +101,7 @@ async def test_batch_work_that_waited_long_enough_queues_among_the_interactive(e
     after = await ends.enqueue()
 
     claims = await worker.read(8, 1.0)
-    assert [claim.request for claim in claims] == [before, old, after]
+    assert [call_of(claim) for claim in claims] == [before, old, after]
     assert claims[1].waited_s < 60  # its own time is untouched by the test
 
 
@@ -131,7 +132,7 @@ async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends
     [claim] = await first.take(8)
 
     later = await ends.take_over(second, claim)
-    assert (later.attempt, later.request.priority) == (2, Priority.BATCH)
+    assert (later.attempt, call_of(later).priority) == (2, Priority.BATCH)
     assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
 
     assert await ends.queue.depth(MODEL) == 0
@@ -148,7 +149,7 @@ async def test_a_take_whose_reply_was_lost_is_found_again(ends):
 
     await asyncio.sleep(0.002)
     [claim] = await worker.reconcile()
-    assert claim.request == request
+    assert call_of(claim) == request
 
 
 async def test_batch_work_that_comes_and_goes_leaves_one_nudge_at_most(ends):

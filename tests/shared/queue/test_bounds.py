@@ -21,6 +21,7 @@ from shared.queue.submit import QueueRefused, QueueUnavailable, RequestQueue
 from tests.factories_queue import (
     MODEL,
     Ends,
+    call_of,
     enqueue,
     make_delta,
     make_finished,
@@ -76,7 +77,7 @@ async def test_choices_are_queued_all_or_none(ends):
     assert await ends.queue.depth(MODEL) == 3
     worker = ends.worker("a")
     await worker.create_group()
-    assert [claim.request for claim in await worker.read(8, 1.0)] == choices
+    assert [call_of(claim) for claim in await worker.read(8, 1.0)] == choices
 
 
 async def test_a_request_alone_is_never_too_much(ends):
@@ -253,9 +254,9 @@ async def test_logs_with_logprobs_are_small(ends: Ends):
             ]
             [chosen, *_] = ranked
             entry = OutputLogprob(chosen, tuple(ranked))
-            delta = Tokens(claim.request.id, 1, index, (30_000 + index,), chosen.token, (entry,))
+            delta = Tokens(claim.id, 1, index, (30_000 + index,), chosen.token, (entry,))
             assert await worker.publish([publication(claim, index + 1, index, delta)]) == {}
-        key = ends.keys.log(MODEL, claim.request.id)
+        key = ends.keys.log(MODEL, claim.id)
         num_bytes += await ends.redis.memory_usage(key, samples=0)
     [event] = await ends.next_events()
     assert isinstance(event, Tokens)

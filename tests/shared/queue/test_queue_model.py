@@ -29,11 +29,11 @@ from hypothesis.stateful import (
 from redis import Redis as SyncRedis
 
 import shared.redis.embedded
-from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events
+from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
 from shared.queue.claim_script import LOSSES_PER_ATTEMPT
 from shared.queue.claims import RequestClaims
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim, Publication
+from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
 from shared.queue.scripts import CLAIM, ENQUEUE
 from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused, RequestQueue
 from shared.redis.client import create_redis
@@ -47,6 +47,8 @@ from tests.factories_queue import (
     make_delta,
     make_finished,
     make_request,
+    publication,
+    tokens_of,
 )
 
 IS_LONG = bool(os.environ.get("FAULTS_LONG"))
@@ -105,7 +107,7 @@ class Hand:
 
     @property
     def id(self) -> str:
-        return self.claim.request.id
+        return self.claim.id
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -168,7 +170,9 @@ class QueueMachine(RuleBasedStateMachine):
     ) -> None:
         """A second call with the same nonce is the first one again, whose reply was lost."""
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
-        keys, arguments = self.queue._to_call(choices, 600, num_tokens, Bounds(1000, 10_000))
+        sealed = [seal(choice) for choice in choices]
+        room = Bounds(1000, 10_000)
+        keys, arguments = self.queue._to_call(sealed, 600, num_tokens, num_tokens, room)
         for _ in range(repeats):
             assert self.run(self.sender.run(ENQUEUE, keys, arguments)) == [b"ok"]
         for choice in choices:
@@ -219,7 +223,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Batch work only where no interactive request waits."""
         unread, backlog = self._unread(), self._backlog()
         claims = self.run(self.workers[name].take(count))
-        taken = {claim.request.id for claim in claims}
+        taken = {claim.id for claim in claims}
         assert taken.isdisjoint(backlog) or taken >= unread
         self._take(name, claims)
 
@@ -319,9 +323,9 @@ class QueueMachine(RuleBasedStateMachine):
         ):
             verdict = "repeated"  # it is the end that is known already
         hand.number += 1
-        publication = Publication(hand.claim, hand.number, hand.num_tokens, events)
+        said = publication(hand.claim, hand.number, hand.num_tokens, *events)
         for _ in range(repeats):
-            refused = self.run(hand.worker.publish([publication]))
+            refused = self.run(hand.worker.publish([said]))
             assert refused == ({} if verdict in ("ok", "repeated") else {hand.id: verdict})
         if verdict != "ok":
             self.hands.remove(hand)
@@ -487,9 +491,7 @@ class QueueMachine(RuleBasedStateMachine):
             for hand in mine:
                 end = make_finished(hand.claim, hand.num_tokens)
                 assert (
-                    self.run(
-                        survivor.publish([Publication(hand.claim, 1, hand.num_tokens, (end,))])
-                    )
+                    self.run(survivor.publish([publication(hand.claim, 1, hand.num_tokens, end)]))
                     == {}
                 )
                 self.requests[hand.id].state = "finished"
@@ -539,11 +541,11 @@ class QueueMachine(RuleBasedStateMachine):
     def _take(self, name: str, claims: list[Claim]) -> None:
         """Note what a worker got, and what was given up instead."""
         for claim in claims:
-            request = self.requests[claim.request.id]
+            request = self.requests[claim.id]
             assert request.state in ("queued", "running")
             request.claim(self.workers[name])
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
-            assert claim.output_token_ids == tuple(range(request.num_tokens))
+            assert tokens_of(claim) == tuple(range(request.num_tokens))
             assert not request.is_late
             assert request.failures < MAX_ATTEMPTS
             self.hands.append(Hand(self.workers[name], claim, request.num_tokens))

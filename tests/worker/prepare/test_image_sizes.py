@@ -11,7 +11,6 @@ from engines.base import InvalidImage
 from engines.mock.engine import MockProcessor
 from shared.blobs.store import ImageStore
 from shared.protocol import ImageRef
-from shared.queue.publication import Claim
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded, two_headed_png
 from tests.factories_queue import make_request
@@ -31,9 +30,8 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put_all([(image.sha256, data)], 60)
     preprocessor = Preprocessor(MockProcessor(4), store, make_group(LimitSettings, **limits), 1)
-    claim = Claim(make_request(images=(image,)), b"0-1", 1, 0, False, (), 0.0, 60.0)
     try:
-        await preprocessor.prepare(claim, "r")
+        await preprocessor.prepare(make_request(images=(image,)), "r")
     finally:
         preprocessor.close()
 

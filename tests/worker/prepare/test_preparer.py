@@ -9,8 +9,7 @@ import pytest
 
 from engines.core.runner import Prompt
 from engines.mock.engine import MockProcessor
-from shared.protocol import Call, ChatMessage, ImageRef, TextPart
-from shared.queue.publication import Claim
+from shared.protocol import ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
 from worker.prepare.fair_threads import FairThreads
@@ -48,10 +47,6 @@ def image(name: str) -> ImageRef:
     return ImageRef(sha256(name.encode()).hexdigest(), 64, "image/png", 8, 8)
 
 
-def claim(request: Call) -> Claim:
-    return Claim(request, b"0-1", 1, 0, False, (), 0.0, 60.0)
-
-
 class Preparing:
     """A preprocessor with one thread for images."""
 
@@ -66,7 +61,7 @@ class Preparing:
             self.names[ref.sha256.encode()] = name
         messages = (ChatMessage("user", (TextPart(text),)),)
         request = make_request(images=images, tenant=tenant, messages=messages)
-        return asyncio.create_task(self.preprocessor.prepare(claim(request), "r"))
+        return asyncio.create_task(self.preprocessor.prepare(request, "r"))
 
     async def until_begun(self, count: int) -> None:
         async with asyncio.timeout(10):
