@@ -31,7 +31,7 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
             if expected_size is not None and image.size != expected_size:
                 raise InvalidImage(_OTHER_SIZE)
             if image.width * image.height > MAX_PIXELS:
-                raise InvalidImage(f"The image has more than {MAX_PIXELS} pixels.")
+                raise InvalidImage(f"The image is too large: send at most {MAX_PIXELS} pixels.")
             image.seek(0)
             image.load()
             return _to_rgb(_upright(image))

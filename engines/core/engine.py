@@ -167,23 +167,23 @@ class BatchingEngine(Engine):
         if num_prompt_tokens + 1 > self.max_model_len:
             raise PromptTooLong(
                 f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
-                f" {num_prompt_tokens} tokens and leaves no space for output"
+                f" {num_prompt_tokens} tokens and leaves no room for output"
             )
         if request.request_id in self._generations:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty")
+            raise InvalidRequest("the prompt is empty: send at least one token")
         max_tokens = request.sampling.max_tokens
         if max_tokens is not None and max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1")
+            raise InvalidRequest(f"max_tokens is {max_tokens}: send at least 1")
         vocab_size = self.runner.vocab_size
         for token_id in request.sampling.logit_bias:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
-                    f"logit_bias names token {token_id}; the vocabulary has {vocab_size}"
+                    f"logit_bias names token {token_id}: send token ids below {vocab_size}"
                 )
         if any(not 0 <= token_id < vocab_size for token_id in request.output_token_ids):
-            raise InvalidRequest("the answer was begun with another model's tokens")
+            raise InvalidRequest("the answer so far holds tokens of another model")
         self._check_places(request)
 
     def _check_places(self, request: EngineRequest) -> None:

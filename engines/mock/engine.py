@@ -87,7 +87,7 @@ class MockProcessor:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 size = image.size
         except Exception as error:  # whatever a parser raises on strange bytes, they are the reason
-            raise InvalidImage("the image cannot be decoded") from error
+            raise InvalidImage("The image cannot be decoded.") from error
         if size != expected_size:
             raise InvalidImage("The image is of another size than its header says.")
         return size

@@ -36,9 +36,9 @@ def read_json(file: Path) -> "Fields":
     except RecursionError:
         raise UnsupportedCheckpoint(f"{name} is nested too deeply") from None
     except ValueError as error:
-        raise UnsupportedCheckpoint(f"{name} is no JSON: {error}") from None
+        raise UnsupportedCheckpoint(f"{name} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UnsupportedCheckpoint(f"{name} is no JSON object")
+        raise UnsupportedCheckpoint(f"{name} is not a JSON object")
     return Fields(name, content)
 
 

@@ -71,7 +71,7 @@ def _fetch(repo: str, revision: str | None, report: Report | None) -> Path:
     except GatedRepoError:
         raise ModelUnavailable(
             f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, "
-            "then set HF_TOKEN to a token of the account that did"
+            "then set HF_TOKEN to a token of that account"
         ) from None
     except RepositoryNotFoundError:
         raise ModelUnavailable(
@@ -81,7 +81,7 @@ def _fetch(repo: str, revision: str | None, report: Report | None) -> Path:
     except RevisionNotFoundError:
         raise ModelUnavailable(f"{repo} has no revision {revision!r}") from None
     except HFValidationError as error:
-        raise ModelUnavailable(f"{repo} is no hub id: {error}") from None
+        raise ModelUnavailable(f"{repo} is not a hub id (org/name): {error}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
         raise ModelUnavailable(f"{constants.ENDPOINT} answers {status} for {repo}") from None

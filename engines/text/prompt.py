@@ -80,7 +80,7 @@ class PromptBuilder:
         """
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(items) for index in order):
-            raise InvalidRequest("A message names a image that the request does not hold.")
+            raise InvalidRequest("A message refers to an image that the request does not hold.")
         texts = [[p.text for p in m.parts if isinstance(p, TextPart)] for m in messages]
         guard = _draw_guard(texts)
         protected = [[self._spelling.protect(text, guard) for text in group] for group in texts]

@@ -171,7 +171,7 @@ class CompiledTemplate:
             TemplateFailure,
             SyntaxError,
         ) as error:
-            raise UnusableTemplate(f"the chat template is no jinja template: {error}") from None
+            raise UnusableTemplate(f"the chat template is not a jinja template: {error}") from None
 
     def render(self, messages: Messages, max_s: float = MAX_S) -> str:
         """The text of a conversation. Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`."""

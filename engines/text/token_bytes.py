@@ -70,7 +70,7 @@ class ByteDecoder:
 
 def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder is None:
-        raise UnsupportedCheckpoint("tokenizer.json names no decoder")
+        raise UnsupportedCheckpoint("tokenizer.json has no decoder")
     if decoder["type"] == "Sequence":
         return [step for inner in decoder["decoders"] for step in _flatten(inner)]
     return [decoder]

@@ -156,7 +156,7 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
     fields = Fields("tokenizer.json", content)
     if fields.section("model").get("type", "BPE") != "BPE":
         raise UnsupportedCheckpoint(
-            "tokenizer.json is no byte-pair encoding; LLaMA's family uses that"
+            "tokenizer.json is not a byte-pair encoding, which the LLaMA family uses"
         )
     for name in ("normalizer", "decoder"):
         if _growth(fields.section(name).values) > MAX_GROWTH:
@@ -167,7 +167,7 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
         raise UnsupportedCheckpoint(f"tokenizer.json cannot be read: {error}") from None
     declared = settings.section("added_tokens_decoder")
     if not all(index.isascii() and index.isdigit() for index in declared.values):
-        raise settings.refuse("added_tokens_decoder", "has a key that is no token id")
+        raise settings.refuse("added_tokens_decoder", "has a key that is not a token id")
     for index in sorted(declared.values, key=int):
         backend.add_tokens([_to_added_token(declared, index, declared.get(index))])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}

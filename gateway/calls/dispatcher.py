@@ -33,8 +33,10 @@ _DEADLINE_GRACE_S = 0.5  #: the fleet ends a request at its deadline; we do if i
 _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests that are looked up in one write
 MAX_CANCELS = 256  #: choices that are cancelled by one call
-_LATE_MESSAGE = "The request took too long."
-_LOST_MESSAGE = "The request was lost by the servers that worked on it."
+_LATE_MESSAGE = (
+    "The request exceeded its deadline; ask for fewer tokens, or retry when the load is lower."
+)
+_LOST_MESSAGE = "The workers that ran the request were lost; retry."
 _CANCELLED_MESSAGE = "The request was cancelled."
 
 logger = logging.getLogger(__name__)

@@ -107,7 +107,7 @@ class ModelDirectory:
         if other is None:
             return _not_found()
         versions = explain_versions(PROTOCOL_VERSION, other.version)
-        message = f"No worker of the model can be asked: {versions}."
+        message = f"No worker of this model speaks this gateway's protocol: {versions}."
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
     async def _look_again(self) -> None:
@@ -133,7 +133,11 @@ def _is_spoken(card: ModelCard) -> bool:
 
 
 def _not_found() -> NotFound:
-    return NotFound("The model does not exist.", param="model", code="model_not_found")
+    return NotFound(
+        "The model does not exist: GET /v1/models lists those that do.",
+        param="model",
+        code="model_not_found",
+    )
 
 
 async def _call(on_models: OnModels, names: list[str]) -> None:

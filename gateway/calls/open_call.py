@@ -84,7 +84,10 @@ class ChoiceProgress:
         known = self.token_ids[event.index : event.index + len(event.token_ids)]
         if tuple(known) == event.token_ids:
             return None
-        return self.fail(ErrorCode.WORKER_LOST, "The answer could not be continued.")
+        return self.fail(
+            ErrorCode.WORKER_LOST,
+            "The worker was lost and the answer could not be continued; retry.",
+        )
 
     def _hold_back(self, num_expected: int) -> None:
         self.has_gap = True

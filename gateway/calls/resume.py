@@ -106,7 +106,10 @@ def _call_id(answer_id: str) -> str:
 
 
 def _unknown() -> NotFound:
-    return NotFound("There is no such stream, or it ended too long ago.", code="stream_not_found")
+    return NotFound(
+        "The stream does not exist, or ended more than a minute ago: send the request again.",
+        code="stream_not_found",
+    )
 
 
 def _choice(request_id: str) -> str:
@@ -245,7 +248,7 @@ class Resume:
         record = await self._find(request_id, wanted.tenant)
         if (record.surface, record.fingerprint) != (wanted.surface, wanted.fingerprint):
             raise InvalidRequest(
-                "This Idempotency-Key was used for another request.",
+                "This Idempotency-Key belongs to another request: send a new key.",
                 code="idempotency_key_reused",
                 param="Idempotency-Key",
                 status=422,

@@ -28,7 +28,7 @@ class Admission:
         if self.is_draining:
             raise Overloaded(
                 "draining",
-                "The server is shutting down.",
+                "The server is shutting down; retry.",
                 code="server_overloaded",
                 retry_after_s=1,
             )

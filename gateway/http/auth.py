@@ -56,7 +56,9 @@ class KeyRing:
             )
         salt = self._find(values[0]) if len(values) == 1 else None
         if salt is None:
-            raise WrongKey("Incorrect API key provided.", code="invalid_api_key")
+            raise WrongKey(
+                "Incorrect API key: send one that this server knows.", code="invalid_api_key"
+            )
         return salt
 
     def _find(self, authorization: bytes) -> str | None:

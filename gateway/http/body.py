@@ -86,7 +86,11 @@ def _check_headers(context: RequestContext, max_bytes: int) -> None:
             code="unsupported_media_type",
         )
     if charset and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8"):
-        raise InvalidRequest("Send the body as UTF-8.", status=415, code="unsupported_media_type")
+        raise InvalidRequest(
+            "The charset is not UTF-8: send the body as UTF-8.",
+            status=415,
+            code="unsupported_media_type",
+        )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise InvalidRequest(
             "Send the body without Content-Encoding.", status=415, code="unsupported_media_type"
@@ -95,14 +99,16 @@ def _check_headers(context: RequestContext, max_bytes: int) -> None:
     if length is None:
         return
     if b"transfer-encoding" in headers or not length.isdigit():
-        raise InvalidRequest("The body's length is ambiguous.", code="invalid_http")
+        raise InvalidRequest(
+            "The body has no clear length: send one Content-Length, or chunks.", code="invalid_http"
+        )
     if int(length[:20]) > max_bytes:
         raise _too_large(f"{max_bytes} bytes")
 
 
 def _too_large(limit: str) -> ApiError:
     return InvalidRequest(
-        f"The request body is too large: at most {limit}.",
+        f"The request body is too large: send at most {limit}.",
         status=413,
         code="request_too_large",
     )
@@ -163,7 +169,7 @@ def _locate(problem: str, hints: Mapping[str, str]) -> ApiError:
 def unsupported(param: str) -> ApiError:
     """The error for a field that would change the answer, or that nobody knows."""
     return InvalidRequest(
-        f"Unsupported parameter: {param}.", param=param, code="unsupported_parameter"
+        f"Unsupported parameter: {param}. Remove it.", param=param, code="unsupported_parameter"
     )
 
 

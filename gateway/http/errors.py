@@ -182,7 +182,7 @@ def unavailable() -> ApiError:
     """The error while Redis cannot be reached."""
     return Overloaded(
         "redis",
-        "The service is temporarily unavailable.",
+        "The service is temporarily unavailable; retry.",
         code="service_unavailable",
         retry_after_s=1,
     )

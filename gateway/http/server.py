@@ -236,12 +236,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise self._not_served("Speak HTTP/1.1 or HTTP/1.0.")
+            raise self._not_served("Unsupported HTTP version: send HTTP/1.1 or HTTP/1.0.")
         encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if encodings and (
             version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]
         ):
-            raise self._not_served("Send no Transfer-Encoding but chunked, in HTTP/1.1.")
+            raise self._not_served("Unsupported Transfer-Encoding: send chunked, in HTTP/1.1.")
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
@@ -256,7 +256,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             return False
         if self.parser.get_method() == b"CONNECT":
-            raise self._not_served("This is no proxy.")
+            raise self._not_served("CONNECT is not supported: this server is not a proxy.")
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:
@@ -285,7 +285,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_large(self, part: str) -> str:
         limits = self._limits
-        return f"At most {limits.max_headers} {part} of {limits.max_header_bytes} bytes together."
+        return f"Too many {part}: send at most {limits.max_headers}, {limits.max_header_bytes} bytes together."
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has

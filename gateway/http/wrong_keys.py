@@ -49,7 +49,7 @@ class WrongKeys:
             if num_keys == self._per_minute:
                 logger.warning("%s sends wrong API keys, more than %d a minute", address, num_keys)
             raise TooManyWrongKeys(
-                "Too many wrong API keys from this address. Retry later.",
+                "Too many wrong API keys from this address: send a known key, or retry later.",
                 code="too_many_wrong_keys",
                 retry_after_s=math.ceil(until - now),
             )

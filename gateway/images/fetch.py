@@ -25,6 +25,9 @@ from gateway.images.header import ImageRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+#: One text for every failure, so that nobody finds out what listens behind a URL.
+CANNOT_FETCH = "The image could not be fetched from its URL: send it as a data: URL."
+
 _MAX_URL_CHARS = 2048
 _MAX_CONCURRENT = 32  #: fetches at a time in this process
 _MAX_PER_HOST = 8  #: of these
@@ -105,7 +108,7 @@ class ImageFetcher:
         with suppress(*_FAILURES):
             async with asyncio.timeout(self.timeout_s):
                 return await self._follow(parse_url(url), reserve)
-        raise ImageRefused("The image could not be fetched from its URL.", code="invalid_image_url")
+        raise ImageRefused(CANNOT_FETCH, code="invalid_image_url")
 
     async def _follow(self, url: SplitResult, reserve: Callable[[int], None]) -> bytes:
         for _ in range(1 + _MAX_REDIRECTS):

@@ -52,7 +52,7 @@ def read_header(data: bytes) -> ImageHeader:
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return _read_webp(data)
     except (IndexError, ValueError, StructError):
-        raise ImageRefused("The image cannot be decoded.") from None
+        raise ImageRefused("The image is damaged: its size cannot be read.") from None
     raise ImageRefused("Unsupported image: send PNG, JPEG or WebP.", code="unsupported_image")
 
 
@@ -60,16 +60,16 @@ def check_header(header: ImageHeader, limits: LimitSettings) -> None:
     """Hold the size against the limits. Raises: ImageRefused."""
     short, long = sorted((header.width, header.height))
     if short < 1:
-        raise ImageRefused("The image has no pixels.")
+        raise ImageRefused("The image has no pixels: send at least 1 x 1.")
     if long > limits.max_image_side or header.width * header.height > limits.max_image_pixels:
         raise ImageRefused(
-            f"The image is too large: at most {limits.max_image_pixels} pixels and "
+            f"The image is too large: send at most {limits.max_image_pixels} pixels and "
             f"{limits.max_image_side} on a side.",
             code="image_too_large",
         )
     if long > short * limits.max_image_aspect:
         raise ImageRefused(
-            f"The image is too narrow: its sides may differ by {limits.max_image_aspect:g} times."
+            f"The image is too narrow: send an aspect ratio of at most {limits.max_image_aspect:g}:1."
         )
 
 
@@ -83,7 +83,7 @@ def _read_png(data: bytes) -> ImageHeader:
             width, height = unpack_from(">II", data, 16)
             return ImageHeader("image/png", width, height)
         if name == b"IHDR":  # decoders believe the last, we would believe the first
-            raise ImageRefused("The image has two headers.")
+            raise ImageRefused("The image has two headers: save it again.")
         position += 12 + int.from_bytes(data[position : position + 4], "big")
     raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
 
@@ -108,7 +108,7 @@ def _read_jpeg(data: bytes) -> ImageHeader:
             raise ValueError
         if marker in _JPEG_FRAMES:
             if frame is not None:
-                raise ImageRefused("The image has two headers.")
+                raise ImageRefused("The image has two headers: save it again.")
             if length < 8:
                 raise ValueError
             height, width = unpack_from(">HH", data, position + 3)

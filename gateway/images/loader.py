@@ -83,10 +83,13 @@ class ImageLoader:
 
     async def _fetch(self, url: str, reserve: Callable[[int], None]) -> bytes:
         if not url[:8].lower().startswith(("http://", "https://")):
-            raise ImageRefused("The image URL must be a data: URL.", code="invalid_image_url")
+            raise ImageRefused(
+                "Unknown image URL: send a data: URL in base64, or an http(s) URL.",
+                code="invalid_image_url",
+            )
         if self.fetcher is None:
             raise ImageRefused(
-                "Remote images are disabled; send a data: URL "
+                "Remote images are disabled: send a data: URL "
                 "(the operator may set gateway.remote_images).",
                 code="invalid_image_url",
             )
@@ -95,14 +98,17 @@ class ImageLoader:
     def _from_data_url(self, url: str) -> LoadedImage:
         comma = url.find(",", 0, 256)
         if comma < 0 or not url[:comma].lower().endswith(";base64"):
-            raise ImageRefused("The data: URL must hold base64.", code="invalid_image_url")
+            raise ImageRefused(
+                "The data: URL is not base64: send data:image/png;base64,...",
+                code="invalid_image_url",
+            )
         if (len(url) - comma - 1) // 4 * 3 > self.limits.max_image_bytes + 2:
             raise self._too_many_bytes()
         return self._check(decode_base64(url[comma + 1 :]))
 
     def _check(self, data: bytes) -> LoadedImage:
         if not data:
-            raise ImageRefused("The image is empty.")
+            raise ImageRefused("The image is empty: send PNG, JPEG or WebP.")
         if len(data) > self.limits.max_image_bytes:
             raise self._too_many_bytes()
         header = read_header(data)
@@ -113,7 +119,7 @@ class ImageLoader:
 
     def _too_many_bytes(self) -> ImageRefused:
         return ImageRefused(
-            f"The image is too large: at most {self.limits.max_image_bytes} bytes.",
+            f"The image is too large: send at most {self.limits.max_image_bytes} bytes.",
             code="image_too_large",
         )
 
@@ -142,4 +148,6 @@ def decode_base64(text: str) -> bytes:
             slices.append(msgspec.convert(piece, bytes))
         return b"".join(slices)
     except ValueError:
-        raise ImageRefused("The image is not valid base64.") from None
+        raise ImageRefused(
+            "The image is not valid base64: send the standard alphabet with padding."
+        ) from None

@@ -18,7 +18,7 @@ from worker.prepare import decoder_child
 from worker.prepare.decoder_child import ANSWER, READY, REQUEST
 
 MAX_IMAGES = 1000  #: of one child's life: what leaks, leaks no further
-TOO_LONG = "The image takes too long to decode."
+TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
 _MAX_TEXT_BYTES = 1000

@@ -102,7 +102,9 @@ class Preprocessor:
     async def _make_pixels(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
         data = await self._fetch(image.sha256)
         if len(data) > self._limits.max_image_bytes:
-            raise InvalidImage("a image has too many bytes")
+            raise InvalidImage(
+                f"an image has {len(data)} bytes: send at most {self._limits.max_image_bytes}"
+            )
         check_size(image, self._limits)
         size = (image.width, image.height)
         pixels = await self._image_threads.run(
@@ -120,7 +122,7 @@ class Preprocessor:
                 logger.warning("cannot fetch a image: %s", error)
                 await asyncio.sleep(FETCH_PAUSE_S)
         if data is None:
-            raise ImageUnavailable("a image of the request is no longer stored")
+            raise ImageUnavailable("an image of the request is no longer stored; retry")
         return data
 
     def close(self) -> None:
@@ -144,7 +146,11 @@ def check_size(image: ImageRef, limits: LimitSettings) -> None:
         or long * short > limits.max_image_pixels
         or long > short * limits.max_image_aspect
     ):
-        raise InvalidImage(f"A image of {image.width} x {image.height} is too large or too narrow.")
+        raise InvalidImage(
+            f"An image of {image.width} x {image.height} is too large or too narrow: send at most "
+            f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
+            f"of at most {limits.max_image_aspect:g}:1."
+        )
 
 
 def check_limits(task: Generate, limits: LimitSettings) -> int:
@@ -170,5 +176,5 @@ def check_limits(task: Generate, limits: LimitSettings) -> int:
     )
     for what, count, most in checks:
         if count > most:
-            raise InvalidRequest(f"{count} {what} are more than the {most} allowed")
+            raise InvalidRequest(f"the request has {count} {what}: send at most {most}")
     return num_chars

@@ -83,11 +83,11 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise EngineStartError(f"device {name!r} is unknown: give auto, cpu, cuda or cuda:N")
+        raise EngineStartError(f"device {name!r} is unknown: use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise EngineStartError(
-            f"device {name} is not there: torch sees {num_gpus} GPUs; give another, or auto"
+            f"device {name} does not exist: torch sees {num_gpus} GPUs; use another, or auto"
         )
     return device
 

@@ -42,7 +42,7 @@ def quantize_checkpoint(
     after. Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
     if read_config(source).quantization is not None:
-        raise UnsupportedCheckpoint("the checkpoint is quantized already")
+        raise UnsupportedCheckpoint("the checkpoint is already quantized; use the original")
     stored = list_tensors(source)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):

@@ -66,7 +66,7 @@ def list_tensors(directory: Path) -> list[StoredTensor]:
     stored: list[StoredTensor] = []
     for file in _weight_files(directory):
         if not file.is_file():
-            raise UnsupportedCheckpoint(f"{INDEX_FILE} names {file.name}, which is not there")
+            raise UnsupportedCheckpoint(f"{INDEX_FILE} names {file.name}, which does not exist")
         try:
             stored += _list_file(file)
         except SafetensorError as error:
@@ -92,7 +92,9 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         names = read_json(index).section("weight_map").values.values()
         if not all(isinstance(name, str) for name in names):
-            raise UnsupportedCheckpoint(f"{INDEX_FILE}: weight_map names what is no file")
+            raise UnsupportedCheckpoint(
+                f"{INDEX_FILE}: weight_map holds a value that is not a file name"
+            )
         if any(Path(name).name != name for name in names):
             raise UnsupportedCheckpoint(f"{INDEX_FILE} names files outside the checkpoint")
         return [directory / name for name in sorted(set(names))]

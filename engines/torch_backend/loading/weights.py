@@ -130,8 +130,8 @@ def choose_form(config: ModelConfig, scheme: Scheme | None) -> Scheme | None:
         return scheme
     if scheme is not None and scheme.name != config.quantization:
         raise UnsupportedCheckpoint(
-            f"the checkpoint holds {config.quantization} weights; for {scheme.name} take the one that they "
-            "were made of"
+            f"the checkpoint holds {config.quantization} weights; for {scheme.name} use the checkpoint "
+            "that they were made from"
         )
     return SCHEMES[config.quantization]
 

@@ -117,7 +117,7 @@ class ImageEncoder:
 
     def _check(self, sequence: Sequence, image: ImageInput) -> None:
         if self._model.num_features(image.pixels) != image.num_slots:
-            raise SequenceFailure(sequence.request_id, "A image was not prepared for this model.")
+            raise SequenceFailure(sequence.request_id, "An image was not prepared for this model.")
 
     def _encode(self, missing: dict[ImageKey, ImageInput], is_limited: bool) -> Set[ImageKey]:
         """Encode what there is time for; returns what is not there yet."""

@@ -156,7 +156,7 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
     )
     if kind not in _KNOWN_KINDS:
         raise UnsupportedCheckpoint(
-            f"{settings.file}: the image processor is a {shown(kind)}; CLIPImageProcessor can be run"
+            f"{settings.file}: the image processor {shown(kind)} is not supported; CLIPImageProcessor is"
         )
     for key, value in settings.values.items():
         if key not in _KNOWN_KEYS and value not in (None, False):

@@ -100,18 +100,21 @@ def check_supported(request: ChatCompletionRequest) -> None:
 def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
     """The conversation, with images told apart from text. Raises: InvalidRequest."""
     if len(messages) > limits.max_messages:
-        raise _invalid("messages", f"at most {limits.max_messages} messages")
+        raise _invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
     for index, message in enumerate(messages):
         _add_message(conversation, message, f"messages.[{index}]", limits)
         if conversation.num_chars > limits.max_text_chars:
             raise InvalidRequest(
-                f"The texts are too long: at most {limits.max_text_chars} characters.",
+                f"The texts are too long: send at most {limits.max_text_chars} characters.",
                 param="messages",
                 code="context_length_exceeded",
             )
     if messages[-1].role == "assistant":
-        raise _invalid(f"messages.[{len(messages) - 1}].role", "the last turn must be the user's")
+        raise _invalid(
+            f"messages.[{len(messages) - 1}].role",
+            "the last message must not be the assistant's; end with a user message",
+        )
     return conversation
 
 
@@ -143,7 +146,7 @@ def _add_part(
     if role != "user":
         raise _invalid(param, "images are only allowed in user messages")
     if len(conversation.sources) >= limits.max_images:
-        raise _invalid(param, f"at most {limits.max_images} images", code="too_many_images")
+        raise _invalid(param, f"send at most {limits.max_images} images", code="too_many_images")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
     conversation.sources.append(ImageSource(url, param))
     return ImagePart(len(conversation.sources) - 1)
@@ -176,10 +179,10 @@ def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | 
     """What was asked for; the engine cuts it to what the context holds beside the prompt."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise _invalid("max_tokens", "it differs from max_completion_tokens")
+        raise _invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
     if value is not None and value > limits.max_output_tokens:
-        raise _invalid(name, f"at most {limits.max_output_tokens}")
+        raise _invalid(name, f"send at most {limits.max_output_tokens}")
     return value
 
 
@@ -188,18 +191,18 @@ def _stop(request: ChatCompletionRequest, limits: LimitSettings) -> tuple[str, .
         return ()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if len(stop) > limits.max_stop_strings:
-        raise _invalid("stop", f"at most {limits.max_stop_strings} strings")
+        raise _invalid("stop", f"send at most {limits.max_stop_strings} strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
-        raise _invalid("stop", f"strings of 1 to {limits.max_stop_chars} characters")
+        raise _invalid("stop", f"send strings of 1 to {limits.max_stop_chars} characters")
     return stop
 
 
 def _logit_bias(request: ChatCompletionRequest, limits: LimitSettings) -> dict[int, float]:
     bias = request.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
-        raise _invalid("logit_bias", f"at most {limits.max_logit_bias} entries")
+        raise _invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
     if not all(map(_is_token_id, bias)):
-        raise _invalid("logit_bias", "its keys are token ids, as decimal digits")
+        raise _invalid("logit_bias", "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
 
 
@@ -210,10 +213,10 @@ def _is_token_id(key: str) -> bool:
 def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
     if not request.logprobs:
         if request.top_logprobs:
-            raise _invalid("top_logprobs", "it needs logprobs to be true")
+            raise _invalid("top_logprobs", "it needs logprobs: send logprobs as true")
         return None
     if (request.top_logprobs or 0) > limits.max_top_logprobs:
-        raise _invalid("top_logprobs", f"at most {limits.max_top_logprobs}")
+        raise _invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
     return request.top_logprobs or 0
 
 
@@ -225,7 +228,7 @@ def find_priority(request: ChatCompletionRequest, headers: Mapping[bytes, bytes]
     for priority in Priority:
         if name == priority.value.encode():
             return priority
-    raise _invalid(PRIORITY_HEADER.decode(), "interactive or batch")
+    raise _invalid(PRIORITY_HEADER.decode(), "send interactive or batch")
 
 
 def find_service_tier(
@@ -241,23 +244,25 @@ def num_choices(request: ChatCompletionRequest, limits: LimitSettings) -> int:
     """How many answers to make. Raises: InvalidRequest."""
     count = request.n or 1
     if count > limits.max_choices:
-        raise _invalid("n", f"at most {limits.max_choices}")
+        raise _invalid("n", f"send at most {limits.max_choices}")
     return count
 
 
 def check_stream_options(request: ChatCompletionRequest) -> None:
     """Refuse options of a stream that is not asked for. Raises: InvalidRequest."""
     if request.stream_options is not None and not request.stream:
-        raise _invalid("stream_options", "it needs stream to be true")
+        raise _invalid("stream_options", "it needs stream: send stream as true")
 
 
 def check_model(conversation: Conversation, sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse what this model cannot do. Raises: InvalidRequest."""
     if conversation.sources and not card.supports_images:
         param = conversation.sources[0].param
-        raise _invalid(param, "this model takes no images", code="unsupported_image")
+        raise _invalid(
+            param, "this model takes no images; send text only", code="unsupported_image"
+        )
     if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
-        raise _invalid("logit_bias", f"token ids are below {card.vocab_size}")
+        raise _invalid("logit_bias", f"send token ids below {card.vocab_size}")
 
 
 def choice_seed(seed: int, choice: int) -> int:

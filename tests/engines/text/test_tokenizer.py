@@ -191,7 +191,7 @@ def test_special_tokens_that_only_the_settings_name_are_added(byte_level: Path) 
 @pytest.mark.parametrize(
     ("file", "change", "reason"),
     [
-        ("tokenizer.json", {"model": {"type": "Unigram"}}, "no byte-pair encoding"),
+        ("tokenizer.json", {"model": {"type": "Unigram"}}, "byte-pair encoding"),
         ("tokenizer.json", {"decoder": WORD_PIECE}, "WordPiece"),
         ("tokenizer.json", {"decoder": None}, "no decoder"),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Nonsense"}}, "cannot be read"),

@@ -15,13 +15,12 @@ import httpcore
 import pytest
 
 from gateway.images import fetch as image_fetch
-from gateway.images.fetch import ImageFetcher, is_public, parse_url
+from gateway.images.fetch import CANNOT_FETCH, ImageFetcher, is_public, parse_url
 from gateway.images.header import ImageRefused
 from shared.settings.tree import GatewaySettings
 from tests.factories_gateway import make_body
 from tests.factories_images import encoded
 
-MESSAGE = "The image could not be fetched from its URL."
 PUBLIC = "93.184.216.34"
 TLS = Path(__file__).parent / "tls"
 TLS_NAMES = ("first.example", "second.example")  #: which have certificates here
@@ -152,7 +151,7 @@ class Fetching(NamedTuple):
             refused = error
         else:
             return True
-        assert (refused.message, refused.code) == (MESSAGE, "invalid_image_url")
+        assert (refused.message, refused.code) == (CANNOT_FETCH, "invalid_image_url")
         return False
 
 

@@ -52,6 +52,6 @@ async def test_limits_hold_for_what_a_gateway_with_others_let_through(
 ):
     data = encoded(size=(80, 20))
     await prepare(store, data, 80, 20)
-    with pytest.raises(ImageRefused, match="too large or too narrow") as raised:
+    with pytest.raises(ImageRefused, match="send at most") as raised:
         await prepare(store, data, 80, 20, **limits)
     assert isinstance(raised.value.cause, InvalidImage)

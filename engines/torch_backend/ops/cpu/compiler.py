@@ -33,7 +33,7 @@ class CannotCompile(Exception):
 def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None) -> Path:
     """The library of a folder's sources, compiled unless it is there already. Raises: CannotCompile."""
     if level.compiler_flags is None:
-        raise CannotCompile("this processor has none of the instructions that they are written for")
+        raise CannotCompile("this processor has no supported instruction set")
     compiler = _find_compiler()
     sources = sorted(directory.glob("*.cpp"))
     flags = [*_FLAGS, *level.compiler_flags, f'-DVLM_LEVEL="{level.name}"']
@@ -51,7 +51,7 @@ def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None)
                 if not _is_whole(library):  # nobody made it while we waited
                     _compile([compiler, *flags], sources, library)
     except OSError as error:
-        raise CannotCompile(f"no place for compiled kernels: {error}") from None
+        raise CannotCompile(f"cannot write compiled kernels: {error}") from None
     return library
 
 

@@ -193,7 +193,7 @@ def test_a_settings_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> 
     (tmp_path / "t" / "chat_template.jinja").unlink()
     (tmp_path / "t" / file).write_text("{")
 
-    with pytest.raises(UnsupportedCheckpoint, match=f"{file} is no JSON"):
+    with pytest.raises(UnsupportedCheckpoint, match=f"{file} is not JSON"):
         create_engine(make_spec(tmp_path / "t"))
 
 
@@ -212,7 +212,7 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(EngineStartError, match="cuda:99 is not there"):
+    with pytest.raises(EngineStartError, match="cuda:99"):
         choose_device("cuda:99")
 
 

@@ -79,7 +79,7 @@ def test_another_scheme_than_the_stored_one_is_refused(tiny: Path, tmp_path: Pat
 def test_what_is_quantized_is_not_quantized_again(tiny: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny, tmp_path / "q", "int8")
 
-    with pytest.raises(UnsupportedCheckpoint, match="quantized already"):
+    with pytest.raises(UnsupportedCheckpoint, match="already quantized"):
         quantize_checkpoint(tmp_path / "q", tmp_path / "again", "int4")
 
 
