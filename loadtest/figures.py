@@ -71,7 +71,40 @@ def axes(x: str, y: str = "", **changes: Any) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}} | changes
 
 
-LOG_MS = {"type": "log", "title": {"text": "ms"}, "exponentformat": "none"}
+def log_ms(traces: Sequence[Trace], direction: str = "y") -> dict[str, Any]:
+    """A logarithmic axis of milliseconds that fits the traces, with labels at round values.
+
+    plotly.js itself labels a little more than a decade with digits, and equal values with all their places.
+    """
+    found = [value for trace in traces for value in trace[direction] if value > 0] or [1.0]
+    low, high = min(found), max(found)
+    if high < 1.1 * low:
+        low, high = low / 1.1, high * 1.1
+    shown = [value for value in round_values(low, high) if low <= value <= high]
+    return {
+        "type": "log",
+        "title": {"text": "ms"},
+        "range": [math.log10(low / 1.02), math.log10(high * 1.02)],
+        "tickvals": shown,
+        "ticktext": [f"{value:,g}" for value in shown],
+    }
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten over some decades, powers over many; equal steps within less than one."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if high > 6 * low:
+        factors = (1, 2, 5) if last - first <= 4 else (1,)
+        return [
+            float(f"{factor}e{power}") for power in range(first, last + 1) for factor in factors
+        ]
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    number = math.floor(high / step) - math.ceil(low / step) + 1
+    return [float(f"{(math.ceil(low / step) + i) * step:.6g}") for i in range(number)]
+
+
 TIME = "seconds since the warm-up"
 
 
@@ -109,7 +142,7 @@ def latency_over_time(runs: Runs, latency: Latency) -> Figure:
             ]
             traces += [line(points, label(runs, run, name))] if points else []
     note = "A dot is a request at the moment when it was meant to be sent; of very many, some and the slowest."
-    return Figure(f"{latency} over time", note, traces, axes(TIME, yaxis=LOG_MS))
+    return Figure(f"{latency} over time", note, traces, axes(TIME, yaxis=log_ms(traces)))
 
 
 def distribution(runs: Runs, latency: Latency) -> Figure:
@@ -128,7 +161,9 @@ def distribution(runs: Runs, latency: Latency) -> Figure:
     note = (
         "How many of the values are at most that long. Further left is faster, steeper is steadier."
     )
-    return Figure(f"{latency}, distribution", note, traces, axes("", "%", xaxis=LOG_MS))
+    return Figure(
+        f"{latency}, distribution", note, traces, axes("", "%", xaxis=log_ms(traces, "x"))
+    )
 
 
 def rates_over_time(runs: Runs) -> Figure:
@@ -206,7 +241,7 @@ def latency_by_load(runs: Runs, latency: Latency) -> Figure:
         for name, share in SHARES.items() if len(found) > 1 else ():
             points = [(level, 1e3 * percentile(values, share)) for level, values in found]
             traces.append(line(points, label(runs, run, name), mode="lines+markers"))
-    layout = axes(load_title(runs), yaxis=LOG_MS)
+    layout = axes(load_title(runs), yaxis=log_ms(traces))
     return Figure(f"{latency} against load", "Each point is a step.", traces, layout)
 
 

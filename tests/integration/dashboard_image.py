@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import plotly.graph_objects as go
 from PIL import Image
+from plotly.offline import get_plotlyjs
 from selenium.webdriver import Chrome
 
 from tests.integration.fleet_process import ROOT
 from tests.integration.prometheus_process import SCRAPE_PAUSE_S, as_asked
-from tests.integration.svg import Axis, Chart, Point
+
+Point = tuple[float, float]
 
 FOLDER = ROOT / ".cache" / "dashboard"
 COLUMN, ROW = 60, 36  # pixels of a cell of the dashboard's grid
@@ -21,15 +24,11 @@ COLORS = (
 )  # fmt: skip
 STYLE = """
 body { margin: 0; background: #111217; color: #ccccdc; font: 13px sans-serif; }
-main { position: relative; } section { position: absolute; box-sizing: border-box; padding: 8px; border: 1px solid #2c3235; background: #181b1f; }
-h2, h3 { margin: 0; font-size: 14px; font-weight: 500; } svg { width: 100%; max-height: calc(100% - 44px); }
-svg text { font-size: 12px; fill: #9fa7b3; } .grid { stroke: #2c3235; } .axis { stroke: #9fa7b3; }
-.line { fill: none; stroke-width: 1.5; stroke: var(--color); } .area { fill: var(--color); stroke: none; }
-ul { margin: 0; padding: 0; list-style: none; font-size: 12px; }
-li { display: inline; margin-right: 10px; white-space: nowrap; } li::before { content: "\\2014 "; color: var(--color); font-weight: bold; }
-small { color: #9fa7b3; font-weight: normal; }
+main { position: relative; } section { position: absolute; box-sizing: border-box; padding: 8px; }
+section { border: 1px solid #2c3235; background: #181b1f; }
+h3 { margin: 0; font-size: 14px; font-weight: 500; } small { color: #9fa7b3; font-weight: normal; }
 p { margin: 14px 0; font-size: 40px; text-align: center; }
-""" + "".join(f".s{index} {{ --color: {color}; }}\n" for index, color in enumerate(COLORS))  # fmt: skip
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,14 @@ def shown_as(unit: str) -> tuple[float, str]:
 
 
 def draw_dashboard(browser: Chrome, panels: list[dict[str, Any]], drawn: dict[int, str]) -> None:
-    """Write a image of each panel, and one of all. `drawn`: the inside of a panel, by its id."""
+    """Write an image of each panel, and one of all. `drawn`: the inside of a panel, by its id."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels) * ROW
     parts = "".join(place(panel, drawn.get(panel["id"], "")) for panel in panels)
     page = FOLDER / "dashboard.html"
     page.write_text(
-        f"<!doctype html><meta charset=utf-8><style>{STYLE}</style><main>{parts}</main>"
+        f"<!doctype html><meta charset=utf-8><style>{STYLE}</style>"
+        f"<script>{get_plotlyjs()}</script><main>{parts}</main>"
     )
     screen = {"width": 24 * COLUMN, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
@@ -118,26 +118,22 @@ def draw(panel: dict[str, Any], lines: list[Series], length_s: float) -> str:
     if panel["type"] == "stat":
         return f"<p>{lines[0].points[-1][1]:.4g}</p>"
     is_stacked = "stacking" in axis["custom"]
-    lines = stacked(lines) if is_stacked else lines
-    highest = max(value for line in lines for _, value in line.points)
-    y = Axis(axis["min"], axis["max"] / one if "max" in axis else 1.05 * highest or 1.0)
-    chart = Chart(Axis(0.0, length_s, "seconds"), y)
-    styles = [f"s{index % len(COLORS)}" for index in range(len(lines))]
-    for line, style in reversed(list(zip(lines, styles, strict=True))):
-        if is_stacked:
-            floor = [(line.points[0][0], 0.0), (line.points[-1][0], 0.0)]
-            chart.line([floor[0], *line.points, floor[1]], f"{style} area")
-        chart.line(line.points, style)
-    keys = zip(lines, styles, strict=True)
-    items = "".join(f"<li class={style}>{escape(line.name)}</li>" for line, style in keys)
-    return f"{chart.to_svg(panel['title'])}<ul>{items}</ul>"
-
-
-def stacked(lines: list[Series]) -> list[Series]:
-    """Each line on top of those before it."""
-    below: dict[float, float] = {}
-    raised = []
-    for line in lines:
-        below |= {at: below.get(at, 0.0) + value for at, value in line.points}
-        raised.append(Series(line.name, [(at, below[at]) for at, _ in line.points]))
-    return raised
+    figure = go.Figure()
+    for index, line in enumerate(lines):
+        at, values = zip(*line.points, strict=True)
+        color = {"color": COLORS[index % len(COLORS)], "width": 1.5}
+        stack = {"stackgroup": "all"} if is_stacked else {}
+        figure.add_scatter(x=at, y=values, name=line.name, mode="lines", line=color, **stack)
+    grid = {"gridcolor": "#2c3235", "zeroline": False, "rangemode": "tozero"}
+    _, _, right, bottom = box({"gridPos": panel["gridPos"] | {"x": 0, "y": 0}})
+    figure.update_layout(
+        width=right - 20, height=bottom - 40, margin={"l": 45, "r": 5, "t": 5, "b": 5},
+        paper_bgcolor="#181b1f", plot_bgcolor="#181b1f", font={"color": "#9fa7b3", "size": 11},
+        showlegend=True, legend={"orientation": "h", "y": -0.15},
+        xaxis=grid | {"range": [0, length_s]}, yaxis=grid,
+    )  # fmt: skip
+    if "max" in axis:
+        figure.update_yaxes(range=[axis["min"], axis["max"] / one])
+    return figure.to_html(
+        full_html=False, include_plotlyjs=False, config={"staticPlot": True}, include_mathjax=False
+    )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import vlm
 from loadtest.difference import compare, to_change_table
-from loadtest.figures import MAX_POINTS, figures, thin
+from loadtest.figures import MAX_POINTS, figures, line, log_ms, thin
 from loadtest.html_report import to_html
 from loadtest.objective import Objective
 from loadtest.result import Result
@@ -199,3 +199,19 @@ def test_command_makes_the_page_of_two_files(tmp_path):
     done = CliRunner().invoke(vlm.app, ["loadtest", "compare", *files])
     assert done.exit_code == 0
     assert "Changes" in Page(page.read_text()).headings
+
+
+@pytest.mark.parametrize("low", [0.4, 7.0, 80.0, 999.0])
+@pytest.mark.parametrize("ratio", [1.0, 1 + 1e-12, 1.01, 1.3, 2.0, 5.9, 6.1, 12.0, 70.0, 1e3, 1e6])
+def test_an_axis_of_latencies_has_labels_however_wide_it_is(low, ratio):
+    axis = log_ms([line([(0.0, low), (1.0, low * ratio)], "p50")])
+    bounds = [10**bound for bound in axis["range"]]
+    assert bounds[0] < low <= low * ratio < bounds[1]
+    assert 2 <= len(axis["tickvals"]) <= 14
+    assert all(bounds[0] <= value <= bounds[1] for value in axis["tickvals"])
+    assert len(set(axis["ticktext"])) == len(axis["ticktext"])
+    assert max(map(len, axis["ticktext"])) <= 7
+
+
+def test_an_axis_of_no_latencies_is_one_too():
+    assert log_ms([])["tickvals"]
