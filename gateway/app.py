@@ -82,7 +82,6 @@ def create_app(
             services.models,
             services.queue,
             services.metrics,
-            services.deferred_tasks,
         )
     )
     app.openapi = lambda: create_openapi(app, served)

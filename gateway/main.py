@@ -50,6 +50,4 @@ def run_gateway(settings: Settings) -> int:
         server.run()
     except SystemExit as stop:  # uvicorn's way to say that it cannot listen
         return stop.code if isinstance(stop.code, int) else 1
-    finally:
-        services.deferred_tasks.run()  # a second signal ends the loop before the services are stopped
     return 0

@@ -12,7 +12,6 @@ from gateway.calls.models import ModelDirectory
 from gateway.calls.refunds import Refunds
 from gateway.calls.resume import Resume
 from gateway.http.admission import Admission
-from gateway.http.deferred import DeferredTasks
 from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
@@ -36,7 +35,6 @@ class Services:
         self._redis = create_redis(settings.redis)
         self._blocking_redis = create_redis(settings.redis, blocking=True)
         self.metrics = GatewayMetrics()
-        self.deferred_tasks = DeferredTasks()
         self.tracer = create_tracer(settings.traces, "gateway", self.gateway_id)
         self.admission = Admission(
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
@@ -74,7 +72,6 @@ class Services:
             resume=Resume(self.queue, self.dispatcher, timeout_s),
             refunds=self.refunds,
             metrics=self.metrics,
-            deferred_tasks=self.deferred_tasks,
             tracer=self.tracer,
         )
 
@@ -108,7 +105,6 @@ class Services:
         self.loader.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
-        self.deferred_tasks.run()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 

@@ -8,7 +8,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
-from gateway.http.deferred import DeferredTasks
 from shared.queue.submit import QueueUnavailable, RequestQueue
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -18,7 +17,6 @@ def create_probes(
     models: ModelDirectory,
     queue: RequestQueue,
     metrics: GatewayMetrics,
-    deferred_tasks: DeferredTasks,
 ) -> APIRouter:
     """The routes that operators' machines call."""
     router = APIRouter(tags=["operation"])
@@ -44,7 +42,6 @@ def create_probes(
     @router.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Prometheus text; needs a key where keys are set."""
-        deferred_tasks.run()  # what is answered is counted
         metrics.set_open_requests(admission.num_open)
         with suppress(QueueUnavailable):
             for name in models.cards:

@@ -32,7 +32,6 @@ from gateway.calls.timings import StageClock, body_timings, timing_headers
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
 from gateway.http.context import RequestContext, context_of
-from gateway.http.deferred import DeferredTasks
 from gateway.http.errors import ApiError, Headers, InvalidRequest, unavailable, unexpected
 from gateway.http.exchange import ClientGone, Exchange
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
@@ -69,7 +68,6 @@ class Lifecycle:
     resume: Resume
     refunds: Refunds
     metrics: GatewayMetrics
-    deferred_tasks: DeferredTasks
     tracer: "Tracer | None"
     _holder_numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -84,8 +82,6 @@ class Lifecycle:
         try:
             with self.admission:
                 reply = await self._open(surface, exchange, context, recorder)
-                # Of earlier requests, while a worker is busy with this one.
-                self.deferred_tasks.run()
                 await self._answer(exchange, reply, recorder)
             is_answered = True
         except Exception as raised:
@@ -95,7 +91,8 @@ class Lifecycle:
         if error is not None:
             await _fail(exchange, surface, error)
         recorder.stop(exchange.status)
-        self.deferred_tasks.add(partial(recorder.account, exchange.status))
+        # In the next turn of the loop: this one's end sends the answer.
+        asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
 
     async def serve_stream(
         self, surfaces: Mapping[str, Surface], scope: Scope, receive: Receive, send: Send

@@ -29,7 +29,7 @@ from gateway.http.errors import InvalidRequest
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
-_STATUS_LINE = b"HTTP/1.1 "
+_MAX_UNSENT_BYTES = 16 * 1024  #: of an answer, before its request waits for the client to read
 _BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
 _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 
@@ -65,45 +65,25 @@ class NotServed(Exception):
     """Raised inside the parser, which then answers 400."""
 
 
-class JoinedWrites:
-    """A transport that joins a status line and what follows it to one system call, made at once.
+class BoundedClose:
+    """A transport that drops a client which does not read the rest of its answer in time.
 
-    At once: what the gateway notes of a request after its answer shall not keep the client waiting. Closed, it waits
-    `send_timeout_s` for the client to read what was sent, and then drops it.
+    Closed, it waits `send_timeout_s` for that.
     """
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, send_timeout_s: float
     ) -> None:
-        transport.set_write_buffer_limits(0)  # else uvloop keeps small writes to a turn's end
+        transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
         self._transport = transport
         self._loop = loop
         self._send_timeout_s = send_timeout_s
-        self._head = b""  #: waits for its body, until this loop turn ends
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def write(self, data: bytes) -> None:
-        """Send; a status line goes with the write that follows it."""
-        if not self._head and data.startswith(_STATUS_LINE):
-            self._head = data
-            self._loop.call_soon(self._flush)
-        else:
-            self._send(data)
-
-    def _flush(self) -> None:
-        if self._head:
-            self._send(b"")
-
-    def _send(self, data: bytes) -> None:
-        head, self._head = self._head, b""
-        if not self._transport.is_closing():
-            self._transport.write(head + data)
-
     def close(self) -> None:
         """Send what is left, then close."""
-        self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._loop.call_later(self._send_timeout_s, self._transport.abort)
@@ -146,8 +126,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Give the first request's headers their time, or hang up where file descriptors are short."""
         if not self._files.admits(transport):
             transport.abort()
-        joined = JoinedWrites(transport, self.loop, self._send_timeout_s)
-        super().connection_made(joined)  # type: ignore[arg-type]
+        bounded = BoundedClose(transport, self.loop, self._send_timeout_s)
+        super().connection_made(bounded)  # type: ignore[arg-type]
         self._set_timer(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -22,7 +22,6 @@ def lines(caplog, gateway):
     caplog.set_level(logging.INFO, LOGGER)
 
     def logged() -> list[dict[str, object]]:
-        gateway.services.deferred_tasks.run()
         return [vars(record) for record in caplog.records if record.name == LOGGER]
 
     return logged
