@@ -15,9 +15,10 @@ from shared.settings import SettingsError
 
 def settings(markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False) -> None:
     """List every setting: its variable, its default and what it means."""
+    from engines.registry import settings_classes
     from shared.settings.table import show
 
-    show(markdown)
+    show(settings_classes(), markdown)
 
 
 app = typer.Typer(

@@ -1,16 +1,22 @@
-"""The seam between a worker and an engine: one model on one device, driven step by step.
+"""The interface between a worker and an engine: one model on one device, driven step by step.
 
-Called by the worker's engine thread. It must not know Redis, HTTP, settings or metrics: what it has to tell
-is in `EngineOutput` and `EngineStats`.
+A worker asks what the engine can do (`capabilities`), prepares calls in its threads (`prepare_image`, `prepare`), and
+hands what came of them to one thread that drives the engine (`add`, `step`, `abort`). What the engine has to tell is
+in `EngineOutput` and `EngineStats`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Protocol, TypeVar
+
+from PIL import Image
 
 from shared.protocol import (
     FinishReason,
+    Generate,
+    ImageRef,
+    ModelCard,
     OutputLogprob,
     Priority,
     SamplingParams,
@@ -28,7 +34,7 @@ class PromptTooLong(EngineError):
 
 
 class InvalidImage(EngineError):
-    """A image's bytes cannot be decoded or are of no use to the model."""
+    """An image's bytes cannot be decoded or are of no use to the model."""
 
 
 class InvalidRequest(EngineError):
@@ -59,24 +65,54 @@ class DeviceOutOfMemory(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Limits of one engine. Units: tokens, sequences, bytes."""
+class Capabilities:
+    """What a worker has to know of an engine before it gives it work."""
 
-    max_num_seqs: int = 32  #: sequences that share a step
-    max_num_batched_tokens: int = 1024  #: new tokens that one step computes at most
-    max_mixed_prefill_tokens: int | None = None
-    """Prompt tokens of a step in which others draw tokens; None: measured at the start (mock: no limit)."""
-    block_size: int = 16  #: tokens in a KV block
-    num_kv_blocks: int | None = None  #: None: from `kv_cache_bytes`
-    kv_cache_bytes: int | None = None  #: None: a share of free memory
-    kv_dtype: Literal["auto", "int8"] = "auto"  #: auto: the engine's own precision
-    disabled_gpu_kernels: tuple[str, ...] = ()  #: names of what a GPU is not to use
-    max_model_len: int | None = None  #: None: the checkpoint's own
-    enable_prefix_cache: bool = True
-    encoder_cache_bytes: int = 256 * 1024 * 1024
-    max_images_per_step: int = 8  #: images that one step encodes at most
-    overlap_steps: bool | None = None
-    """Launch a step before the tokens of the one before it are known; None: where a device computes beside the host."""
+    max_num_seqs: int  #: calls that it works on at a time
+    tasks: tuple[str, ...] = ("generate",)  #: tags of the tasks that it takes
+    #: Whether `prepare_image` decodes images of strangers: it is given a decoder in processes without rights.
+    decodes_images: bool = False
+    #: Whether it goes on with an answer of which an earlier attempt has told tokens.
+    can_continue: bool = False
+    #: Whether a short call is prepared in less time than another thread would cost.
+    prepares_quickly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One attempt at a call, as `prepare` gets it."""
+
+    request_id: str  #: of this attempt; the engine's outputs carry it
+    task: Generate
+    tenant: str = ""  #: tenants share no cache
+    priority: Priority = Priority.INTERACTIVE
+    output_token_ids: tuple[int, ...] = ()  #: told by earlier attempts, to be continued
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """What `prepare_image` made of an image. The hash names it in every cache; tenants have hashes of their own."""
+
+    image_hash: str
+    content: Any
+
+
+#: Bytes and the (width, height) that was admitted, to an RGB image. Raises: InvalidImage.
+Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
+
+
+class EngineInput(Protocol):
+    """A call ready for `Engine.add`. The rest of it is the engine's own."""
+
+    @property
+    def request_id(self) -> str:
+        """That of the call."""
+        ...
+
+    @property
+    def priority(self) -> Priority:
+        """That of the call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +203,30 @@ class EngineStats:
     startup_s: dict[str, float] = field(default_factory=dict)  #: by phase: load, quantize, warmup
 
 
-class Engine(ABC):
-    """One model on one device. Not thread-safe: a single thread makes every call."""
+Input = TypeVar("Input", bound=EngineInput)
+
+
+class Engine(ABC, Generic[Input]):
+    """One model on one device. A single thread calls it, but for what prepares calls: any threads do that."""
 
     @abstractmethod
-    def add(self, request: EngineRequest) -> None:
-        """Accept a request. Raises: EngineError, and then nothing is queued."""
+    def capabilities(self) -> Capabilities:
+        """What it can do; always the same."""
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        """An image as `prepare` wants it: the encoded bytes, unless the engine makes something else of them.
+
+        The worker keeps it for other calls, at the cost of its `nbytes` or length. Thread-safe. Raises: InvalidImage.
+        """
+        return data
+
+    @abstractmethod
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
+        """What `add` takes; `images[i]` is the i-th of the task. Thread-safe. Raises: EngineError."""
+
+    @abstractmethod
+    def add(self, request: Input) -> None:
+        """Accept a prepared call. Raises: EngineError, and then nothing is queued."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
@@ -193,3 +247,15 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the device. Idempotent."""
+
+
+#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its share done, 0..1.
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine that is ready, and what the world may know of its model."""
+
+    engine: Engine[Any]
+    card: ModelCard

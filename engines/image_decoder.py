@@ -4,14 +4,10 @@ Runs in the worker's threads, or in child processes of it that have nothing to l
 """
 
 import io
-from collections.abc import Callable
 
 from PIL import Image, ImageOps
 
 from engines.base import InvalidImage
-
-#: Bytes and the (width, height) that was admitted, to an RGB image. Raises: InvalidImage.
-Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 128_000_000  # the last defence of memory; gateways allow less

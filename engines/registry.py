@@ -1,69 +1,99 @@
-"""From a description of an engine to an engine that is loaded and ready.
+"""Engines by name.
 
-Called by the worker and by tools. It must not know settings or Redis; torch is imported only when
-asked for.
+An engine is two things: a class of settings (`engines.settings`), and a function that makes a loaded engine of
+them. The project's own are listed here, those of other packages are found by the entry point group
+`vlm_fleet.engines`, whose values are `EngineKind`s. Nothing of an engine is imported before it is asked for.
 """
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import Any
 
-from engines.base import Engine, EngineConfig, EngineStartError
-from engines.core.runner import Processor
-from engines.mock.engine import MockConfig, create_mock_engine
-from shared.protocol import ModelCard
+from engines.base import EngineStartError, LoadedEngine, Progress
+from engines.settings import BadEngineSettings, EngineSettings
 
-#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its share done, 0..1.
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Which engine to make. Fields mean what they mean in the settings of the same names."""
-
-    kind: Literal["torch", "mock"] = "torch"
-    model: str = "shapes"
-    served_name: str = ""
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str = "none"
-    num_threads: int = 0
-    cpu_kernels: Literal["fast", "exact", "off"] = "fast"
-    config: EngineConfig = field(default_factory=EngineConfig)
-    mock: MockConfig = field(default_factory=MockConfig)
-    progress: Progress | None = None
+ENTRY_POINTS = "vlm_fleet.engines"
+DEFAULT_KIND = "torch"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """An engine, what prepares its prompts, and what the world may know of its model."""
+class EngineKind:
+    """An engine's settings and what makes it, each itself or as `module:name`, imported when needed.
 
-    engine: Engine
-    processor: Processor
-    card: ModelCard
+    `create(settings, progress)` blocks until the engine can serve. Raises: EngineStartError.
+    """
+
+    settings: type[EngineSettings] | str
+    create: Callable[[Any, Progress | None], LoadedEngine] | str
+    install: str = ""  #: what to install where a package that `create` needs is missing
+
+    def load_settings(self) -> type[EngineSettings]:
+        """The class of its settings."""
+        return resolve_name(self.settings) if isinstance(self.settings, str) else self.settings
+
+    def load_create(self) -> Callable[[Any, Progress | None], LoadedEngine]:
+        """What makes it. Raises: ModuleNotFoundError."""
+        return resolve_name(self.create) if isinstance(self.create, str) else self.create
 
 
-def create_engine(spec: EngineSpec) -> LoadedEngine:
-    """Make the engine that the specification asks for; blocks until it can serve.
+_kinds: dict[str, EngineKind] = {
+    "torch": EngineKind(
+        "engines.torch_backend.settings:TorchSettings",
+        "engines.torch_backend.loading.load:load_engine",
+        install="vlm-fleet[torch]",
+    ),
+    "mock": EngineKind(
+        "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"
+    ),
+}
+
+
+def register(name: str, kind: EngineKind) -> None:
+    """Add an engine, or put another in place of one."""
+    _kinds[name] = kind
+
+
+def engine_kinds() -> dict[str, EngineKind]:
+    """All engines by name; those of other packages come last, and replace none."""
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    return _kinds | {name: point.load() for name, point in others.items() if name not in _kinds}
+
+
+def settings_classes() -> list[type[EngineSettings]]:
+    """The settings of every engine, for whoever lists them."""
+    return [kind.load_settings() for kind in engine_kinds().values()]
+
+
+def read_settings(values: Mapping[str, object]) -> EngineSettings:
+    """What raw values say, `kind` among them, checked by the engine that they name. Raises: BadEngineSettings."""
+    kind, found = _find(values)
+    return found.load_settings().read(kind, {k: v for k, v in values.items() if k != "kind"})
+
+
+def create_engine(values: Mapping[str, object], progress: Progress | None = None) -> LoadedEngine:
+    """Make the engine that raw settings describe; blocks until it can serve.
 
     Raises: EngineStartError, with a message that says what to do.
     """
-    if spec.kind == "mock":
-        engine, processor = create_mock_engine(spec.config, spec.mock)
-        card = ModelCard(
-            name=spec.served_name or "mock",
-            created_at=int(time.time()),
-            max_model_len=engine.max_model_len,
-            vocab_size=processor.tokenizer.vocab_size,
-            image_tokens=processor.image_tokens,
-        )
-        return LoadedEngine(engine, processor, card)
+    settings = read_settings(values)
+    kind, found = _find(values)
     try:
-        from engines.torch_backend.loading.load import load_engine  # noqa: PLC0415 - only when asked for
+        create = found.load_create()
     except ModuleNotFoundError as error:
+        package = found.install or f"the package of the {kind} engine"
         raise EngineStartError(
-            f"the torch engine needs the package {error.name!r}: "
-            "pip install 'vlm-fleet[torch]', or take --engine mock"
+            f"the {kind} engine needs the package {error.name!r}: pip install '{package}', or "
+            "take another with VLM_ENGINE__KIND"
         ) from None
-    return load_engine(spec)
+    return create(settings, progress)
+
+
+def _find(values: Mapping[str, object]) -> tuple[str, EngineKind]:
+    name, kinds = str(values.get("kind", DEFAULT_KIND)), engine_kinds()
+    if name not in kinds:
+        raise BadEngineSettings(
+            f"VLM_ENGINE__KIND: there is no engine {name!r}; there are {', '.join(sorted(kinds))}"
+        )
+    return name, kinds[name]

@@ -4,14 +4,15 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, ImageInput
+from engines.base import Engine, EngineOutput, EngineRequest, ImageInput
 from engines.core.blocks import BlockManager
 from engines.core.engine import BatchingEngine
 from engines.core.prefill_limit import PrefillLimit
 from engines.core.runner import StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.mock.engine import IMAGE_ID, MockConfig, MockRunner, MockStep, MockTokenizer
+from engines.mock.engine import IMAGE_ID, MockProcessor, MockRunner, MockStep
+from engines.mock.settings import MockEngineSettings, MockSettings
 from shared.protocol import FinishReason, Priority, SamplingParams, Usage
 
 EOS_ID = 9999
@@ -112,8 +113,8 @@ class CheckingRunner(MockRunner):
     preemption, somebody reads a note that is not his.
     """
 
-    def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
-        super().__init__(config, mock)
+    def __init__(self, settings: MockEngineSettings) -> None:
+        super().__init__(settings)
         self.notes: list[object] = [None] * (self.num_blocks * self.block_size)
         self.find_lent: Callable[[], set[int]] | None = None  # tells which blocks are lent
         self._last: CheckingStep | None = None
@@ -203,14 +204,20 @@ def note(sequence: Sequence, position: int, token_ids: list[int]) -> object:
     return (sequence.cache_salt, position, token_ids[position])
 
 
+def make_mock(**changes: object) -> MockSettings:
+    """A mock that takes no time, unless it is told to."""
+    instant = {"vision_s": 0, "prefill_s_per_token": 0, "decode_s": 0}
+    return MockSettings(**{**instant, **changes})
+
+
 def make_engine(
-    num_output_tokens: int = 12, mock: MockConfig | None = None, **config: object
+    num_output_tokens: int = 12, mock: MockSettings | None = None, **config: object
 ) -> BatchingEngine:
     """The mock engine over a pool of notes."""
-    engine_config = EngineConfig(**{"block_size": 4, "num_kv_blocks": 256, **config})
-    mock = mock or MockConfig(num_output_tokens=num_output_tokens, tokens_per_image=8)
-    runner = CheckingRunner(engine_config, mock)
-    engine = BatchingEngine(runner, MockTokenizer(), engine_config)
+    mock = mock or make_mock(num_output_tokens=num_output_tokens, tokens_per_image=8)
+    settings = MockEngineSettings(**{"block_size": 4, "num_kv_blocks": 256, "mock": mock, **config})
+    runner = CheckingRunner(settings)
+    engine = BatchingEngine(runner, MockProcessor(mock.tokens_per_image), settings)
     blocks = engine.blocks._blocks
     runner.find_lent = lambda: {i for i, block in enumerate(blocks) if block.ref_count}
     return engine

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from engines.base import EngineConfig, EngineRequest, ImageInput
+from engines.base import EngineRequest, ImageInput
 from engines.core.engine import BatchingEngine
+from engines.mock.engine import MockProcessor
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
@@ -18,6 +19,7 @@ from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.ops.cpu.packed_linear import pack_linears
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
 
 IMAGE_TOKEN_ID = 90
@@ -202,18 +204,26 @@ class NumberTokenizer:
         return f"{token_id} ".encode()
 
 
+class NumberProcessor(MockProcessor):
+    """Prompts are given as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens_per_image=4)
+        self.tokenizer = NumberTokenizer()
+
+
 def make_runner(pair: ModelPair, **changes: Any) -> TorchRunner:
-    config = EngineConfig(**{"num_kv_blocks": 256, "block_size": 4, **changes})
+    config = TorchSettings(**{"num_kv_blocks": 256, "block_size": 4, **changes})
     return TorchRunner(pair.ours, config, torch.device("cpu"), torch.float32)
 
 
 def make_engine(
     pair: ModelPair, kernels: CpuKernels | None = None, **changes: Any
 ) -> BatchingEngine:
-    config = EngineConfig(**{"num_kv_blocks": 256, "block_size": 4, **changes})
+    config = TorchSettings(**{"num_kv_blocks": 256, "block_size": 4, **changes})
     dtype = pair.ours.language_model.model.norm.weight.dtype
     runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype, kernels=kernels)
-    return BatchingEngine(runner, NumberTokenizer(), config)
+    return BatchingEngine(runner, NumberProcessor(), config)
 
 
 def make_pixels(seed: int, size: int = 24) -> torch.Tensor:

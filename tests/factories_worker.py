@@ -2,19 +2,28 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-from engines.base import Engine, EngineConfig, EngineOutput, EngineRequest, EngineStats
-from engines.mock.engine import MockConfig
-from engines.registry import EngineSpec, LoadedEngine, create_engine
+from engines.base import (
+    Capabilities,
+    Decode,
+    Engine,
+    EngineCall,
+    EngineInput,
+    EngineOutput,
+    EngineStats,
+    LoadedEngine,
+    PreparedImage,
+)
+from engines.registry import create_engine
 from shared.blobs.store import ImageStore
-from shared.protocol import Call, CallEvent, Failed, Finished, Tokens
+from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Tokens
 from shared.queue.registry import Registry
-from shared.settings.engine import EngineSettings
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import WorkerSettings
+from tests.factories_engine import make_mock
 from tests.factories_queue import MODEL, Ends
 from tests.factories_settings import make_group
 from worker.engine_thread import EngineBroken, EngineThread
@@ -31,12 +40,21 @@ class StoppableEngine(Engine):
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
-        self.added: list[EngineRequest] = []
+        self.added: list[EngineInput] = []
         self.company: list[int] = []  #: how many others were there when each was added
         self.aborted: list[str] = []
         self.threads: set[int] = set()
 
-    def add(self, request: EngineRequest) -> None:
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities()
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        return self.engine.prepare_image(data, image, decode)
+
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> EngineInput:
+        return self.engine.prepare(call, images)
+
+    def add(self, request: EngineInput) -> None:
         self.threads.add(threading.get_ident())
         stats = self.engine.stats()
         self.engine.add(request)
@@ -69,14 +87,14 @@ class StoppableEngine(Engine):
 def load_mock(max_num_seqs: int = 8, **mock: Any) -> LoadedEngine:
     """A mock engine under test's control, serving `MODEL`."""
     loaded = create_engine(
-        EngineSpec(
-            kind="mock",
-            served_name=MODEL,
-            config=EngineConfig(max_num_seqs=max_num_seqs),
-            mock=MockConfig(**mock),
-        )
+        {
+            "kind": "mock",
+            "served_name": MODEL,
+            "max_num_seqs": max_num_seqs,
+            "mock": make_mock(**mock),
+        }
     )
-    return LoadedEngine(StoppableEngine(loaded.engine), loaded.processor, loaded.card)
+    return LoadedEngine(StoppableEngine(loaded.engine), loaded.card)
 
 
 class RunningWorker:
@@ -122,7 +140,7 @@ async def run_worker(
         assert isinstance(loaded.engine, StoppableEngine)
         stack.callback(loaded.engine.gate.set)
         images, registry = ImageStore(ends.redis, ends.prefix), Registry(ends.redis, ends.prefix)
-        preprocessor = Preprocessor(loaded.processor, images, LimitSettings(), 2)
+        preprocessor = Preprocessor(loaded.engine, images, LimitSettings(), 2)
         for close in (images.close, registry.close):
             stack.push_async_callback(close)
         stack.callback(preprocessor.close)
@@ -131,7 +149,7 @@ async def run_worker(
             ghost_after_s=0.5,
         )  # fmt: skip
         worker = Worker(
-            worker_id, worker_settings, EngineSettings(kind="mock", max_num_seqs=max_num_seqs),
+            worker_id, worker_settings, "mock",
             loaded, thread, claims, registry, preprocessor, tracer,
         )  # fmt: skip
         running.append(RunningWorker(worker, loaded.engine, thread))

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from engines.base import Engine, EngineError, EngineOutput, EngineRequest, EngineStats
-from engines.registry import LoadedEngine
+from engines.base import Engine, EngineError, EngineInput, EngineOutput, EngineStats, LoadedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Rejected:
 
 
 EngineEvent = Added | Rejected | EngineOutput
-Command = EngineRequest | str | None  #: to add; the id of what to abort; None: end
+Command = EngineInput | str | None  #: to add; the id of what to abort; None: end
 
 
 class EngineThread:
@@ -71,7 +70,7 @@ class EngineThread:
         self._thread.start()
         return await self._loaded
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineInput) -> None:
         """Hand over a request; `Added` or `Rejected` follows."""
         self._commands.put(request)
 
@@ -128,9 +127,9 @@ class EngineThread:
             self.step_started_at = None
             self._tell(events)
 
-    def _next_commands(self, has_work: bool) -> list[EngineRequest | str] | None:
+    def _next_commands(self, has_work: bool) -> list[EngineInput | str] | None:
         """What has arrived; waits for something if there is no work. None: the thread is to end."""
-        commands: list[EngineRequest | str] = []
+        commands: list[EngineInput | str] = []
         while not (has_work or commands) or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -156,7 +155,7 @@ class EngineThread:
         self._on_events([self._events.popleft() for _ in range(len(self._events))])
 
 
-def _apply(engine: Engine, command: EngineRequest | str) -> EngineEvent | None:
+def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
     if isinstance(command, str):
         engine.abort(command)
         return None

@@ -17,15 +17,13 @@ from secrets import token_hex
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from engines.base import EngineConfig, EngineStartError
-from engines.image_decoder import Decode, decode_image
-from engines.mock.engine import MockConfig
-from engines.registry import EngineSpec, LoadedEngine, create_engine
+from engines.base import Decode, Engine, EngineStartError, LoadedEngine
+from engines.image_decoder import decode_image
+from engines.registry import create_engine
 from shared.blobs.store import ImageStore
 from shared.queue.claims import RequestClaims
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
-from shared.settings.engine import EngineSettings
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.tracing import create_tracer
 from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
@@ -57,35 +55,6 @@ def run_worker(settings: Settings) -> int:
         logger.critical("%s; ending, so that others continue the requests", error)
         return EXIT_BROKEN
     return 0
-
-
-def engine_spec(settings: EngineSettings) -> EngineSpec:
-    """The engine that the settings ask for."""
-    return EngineSpec(
-        kind=settings.kind,
-        model=settings.model,
-        served_name=settings.served_name,
-        device=settings.device,
-        dtype=settings.dtype,
-        quantization=settings.quantization,
-        num_threads=settings.num_threads,
-        cpu_kernels=settings.cpu_kernels,
-        config=EngineConfig(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
-            overlap_steps=settings.overlap_steps,
-            block_size=settings.block_size,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            kv_dtype=settings.kv_dtype,
-            disabled_gpu_kernels=settings.disabled_gpu_kernels,
-            max_model_len=settings.max_model_len,
-            enable_prefix_cache=settings.enable_prefix_cache,
-            encoder_cache_bytes=settings.encoder_cache_bytes,
-        ),
-        mock=MockConfig(**settings.mock.model_dump()),
-        progress=_log_progress,
-    )
 
 
 def _log_progress(phase: str, share: float) -> None:
@@ -156,8 +125,8 @@ class WorkerProcess:
         return self._worker is not None and self._worker.is_ready
 
     async def _load_engine(self, stack: AsyncExitStack) -> LoadedEngine:
-        spec = engine_spec(self._settings.engine)
-        engine = EngineThread(lambda: create_engine(spec), self._on_events)
+        values = self._settings.engine.values()
+        engine = EngineThread(lambda: create_engine(values, _log_progress), self._on_events)
         self._engine = engine
         stack.push_async_callback(engine.close)
         watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)
@@ -169,10 +138,10 @@ class WorkerProcess:
         if self._worker is not None:
             self._worker.on_events(events)
 
-    def _start_decoders(self, stack: AsyncExitStack) -> Decode:
-        """Where images are decoded; the mock engine looks at none."""
+    def _start_decoders(self, stack: AsyncExitStack, engine: Engine) -> Decode:
+        """Where images are decoded: in processes without rights, if the engine looks at pixels."""
         settings = self._settings
-        if not settings.worker.decode_processes or settings.engine.kind == "mock":
+        if not settings.worker.decode_processes or not engine.capabilities().decodes_images:
             return decode_image
         pool = DecoderPool(
             settings.worker.decode_processes,
@@ -202,11 +171,11 @@ class WorkerProcess:
         images = ImageStore(redis, prefix)
         registry = Registry(redis, prefix)
         preprocessor = Preprocessor(
-            loaded.processor,
+            loaded.engine,
             images,
             settings.limits,
             settings.worker.preprocess_threads,
-            decode=self._start_decoders(stack),
+            decode=self._start_decoders(stack, loaded.engine),
         )
         stack.callback(preprocessor.close)
         for close in (
@@ -221,7 +190,7 @@ class WorkerProcess:
         return Worker(
             worker_id,
             settings.worker,
-            settings.engine,
+            settings.engine.kind,
             loaded,
             self._engine,
             claims,

@@ -12,12 +12,11 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from engines.registry import LoadedEngine
+from engines.base import LoadedEngine
 from shared.protocol import ErrorCode
 from shared.queue.claims import RequestClaims
 from shared.queue.publication import Claim, Publication
 from shared.queue.registry import Registry, WorkerRecord
-from shared.settings.engine import EngineSettings
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
 from worker.claim_loops import ClaimLoops
@@ -41,7 +40,7 @@ class Worker:
         self,
         worker_id: str,
         settings: WorkerSettings,
-        engine_settings: EngineSettings,
+        kind: str,
         loaded: LoadedEngine,
         engine: EngineThread,
         claims: RequestClaims,
@@ -51,15 +50,15 @@ class Worker:
     ) -> None:
         self.worker_id = worker_id
         self._settings = settings
-        self._kind = engine_settings.kind
-        self._max_num_seqs = engine_settings.max_num_seqs
+        self._kind = kind
+        self._max_num_seqs = loaded.engine.capabilities().max_num_seqs
         self._card = loaded.card
         self._engine = engine
         self.claims = claims
         self._registry = registry
         self._outbox = Outbox()
         self._active_requests = ActiveRequests(
-            engine, preprocessor, self._outbox, engine_settings.max_num_seqs, self._begin, tracer
+            engine, preprocessor, self._outbox, self._max_num_seqs, self._begin, tracer
         )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._gateway_liveness = GatewayLiveness()

@@ -11,18 +11,16 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 
-from engines.base import EngineConfig, EngineError
+from engines.base import EngineError, EngineStartError
 from engines.bench.cost import ModelCost
 from engines.bench.machine import Machine, measure_machine, peak_bytes
 from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
 from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
 from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
 from engines.core.engine import BatchingEngine
-from engines.packages.resolve import ModelUnavailable
-from engines.registry import EngineSpec, create_engine
+from engines.registry import create_engine
 from engines.torch_backend.kv_cache import kv_storage_dtype
 from engines.torch_backend.loading.load import choose_device, choose_dtype
-from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.runner import TorchRunner
 
@@ -57,16 +55,16 @@ class Bench:
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
         num_seqs = max(options.batch_sizes) + 1  # and a late one
-        config = EngineConfig(max_num_seqs=num_seqs, kv_dtype=options.kv_dtype)
-        spec = EngineSpec(
-            model=options.model,
-            device=options.device,
-            dtype=options.dtype,
-            quantization=options.quantization,
-            cpu_kernels=options.cpu_kernels,
-            config=config,
-        )
-        engine = create_engine(spec).engine
+        settings = {
+            "model": options.model,
+            "device": options.device,
+            "dtype": options.dtype,
+            "quantization": options.quantization,
+            "cpu_kernels": options.cpu_kernels,
+            "max_num_seqs": num_seqs,
+            "kv_dtype": options.kv_dtype,
+        }
+        engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine = engine
@@ -136,7 +134,7 @@ def run(options: BenchOptions, as_json: bool) -> None:
     try:
         bench = Bench(options)
         rows = bench.run_all()
-    except (ModelUnavailable, UnsupportedCheckpoint, EngineError, ValueError) as error:
+    except (EngineStartError, EngineError, ValueError) as error:
         raise SystemExit(f"bench engine: {error}") from None
     if as_json:
         print(json.dumps(to_json(bench.machine, bench.describe(), rows), indent=2))

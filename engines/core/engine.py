@@ -6,42 +6,49 @@ Redis or HTTP. Clock readings are `time.perf_counter` and stay here; durations l
 
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import Any
 
 from engines.base import (
+    Capabilities,
+    Decode,
     Engine,
-    EngineConfig,
+    EngineCall,
     EngineOutput,
     EngineRequest,
     EngineStats,
     InvalidRequest,
+    PreparedImage,
     PromptTooLong,
     SequenceFailure,
 )
 from engines.core.blocks import BlockManager
 from engines.core.generation import Generation
 from engines.core.prefill_limit import PrefillLimit
-from engines.core.runner import ModelRunner, StepResult, TokenChoice, Tokenizer
+from engines.core.runner import ModelRunner, Processor, StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.settings import BatchingSettings
 from engines.core.step_pipeline import StepPipeline
 from engines.text.detokenizer import Detokenizer
-from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
+from shared.protocol import FinishReason, ImageRef, OutputLogprob, StageTimings, TokenLogprob
 
 
-class BatchingEngine(Engine):
+class BatchingEngine(Engine[EngineRequest]):
     """Continuous batching over any `ModelRunner`."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
+        processor: Processor,
+        config: BatchingSettings,
         startup_s: Mapping[str, float] | None = None,
         prefill_limit: PrefillLimit | None = None,
     ) -> None:
         """Put an engine together. `prefill_limit` is what was measured; the configuration's own goes before it."""
         self.runner = runner
-        self.tokenizer = tokenizer
+        self.processor = processor
+        self.tokenizer = tokenizer = processor.tokenizer
         self.blocks = BlockManager(
             runner.num_blocks, runner.block_size, enable_prefix_cache=config.enable_prefix_cache
         )
@@ -70,6 +77,34 @@ class BatchingEngine(Engine):
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
+
+    def capabilities(self) -> Capabilities:
+        """Generation that can be taken over; whether it looks at images and is quick, the processor knows."""
+        return Capabilities(
+            self.scheduler.max_num_seqs,
+            decodes_images=self.processor.decodes_images,
+            can_continue=True,
+            prepares_quickly=self.processor.is_quick,
+        )
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        """An image's pixels, as the processor makes them. Raises: InvalidImage."""
+        return self.processor.process_image(data, (image.width, image.height), decode)
+
+    def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
+        """Messages and images as token ids with image slots. Raises: InvalidRequest."""
+        pairs = [(image.image_hash, image.content) for image in images]
+        prompt = self.processor.build_prompt(call.task.messages, pairs)
+        return EngineRequest(
+            call.request_id,
+            prompt.token_ids,
+            call.task.sampling,
+            prompt.images,
+            call.output_token_ids,
+            call.tenant,
+            call.priority,
+            prompt.positions,
+        )
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""
@@ -304,6 +339,6 @@ class BatchingEngine(Engine):
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
 
 
-def _prefill_limit(config: EngineConfig, measured: PrefillLimit | None) -> PrefillLimit | None:
+def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:
     given = config.max_mixed_prefill_tokens
     return measured if given is None else PrefillLimit(given)

@@ -8,9 +8,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engines.base import ImageInput, Positions
+from engines.base import Decode, ImageInput, Positions
 from engines.core.sequence import Batch
-from engines.image_decoder import Decode, decode_image
+from engines.image_decoder import decode_image
 from shared.protocol import ChatMessage
 
 
@@ -133,9 +133,9 @@ class Processor(Protocol):
     tokenizer: Tokenizer
     max_model_len: int
     image_tokens: int  #: the most tokens that one image may come to
-    is_quick: (
-        bool  #: whether short messages are a prompt in less time than another thread would cost
-    )
+    #: Whether short messages are a prompt in less time than another thread would cost.
+    is_quick: bool
+    decodes_images: bool  #: whether it looks at pixels, not only at headers
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image

@@ -16,12 +16,13 @@ from random import Random
 
 from PIL import Image
 
-from engines.base import EngineConfig, ImageInput, InvalidImage
+from engines.base import Decode, ImageInput, InvalidImage, LoadedEngine, Progress
 from engines.core.engine import BatchingEngine
 from engines.core.runner import Prompt, StepResult, TokenChoice, Tokenizer
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.image_decoder import FORMATS, Decode, decode_image
-from shared.protocol import ChatMessage, ImagePart
+from engines.image_decoder import FORMATS, decode_image
+from engines.mock.settings import MockEngineSettings
+from shared.protocol import ChatMessage, ImagePart, ModelCard
 
 EOS_ID = 256
 IMAGE_ID = 257
@@ -33,19 +34,6 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
 FEATURE_BYTES_PER_TOKEN = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class MockConfig:
-    """What the mock pretends. Units: seconds, tokens."""
-
-    vision_s: float = 0.0  #: time to encode one image
-    prefill_s_per_token: float = 0.0
-    decode_s: float = 0.0  #: time of a step, whatever is in it
-    jitter_ratio: float = 0.0  #: a step takes up to this share more or less
-    seed: int = 0  #: of the jitter; answers do not depend on it
-    tokens_per_image: int = 64
-    num_output_tokens: int = 24  #: length of an answer, its end token included
 
 
 class MockTokenizer:
@@ -74,6 +62,7 @@ class MockProcessor:
 
     max_model_len = MAX_MODEL_LEN
     is_quick = True
+    decodes_images = False
 
     def __init__(self, tokens_per_image: int) -> None:
         self.tokenizer: Tokenizer = MockTokenizer()
@@ -136,15 +125,15 @@ class MockRunner:
     max_model_len = MAX_MODEL_LEN
     runs_async = False
 
-    def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
-        self.block_size = config.block_size
-        self.num_blocks = _num_kv_blocks(config)
-        self._mock = mock
-        self._random = Random(mock.seed)
+    def __init__(self, settings: MockEngineSettings) -> None:
+        self.block_size = settings.block_size
+        self.num_blocks = _num_kv_blocks(settings)
+        self._mock = settings.mock
+        self._random = Random(settings.mock.seed)
         self._answers: dict[str, bytes] = {}  # by request: its stream of words, as far as drawn
         self._held_images: dict[str, set[str]] = {}  # by request: images whose features it holds
         self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
-        self._encoder_cache_limit = config.encoder_cache_bytes
+        self._encoder_cache_limit = settings.encoder_cache_bytes
         self._encoder_cache_bytes = 0
         self._num_encoder_queries = 0
         self._num_encoder_hits = 0
@@ -254,19 +243,25 @@ def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
     return stream.digest(num_bytes)
 
 
-def create_mock_engine(
-    config: EngineConfig, mock: MockConfig
-) -> tuple[BatchingEngine, MockProcessor]:
-    """The mock behind the real engine, and what prepares its prompts."""
-    processor = MockProcessor(mock.tokens_per_image)
-    return BatchingEngine(MockRunner(config, mock), processor.tokenizer, config), processor
+def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) -> LoadedEngine:
+    """The mock behind the real engine."""
+    processor = MockProcessor(settings.mock.tokens_per_image)
+    engine = BatchingEngine(MockRunner(settings), processor, settings)
+    card = ModelCard(
+        name=settings.served_name or "mock",
+        created_at=int(time.time()),
+        max_model_len=engine.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        image_tokens=processor.image_tokens,
+    )
+    return LoadedEngine(engine, card)
 
 
-def _num_kv_blocks(config: EngineConfig) -> int:
+def _num_kv_blocks(settings: MockEngineSettings) -> int:
     """As configured, or else enough for all sequences at their longest."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    if config.kv_cache_bytes is not None:
-        return max(1, config.kv_cache_bytes // (KV_BYTES_PER_TOKEN * config.block_size))
-    max_model_len = config.max_model_len or MAX_MODEL_LEN
-    return config.max_num_seqs * -(-max_model_len // config.block_size)
+    if settings.num_kv_blocks is not None:
+        return settings.num_kv_blocks
+    if settings.kv_cache_bytes is not None:
+        return max(1, settings.kv_cache_bytes // (KV_BYTES_PER_TOKEN * settings.block_size))
+    max_model_len = settings.max_model_len or MAX_MODEL_LEN
+    return settings.max_num_seqs * -(-max_model_len // settings.block_size)

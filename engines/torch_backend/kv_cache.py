@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.base import EngineConfig, EngineStartError
+from engines.base import EngineStartError
 from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.settings import TorchSettings
 
 #: share of the memory left after loading that the pool may take when nobody says
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
@@ -47,7 +48,7 @@ def bytes_per_block(config: TextConfig, block_size: int, storage: torch.dtype) -
 
 
 def plan_kv_cache(
-    text: TextConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int, device_type: str
+    text: TextConfig, engine: TorchSettings, dtype: torch.dtype, free_bytes: int, device_type: str
 ) -> KVCachePlan:
     """Size the pool: as told, else for one full batch of whole contexts, within free memory.
 

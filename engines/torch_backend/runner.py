@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.base import DeviceOutOfMemory, EngineConfig
+from engines.base import DeviceOutOfMemory
 from engines.core.prefill_limit import PrefillLimit
 from engines.core.runner import ComputedStep, RunningStep, StepResult, TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
@@ -32,6 +32,7 @@ from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.cpu.decoder import CpuDecoder
 from engines.torch_backend.ops.cpu.kernels import CpuKernels
 from engines.torch_backend.sampling.sampler import needs_host, sample
+from engines.torch_backend.settings import TorchSettings
 from shared.protocol import Priority, SamplingParams
 
 #: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.
@@ -44,7 +45,7 @@ class TorchRunner:
     def __init__(
         self,
         model: FamilyModel,
-        config: EngineConfig,
+        config: TorchSettings,
         device: torch.device,
         dtype: torch.dtype,
         num_threads: int = 0,

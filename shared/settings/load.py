@@ -4,6 +4,7 @@ Called by the command line and by what starts processes. It must not know what a
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,20 @@ def to_environment(settings: BaseModel, prefix: str = PREFIX) -> dict[str, str]:
             variables |= to_environment(value, f"{prefix}{name.upper()}__")
         elif value != field.default:
             variables[prefix + name.upper()] = _to_text(value)
+    return variables | _to_variables(settings.model_extra or {}, prefix)
+
+
+def _to_variables(values: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    variables: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            variables |= _to_variables(value, f"{prefix}{name.upper()}__")
+        elif value is not None:
+            variables[prefix + name.upper()] = _to_text(value)
     return variables
 
 
 def _to_text(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return ",".join(_to_text(item) for item in value)
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)

@@ -3,6 +3,7 @@
 Called by `vlm settings` and by the test that keeps docs/settings.md equal to it.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.settings.tree import PREFIX, Settings
+
+ENGINE_PREFIX = f"{PREFIX}ENGINE__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +24,42 @@ class Row:
     description: str
 
 
-def rows(group: type[BaseModel] = Settings, prefix: str = PREFIX) -> list[Row]:
-    """Every setting in the order of the tree."""
-    found: list[Row] = []
+def rows(engines: Iterable[type[BaseModel]]) -> list[Row]:
+    """Every setting in the order of the tree; `engines` are the settings of each engine."""
+    found: dict[str, Row] = {}
+    for row in _rows(Settings, PREFIX):
+        found[row.variable] = row
+        if row.variable == ENGINE_PREFIX + "KIND":
+            found |= {own.variable: own for one in engines for own in _rows(one, ENGINE_PREFIX)}
+    return list(found.values())
+
+
+def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
     for name, field in group.model_fields.items():
         variable = prefix + name.upper()
         if isinstance(field.default, BaseModel):
-            found += rows(type(field.default), variable + "__")
-        else:
+            yield from _rows(type(field.default), variable + "__")
+        elif field.description:
             default = "" if field.default in (None, (), "") else str(field.default)
-            found.append(Row(variable, default, field.description or ""))
-    return found
+            yield Row(variable, default, field.description)
 
 
-def to_markdown() -> str:
+def to_markdown(engines: Iterable[type[BaseModel]]) -> str:
     """The table in Markdown."""
     lines = ["| variable | default | meaning |", "|---|---|---|"]
     lines += [
         f"| `{row.variable}` | {f'`{row.default}`' if row.default else ''} | {row.description} |"
-        for row in rows()
+        for row in rows(engines)
     ]
     return "\n".join(lines)
 
 
-def show(markdown: bool) -> None:
+def show(engines: Iterable[type[BaseModel]], markdown: bool) -> None:
     """Print the table, for the terminal or in Markdown."""
     if markdown:
-        print(to_markdown())
+        print(to_markdown(engines))
         return
     table = Table("variable", "default", "meaning")
-    for row in rows():
+    for row in rows(engines):
         table.add_row(row.variable, row.default, row.description)
     Console().print(table)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     SecretStr,
     field_validator,
@@ -28,7 +29,6 @@ from pydantic_settings import (
 )
 
 from shared.settings import SettingsError as SettingsError
-from shared.settings.engine import EngineSettings
 from shared.settings.group import MIB, Group, split_items
 from shared.settings.limits import LimitSettings
 
@@ -139,6 +139,21 @@ class WorkerSettings(Group):
         return self.lease_s / 10
 
 
+class EngineValues(BaseModel):
+    """The engine of a worker: its kind, and settings that only the engine of that kind understands.
+
+    They are kept as they come, in `model_extra`; the engine checks them when it is made.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    kind: str = Field(default="torch", description="Which engine runs the model.")
+
+    def values(self) -> dict[str, Any]:
+        """All of them by name."""
+        return self.model_dump()
+
+
 class RedisSettings(Group):
     """How to reach Redis."""
 
@@ -215,7 +230,7 @@ class Settings(BaseSettings):
     gateway: GatewaySettings = GatewaySettings()
     limits: LimitSettings = LimitSettings()
     worker: WorkerSettings = WorkerSettings()
-    engine: EngineSettings = EngineSettings()
+    engine: EngineValues = EngineValues()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
 

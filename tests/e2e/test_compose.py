@@ -144,8 +144,8 @@ def test_gateway_and_mock_worker_need_nothing_of_the_torch_extra():
 import sys
 sys.modules.update(dict.fromkeys({EXTRA!r}))  # None: an import of them fails
 import gateway.main, worker.main, vlm
-from engines.registry import EngineSpec, create_engine
-create_engine(EngineSpec(kind="mock")).engine.close()
+from engines.registry import create_engine
+create_engine({"kind": "mock"}).engine.close()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,34 +1,88 @@
+"""An engine is found by its name, and checks its own settings."""
+
 import subprocess
 import sys
 
-from engines.base import EngineConfig
-from engines.mock.engine import MockConfig
-from engines.registry import EngineSpec, create_engine
-from shared.protocol import ChatMessage, TextPart
-from tests.factories_engine import make_request, run_all
+import pytest
+
+from engines.base import EngineCall, LoadedEngine
+from engines.mock.engine import load_mock_engine
+from engines.mock.settings import MockEngineSettings
+from engines.registry import EngineKind, create_engine, read_settings, register, settings_classes
+from engines.settings import BadEngineSettings, EngineSettings
+from shared.protocol import ChatMessage, Generate, SamplingParams, TextPart
+from tests.factories_engine import run_all
+
+INSTANT = {"vision_s": 0, "prefill_s_per_token": 0, "decode_s": 0}
 
 
-def test_the_mock_engine_is_made_as_specified():
-    spec = EngineSpec(
-        kind="mock",
-        config=EngineConfig(max_model_len=100),
-        mock=MockConfig(tokens_per_image=7, num_output_tokens=3),
-    )
-    loaded = create_engine(spec)
+def test_the_mock_engine_is_made_as_its_settings_say():
+    mock = {**INSTANT, "tokens_per_image": "7", "num_output_tokens": "3"}
+    loaded = create_engine({"kind": "mock", "max_model_len": "100", "mock": mock})
     assert loaded.card.name == "mock"
     assert (loaded.card.max_model_len, loaded.card.image_tokens) == (100, 7)
-    prompt = loaded.processor.build_prompt([ChatMessage("user", (TextPart("hi"),))], [])
-    answer = run_all(loaded.engine, make_request(prompt=prompt.token_ids))["r0"]
+    task = Generate((ChatMessage("user", (TextPart("hi"),)),), SamplingParams())
+    answer = run_all(loaded.engine, loaded.engine.prepare(EngineCall("r", task), []))["r"]
     assert len(answer.token_ids) == 3
 
 
 def test_the_served_name_is_the_name_on_the_card():
-    assert create_engine(EngineSpec(kind="mock", served_name="llava")).card.name == "llava"
+    assert create_engine({"kind": "mock", "served_name": "llava"}).card.name == "llava"
 
 
-def test_the_mock_engine_needs_no_torch():
+def test_neither_the_mock_engine_nor_a_look_at_all_settings_needs_torch():
     program = (
-        "import sys; from engines.registry import EngineSpec, create_engine;"
-        "create_engine(EngineSpec(kind='mock')); assert 'torch' not in sys.modules"
+        "import sys; from engines.registry import create_engine, settings_classes;"
+        "create_engine({'kind': 'mock'}); settings_classes(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"kind": "vllm"},
+            "VLM_ENGINE__KIND: there is no engine 'vllm'; there are .*mock, .*torch",
+        ),
+        ({"quantization": "int3"}, "VLM_ENGINE__QUANTIZATION: Input should be 'none', 'int8'"),
+        ({"kind": "mock", "dtype": "float16"}, "VLM_ENGINE__DTYPE: the mock engine has no such"),
+        ({"kind": "mock", "mock": {"decode_s": "fast"}}, "VLM_ENGINE__MOCK__DECODE_S: .*number"),
+        ({"kind": "mock", "max_num_seqs": "0"}, "VLM_ENGINE__MAX_NUM_SEQS: .*greater than"),
+        ({"disabled_gpu_kernels": "gate, nothing"}, "VLM_ENGINE__DISABLED_GPU_KERNELS"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_that_names_its_variable(values, sentence):
+    with pytest.raises(BadEngineSettings, match=f"^{sentence}") as refused:
+        read_settings(values)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_engine_needs_settings_and_what_makes_it(monkeypatch):
+    class Settings(EngineSettings):
+        url: str = ""
+
+    made: list[EngineSettings] = []
+
+    def create(settings, progress) -> LoadedEngine:
+        made.append(settings)
+        return load_mock_engine(MockEngineSettings(), progress)
+
+    monkeypatch.setattr("engines.registry._kinds", {})
+    register("remote", EngineKind(Settings, create))
+    create_engine({"kind": "remote", "url": "http://there"})
+    assert made == [Settings(url="http://there")]
+    assert settings_classes() == [Settings]
+
+
+def test_an_installed_package_brings_an_engine(monkeypatch):
+    class Point:
+        name = "other"
+
+        def load(self) -> EngineKind:
+            return EngineKind(
+                EngineSettings, lambda settings, progress: create_engine({"kind": "mock"})
+            )
+
+    monkeypatch.setattr("engines.registry.entry_points", lambda group: [Point()])
+    assert create_engine({"kind": "other"}).card.name == "mock"

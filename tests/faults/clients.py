@@ -6,8 +6,8 @@ from functools import cache
 
 import httpx
 
-from engines.base import EngineConfig, EngineRequest
-from engines.mock.engine import MockConfig, create_mock_engine
+from engines.base import EngineRequest
+from engines.registry import create_engine
 from shared.protocol import ChatMessage, SamplingParams, TextPart
 from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History, Sight
 from tests.faults.processes import MODEL, REQUEST_TIMEOUT_S, WITHIN_S
@@ -18,12 +18,13 @@ NUM_TOKENS = 40
 @cache
 def answer_to(text: str, num_tokens: int = NUM_TOKENS) -> tuple[str, ...]:
     """The uninterrupted answer of the mock engine, token by token."""
-    engine, processor = create_mock_engine(EngineConfig(max_num_seqs=1), MockConfig())
-    prompt = processor.build_prompt([ChatMessage("user", (TextPart(text),))], [])
+    instant = {"decode_s": 0, "prefill_s_per_token": 0}
+    engine = create_engine({"kind": "mock", "max_num_seqs": 1, "mock": instant}).engine
+    prompt = engine.processor.build_prompt([ChatMessage("user", (TextPart(text),))], [])
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     engine.add(EngineRequest("r", prompt.token_ids, sampling))
     token_ids = [t for _ in range(num_tokens + 2) for out in engine.step() for t in out.token_ids]
-    return tuple(processor.tokenizer.token_bytes(token_id).decode() for token_id in token_ids)
+    return tuple(engine.tokenizer.token_bytes(token_id).decode() for token_id in token_ids)
 
 
 def body_of(text: str, num_tokens: int = NUM_TOKENS) -> dict:

@@ -2,7 +2,6 @@
 
 import gc
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.base import DeviceOutOfMemory, EngineConfig, EngineRequest
+from engines.base import DeviceOutOfMemory, EngineRequest, LoadedEngine
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
-from engines.registry import EngineSpec, LoadedEngine, create_engine
+from engines.registry import create_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.sampling.noise import random_bits, signed, stream_key
@@ -23,7 +22,7 @@ from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-CONFIG = EngineConfig(kv_cache_bytes=4 * 1024 * 1024, block_size=8)
+CONFIG = {"kv_cache_bytes": 4 * 1024 * 1024, "block_size": 8, "dtype": "float32"}
 NUM_TOKENS = 30
 VOCAB_SIZE = 384
 
@@ -35,9 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(model: Path, device: str, *, config: EngineConfig = CONFIG, **spec: Any) -> LoadedEngine:
-    fields = {"dtype": "float32", **spec}
-    return create_engine(EngineSpec(model=str(model), device=device, config=config, **fields))
+def load(model: Path, device: str, **settings: Any) -> LoadedEngine:
+    return create_engine({**CONFIG, "model": str(model), "device": device, **settings})
 
 
 def core(loaded: LoadedEngine) -> tuple[BatchingEngine, TorchRunner]:
@@ -58,7 +56,7 @@ def make_request(
     loaded: LoadedEngine, name: str, text: str, seeds: list[int], **sampling: Any
 ) -> EngineRequest:
     """A question about images, which are named by their seeds."""
-    processor = loaded.processor
+    processor = loaded.engine.processor
     parts = (*(ImagePart(place) for place in range(len(seeds))), TextPart(text))
     images = [
         (f"image {seed}", processor.process_image(make_image(seed), (28, 28))) for seed in seeds
@@ -128,7 +126,7 @@ def distance(first: LoadedEngine, second: LoadedEngine) -> float:
 def test_greedy_answers_in_float32_are_those_of_the_cpu(
     tiny: Path, changes: dict[str, Any]
 ) -> None:
-    on_cpu, on_gpu = load(tiny, "cpu"), load(tiny, "cuda", config=replace(CONFIG, **changes))
+    on_cpu, on_gpu = load(tiny, "cpu"), load(tiny, "cuda", **changes)
 
     found = answers(on_gpu, make_requests(on_gpu))
 
@@ -230,7 +228,7 @@ def test_overlapped_steps_change_no_token(tiny: Path, sampling: dict[str, Any]) 
     """Ends of all lengths, and somebody who comes later, so that steps are taken back."""
     found = []
     for overlap_steps in (False, True):
-        loaded = load(tiny, "cuda", config=replace(CONFIG, overlap_steps=overlap_steps))
+        loaded = load(tiny, "cuda", overlap_steps=overlap_steps)
         engine, _ = core(loaded)
         wanted = [
             make_request(loaded, f"r{i}", f"Say {i}.", [], max_tokens=3 + 5 * i, **sampling)

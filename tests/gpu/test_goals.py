@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from engines.base import EngineConfig
 from engines.bench.cost import ModelCost
 from engines.bench.measure import Run, WorkCounter, run_requests
 from engines.bench.scenario import RequestMaker, Scenario
 from engines.core.engine import BatchingEngine
-from engines.registry import EngineSpec, create_engine
+from engines.registry import create_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.runner import TorchRunner
 
@@ -52,14 +51,13 @@ class Engine:
             "enable_prefix_cache": False,
             "encoder_cache_bytes": 0,
         }
-        spec = EngineSpec(
-            model=str(model),
-            device="cuda",
-            dtype="bfloat16",
-            quantization=quantization,
-            config=EngineConfig(**{**limits, **config}),
-        )
-        loaded = create_engine(spec).engine
+        settings = {
+            "model": str(model),
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "quantization": quantization,
+        }
+        loaded = create_engine({**settings, **limits, **config}).engine
         assert isinstance(loaded, BatchingEngine)
         assert isinstance(loaded.runner, TorchRunner)
         self.engine = loaded

@@ -16,7 +16,7 @@ from engines.torch_backend.layers.varlen import find_varlen
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops.decoder_ops import DecoderOps
 from tests.factories_torch import make_text_config
-from tests.gpu.test_cuda import CONFIG, answers, core, load, make_requests, tiny
+from tests.gpu.test_cuda import answers, core, load, make_requests, tiny
 from tests.triton_device import import_kernels
 
 pytestmark = pytest.mark.gpu
@@ -87,8 +87,7 @@ def test_what_is_switched_off_changes_no_answer(
     tiny: Path, quantization: str, off: tuple[str, ...]
 ) -> None:
     on_cpu = load(tiny, "cpu", quantization=quantization)
-    config = replace(CONFIG, disabled_gpu_kernels=off)
-    on_gpu = load(tiny, "cuda", quantization=quantization, config=config)
+    on_gpu = load(tiny, "cuda", quantization=quantization, disabled_gpu_kernels=off)
     assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))
 
 
@@ -98,7 +97,7 @@ def test_what_is_switched_off_changes_no_answer(
 def test_graphs_draw_what_is_drawn_without(tiny: Path, sampling: dict[str, Any]) -> None:
     found = []
     for off in ((), ("cuda_graph",)):
-        loaded = load(tiny, "cuda", config=replace(CONFIG, disabled_gpu_kernels=off))
+        loaded = load(tiny, "cuda", disabled_gpu_kernels=off)
         requests = [
             replace(r, sampling=replace(r.sampling, temperature=0.8, seed=5, **sampling))
             for r in make_requests(loaded)
@@ -108,6 +107,5 @@ def test_graphs_draw_what_is_drawn_without(tiny: Path, sampling: dict[str, Any])
 
 
 def test_8_bit_keys_and_values_give_the_answers_that_a_cpu_gives_with_them(tiny: Path) -> None:
-    config = replace(CONFIG, kv_dtype="int8")
-    on_cpu, on_gpu = (load(tiny, device, config=config) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (load(tiny, device, kv_dtype="int8") for device in ("cpu", "cuda"))
     assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))

@@ -9,18 +9,18 @@ import pytest
 import worker.main
 from engines.base import EngineStartError
 from engines.packages.resolve import ModelUnavailable
-from engines.registry import EngineSpec, create_engine
+from engines.registry import create_engine
 from engines.torch_backend.kv_cache import KVCacheTooSmall
 from engines.torch_backend.loading.load import choose_device
 from engines.torch_backend.loading.weights import ModelTooLarge
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from shared.settings.tree import EngineSettings, Settings, WorkerSettings
+from shared.settings.tree import EngineValues, Settings, WorkerSettings
 
 
 def make_settings(**worker_settings) -> Settings:
     return Settings(
         _env_file=None,  # type: ignore[call-arg]
-        engine=EngineSettings(kind="mock"),
+        engine=EngineValues(kind="mock"),
         worker=WorkerSettings(**worker_settings),
     )
 
@@ -29,7 +29,7 @@ def make_settings(**worker_settings) -> Settings:
     "kind", [ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall]
 )
 def test_an_engine_that_cannot_be_made_as_asked(kind, monkeypatch, caplog):
-    def fail(spec):
+    def fail(*arguments):
         raise kind("what is wrong and what to do")
 
     monkeypatch.setattr(worker.main, "create_engine", fail)
@@ -59,4 +59,4 @@ def test_a_device_that_is_not_there(device):
 def test_an_engine_whose_packages_are_not_installed(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "engines.torch_backend.loading.load", None)
     with pytest.raises(EngineStartError, match=r"vlm-fleet\[torch\]"):
-        create_engine(EngineSpec(kind="torch"))
+        create_engine({"kind": "torch"})

@@ -13,7 +13,11 @@ import httpx
 from rich.console import Console
 from rich.panel import Panel
 
+from engines.base import EngineStartError
+from engines.registry import read_settings
+from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
+from shared.settings import SettingsError
 from shared.settings.load import to_environment
 from shared.settings.tree import PREFIX, LogSettings, Settings
 from shared.telemetry.logs import setup_logging
@@ -87,7 +91,9 @@ def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
 async def _run(settings: Settings, num_workers: int) -> None:
     fleet = create_fleet(settings, num_workers)
     await stop_on_signals(fleet)
-    with console.status(f"starting {settings.engine.model} on {num_workers} worker(s) ..."):
+    with console.status(
+        f"starting the {settings.engine.kind} engine on {num_workers} worker(s) ..."
+    ):
         started = asyncio.Event()
         task = asyncio.ensure_future(fleet.run(started.set))
         await asyncio.wait(
@@ -103,7 +109,8 @@ def create_fleet(settings: Settings, num_workers: int) -> Fleet:
     """The processes that these settings ask for. Threads are shared out among the workers."""
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
-    if num_workers > 1 and settings.engine.num_threads == 0:
+    engine = read_engine_settings(settings)
+    if num_workers > 1 and getattr(engine, "num_threads", None) == 0:
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
     workers = [
@@ -113,6 +120,14 @@ def create_fleet(settings: Settings, num_workers: int) -> Fleet:
     gateway = Child("gateway", ["gateway"], gateway_environment, restart=False)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
     return Fleet([*workers, gateway], base_url(settings), drain_s + GRACE_S)
+
+
+def read_engine_settings(settings: Settings) -> EngineSettings:
+    """The engine's settings, checked by the engine. Raises: SettingsError."""
+    try:
+        return read_settings(settings.engine.values())
+    except EngineStartError as error:
+        raise SettingsError(str(error)) from None
 
 
 def child_environment(

@@ -1,4 +1,4 @@
-"""From a claim to what the engine takes: fetch images, decode, resize, template, tokenize.
+"""From a claim to what the engine takes: images fetched and prepared, then the whole call.
 
 Work runs in threads, those of images and those of text, off the event loop and off the engine's thread; `decode` may
 go to other processes. Tenants, told apart by their cache salts, take turns.
@@ -12,9 +12,17 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from engines.base import EngineError, EngineRequest, InvalidImage, InvalidRequest
-from engines.core.runner import Processor
-from engines.image_decoder import Decode, decode_image
+from engines.base import (
+    Decode,
+    Engine,
+    EngineCall,
+    EngineError,
+    EngineInput,
+    InvalidImage,
+    InvalidRequest,
+    PreparedImage,
+)
+from engines.image_decoder import decode_image
 from shared.blobs.store import ImageStore
 from shared.protocol import Call, Generate, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
@@ -48,69 +56,57 @@ class Preprocessor:
 
     def __init__(
         self,
-        processor: Processor,
+        engine: Engine,
         images: ImageStore,
         limits: LimitSettings,
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
         decode: Decode = decode_image,
     ) -> None:
-        self._processor = processor
+        self._engine = engine
+        self._prepares_quickly = engine.capabilities().prepares_quickly
         self._images = images
         self._limits = limits
         self._image_threads = FairThreads(num_threads, "image")
         self._text_threads = FairThreads(NUM_TEXT_THREADS, "text")
-        self._pixels = PixelCache(max_cache_bytes)
+        self._prepared = PixelCache(max_cache_bytes)
         self._decode = decode
 
     async def prepare(
         self, request: Call, engine_id: str, output_token_ids: tuple[int, ...] = ()
-    ) -> EngineRequest:
-        """The engine's request for a call, known to it as `engine_id`. Raises: EngineError."""
-        task = request.task
+    ) -> EngineInput:
+        """The engine's input for a call, known to it as `engine_id`. Raises: EngineError."""
+        task, tenant = request.task, request.tenant
         num_chars = check_limits(task, self._limits)
         images = await asyncio.gather(
-            *(self._image(index, image, request.tenant) for index, image in enumerate(task.images))
+            *(self._image(index, image, tenant) for index, image in enumerate(task.images))
         )
-        build = self._processor.build_prompt
-        if self._processor.is_quick and num_chars <= MAX_INLINE_CHARS:
-            prompt = build(task.messages, images)
-        else:
-            prompt = await self._text_threads.run(
-                request.tenant, lambda: build(task.messages, images)
-            )
-        return EngineRequest(
-            request_id=engine_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling=task.sampling,
-            images=prompt.images,
-            output_token_ids=output_token_ids,
-            cache_salt=request.tenant,
-            priority=request.priority,
-            positions=prompt.positions,
-        )
+        call = EngineCall(engine_id, task, tenant, request.priority, output_token_ids)
+        if self._prepares_quickly and num_chars <= MAX_INLINE_CHARS:
+            return self._engine.prepare(call, images)
+        return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
 
-    async def _image(self, index: int, image: ImageRef, tenant: str) -> tuple[str, Any]:
-        """A image's identity in the caches, and its pixels. Raises: ImageRefused."""
+    async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
+        """An image as the engine wants it. Raises: ImageRefused."""
         image_hash = salted_hash(image.sha256, tenant)
         try:
-            pixels = await self._pixels.get(image_hash, lambda: self._make_pixels(image, tenant))
+            content = await self._prepared.get(
+                image_hash, lambda: self._prepare_image(image, tenant)
+            )
         except EngineError as error:
             raise ImageRefused(index, error) from error
-        return image_hash, pixels
+        return PreparedImage(image_hash, content)
 
-    async def _make_pixels(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
+    async def _prepare_image(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
         data = await self._fetch(image.sha256)
         if len(data) > self._limits.max_image_bytes:
             raise InvalidImage(
                 f"an image has {len(data)} bytes: send at most {self._limits.max_image_bytes}"
             )
         check_size(image, self._limits)
-        size = (image.width, image.height)
-        pixels = await self._image_threads.run(
-            tenant, lambda: self._processor.process_image(data, size, self._decode)
-        )
-        return pixels, getattr(pixels, "nbytes", len(data))
+        prepare, decode = self._engine.prepare_image, self._decode
+        content = await self._image_threads.run(tenant, lambda: prepare(data, image, decode))
+        return content, getattr(content, "nbytes", len(data))
 
     async def _fetch(self, sha256: str) -> bytes:
         """The bytes of a image; waits out an outage of Redis. Raises: ImageUnavailable."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from engines.base import EngineConfig, EngineRequest, ImageInput
+from engines.base import EngineRequest, ImageInput
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
 from engines.core.engine import BatchingEngine
 from engines.core.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
 from engines.core.sequence import Batch
-from engines.registry import EngineSpec, create_engine
+from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
 from shared.protocol import SamplingParams
 
@@ -37,21 +37,18 @@ class Ours:
         """Load and warm up. Raises: what loading raises."""
         is_dtype = precision in ("float32", "bfloat16")
         num_tokens = 1024 + _MAX_STEPS
-        config = EngineConfig(
-            max_num_seqs=max_batch_size,
-            max_num_batched_tokens=max_batch_size * num_tokens,
-            num_kv_blocks=max_batch_size * num_tokens // _BLOCK_SIZE,
-            block_size=_BLOCK_SIZE,
-        )
-        spec = EngineSpec(
-            model=str(checkpoint),
-            device=device,
-            dtype=precision if is_dtype else "auto",
-            quantization="none" if is_dtype else precision,
-            num_threads=num_threads,
-            config=config,
-        )
-        engine = create_engine(spec).engine
+        settings = {
+            "model": str(checkpoint),
+            "device": device,
+            "dtype": precision if is_dtype else "auto",
+            "quantization": "none" if is_dtype else precision,
+            "num_threads": num_threads,
+            "max_num_seqs": max_batch_size,
+            "max_num_batched_tokens": max_batch_size * num_tokens,
+            "num_kv_blocks": max_batch_size * num_tokens // _BLOCK_SIZE,
+            "block_size": _BLOCK_SIZE,
+        }
+        engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self._engine, self._runner = engine, engine.runner

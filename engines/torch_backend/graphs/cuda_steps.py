@@ -10,7 +10,6 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from engines.base import EngineConfig
 from engines.core.runner import RunningStep
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.graphs.cuda_decoder import CudaDecoder
@@ -23,6 +22,7 @@ from engines.torch_backend.layers.varlen import find_varlen
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops.decoder_ops import DecoderOps
+from engines.torch_backend.settings import TorchSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class CudaSteps:
         self,
         decoder: Llama,
         text: TextConfig,
-        config: EngineConfig,
+        config: TorchSettings,
         pool: KVCachePool,
         rotary: RotaryTable,
         dtype: torch.dtype,
@@ -84,7 +84,7 @@ class CudaSteps:
 
 
 def load_kernels(
-    text: TextConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    text: TextConfig, config: TorchSettings, dtype: torch.dtype, device: torch.device
 ) -> DecoderOps:
     """Triton's kernels where they are there and right; their reference implementations in torch elsewhere."""
     if device.type != "cuda":

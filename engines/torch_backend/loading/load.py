@@ -10,11 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-from engines.base import EngineStartError
+from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.core.engine import BatchingEngine
 from engines.core.prefill_limit import measure_prefill_limit
 from engines.packages.resolve import default_name, resolve_model
-from engines.registry import EngineSpec, LoadedEngine, Progress
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
@@ -23,32 +22,33 @@ from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.cpu.kernels import load_kernels
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ModelCard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_engine(spec: EngineSpec) -> LoadedEngine:
+def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEngine:
     """Make the engine of a model; blocks until it has answered a warm-up.
 
     Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
     """
-    phases = _Phases(spec.progress)
-    device = choose_device(spec.device)
-    dtype = choose_dtype(spec.dtype, device)
+    phases = _Phases(progress)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
-        report = phases.tell("download") if spec.progress else None
-        directory = resolve_model(spec.model, report)
+        report = phases.tell("download") if progress else None
+        directory = resolve_model(settings.model, report)
     free = free_bytes(device)
     kernels = None
     if device.type == "cpu":
         with phases.measure("compile"):
-            kernels = load_kernels(spec.cpu_kernels)
+            kernels = load_kernels(settings.cpu_kernels)
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)
         processor = create_processor(directory, multimodal, config.text.max_position_embeddings)
-        scheme = None if spec.quantization == "none" else SCHEMES[spec.quantization]
+        scheme = None if settings.quantization == "none" else SCHEMES[settings.quantization]
         model = load_model(
             directory,
             family,
@@ -60,21 +60,21 @@ def load_engine(spec: EngineSpec) -> LoadedEngine:
             phases.seconds,
             kernels,
         )
-        runner = TorchRunner(model, spec.config, device, dtype, spec.num_threads, free, kernels)
+        runner = TorchRunner(model, settings, device, dtype, settings.num_threads, free, kernels)
     with phases.measure("warmup"):
         runner.warm_up()
-        limit = measure_prefill_limit(runner, spec.config.max_num_batched_tokens)
+        limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
         runner.follow(limit)
-    engine = BatchingEngine(runner, processor.tokenizer, spec.config, phases.seconds, limit)
+    engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(
-        name=spec.served_name or default_name(spec.model),
+        name=settings.served_name or default_name(settings.model),
         created_at=int(time.time()),
         max_model_len=engine.max_model_len,
         vocab_size=config.text.vocab_size,
         image_tokens=processor.image_tokens,
     )
-    return LoadedEngine(engine, processor, card)
+    return LoadedEngine(engine, card)
 
 
 def choose_device(name: str) -> torch.device:

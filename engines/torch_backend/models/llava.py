@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engines.base import ImageInput
+from engines.base import Decode, ImageInput
 from engines.core.runner import Prompt
-from engines.image_decoder import Decode, decode_image
+from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item

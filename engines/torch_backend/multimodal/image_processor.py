@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from engines.image_decoder import Decode, decode_image
+from engines.base import Decode
+from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import MAX_IMAGE_SIZE

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.base import Positions, UnsupportedCheckpoint
+from engines.base import Decode, Positions, UnsupportedCheckpoint
 from engines.core.runner import Prompt, Tokenizer
-from engines.image_decoder import Decode, decode_image
+from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.tokenizer import HfTokenizer
@@ -59,6 +59,7 @@ class TorchProcessor:
     """Keeps the engine's `Processor` protocol for one checkpoint."""
 
     is_quick = False  #: its chat template may take its time
+    decodes_images = True
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from engines.core import step_budget
 from engines.core.engine import BatchingEngine
 from engines.core.runner import RunningStep
 from engines.core.sequence import Batch
-from engines.mock.engine import EOS_ID, MockConfig
+from engines.mock.engine import EOS_ID
 from shared.protocol import FinishReason, Priority
 from tests.factories_engine import (
     CheckingRunner,
@@ -24,6 +24,7 @@ from tests.factories_engine import (
     answer_alone,
     make_engine,
     make_image,
+    make_mock,
     make_request,
     run_all,
 )
@@ -135,7 +136,7 @@ def find_timings(answer: Transcript) -> list[float]:
 
 
 def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
-    mock = MockConfig(vision_s=3, prefill_s_per_token=0.5, decode_s=1, num_output_tokens=3)
+    mock = make_mock(vision_s=3, prefill_s_per_token=0.5, decode_s=1, num_output_tokens=3)
     engine = make_engine(mock=mock, max_num_seqs=1, max_num_batched_tokens=16)
     cat = make_request("cat", "x" * 20, images=(make_image(8),))
     answers = run_all(engine, cat, make_request("text", "y" * 2))
@@ -145,7 +146,7 @@ def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
 
 
 def test_only_who_reads_a_image_is_charged_for_encoding_it(clock: Clock):
-    engine = make_engine(mock=MockConfig(vision_s=3, decode_s=1, num_output_tokens=3))
+    engine = make_engine(mock=make_mock(vision_s=3, decode_s=1, num_output_tokens=3))
     cat = make_request("cat", "x" * 20, images=(make_image(),))
     answers = run_all(engine, cat, make_request("text", "y" * 20))
     assert find_timings(answers["cat"]) == [0, 3, 1, 2]
@@ -153,7 +154,7 @@ def test_only_who_reads_a_image_is_charged_for_encoding_it(clock: Clock):
 
 
 def test_a_continued_request_whose_prompt_is_cached_is_counted_and_timed(clock: Clock):
-    engine = make_engine(mock=MockConfig(decode_s=1, num_output_tokens=8))
+    engine = make_engine(mock=make_mock(decode_s=1, num_output_tokens=8))
     whole = run_all(engine, make_request("a", "x" * 8))["a"]
     resumed = make_request("b", "x" * 8, output_token_ids=tuple(whole.token_ids[:6]))
     answer = run_all(engine, resumed)["b"]

@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engines.base import DeviceOutOfMemory, EngineConfig, EngineRequest, SequenceFailure
+from engines.base import DeviceOutOfMemory, EngineRequest, SequenceFailure
 from engines.core.engine import BatchingEngine
 from engines.core.sequence import Batch
-from engines.mock.engine import EOS_ID, MockConfig, MockRunner, MockStep, MockTokenizer
+from engines.mock.engine import EOS_ID, MockProcessor, MockRunner, MockStep, MockTokenizer
+from engines.mock.settings import MockEngineSettings
 from shared.protocol import FinishReason
 from tests.factories_engine import (
     CheckingRunner,
@@ -17,6 +18,7 @@ from tests.factories_engine import (
     answer_alone,
     make_engine,
     make_image,
+    make_mock,
     make_request,
     run_all,
 )
@@ -67,10 +69,14 @@ def serve_one_on_device(
     """Events of one request of eight tokens, and the time that it took."""
     events: list[str] = []
     clock = Clock(monkeypatch)
-    engine_config = EngineConfig(**{"num_kv_blocks": 16, **config})
-    device = Device(engine_config, MockConfig(decode_s=decode_s))
+    settings = MockEngineSettings(
+        **{"num_kv_blocks": 16, "mock": make_mock(decode_s=decode_s), **config}
+    )
+    device = Device(settings)
     device.events = events
-    engine = BatchingEngine(device, SlowTokenizer(events, clock), engine_config)
+    processor = MockProcessor(8)
+    processor.tokenizer = SlowTokenizer(events, clock)
+    engine = BatchingEngine(device, processor, settings)
     answer = run_all(engine, make_request(max_tokens=8))["r0"]
     assert len(answer.token_ids) == 8
     return events, clock.now - 1000

@@ -4,18 +4,25 @@ import time
 import pytest
 from PIL import Image
 
-from engines.base import EngineConfig, InvalidImage
+from engines.base import InvalidImage
 from engines.mock.engine import (
     EOS_ID,
     IMAGE_ID,
     VOCAB_SIZE,
-    MockConfig,
     MockProcessor,
     MockTokenizer,
-    create_mock_engine,
+    load_mock_engine,
 )
+from engines.mock.settings import MockEngineSettings
 from shared.protocol import ChatMessage, FinishReason, ImagePart, TextPart
-from tests.factories_engine import answer_alone, make_engine, make_image, make_request, run_all
+from tests.factories_engine import (
+    answer_alone,
+    make_engine,
+    make_image,
+    make_mock,
+    make_request,
+    run_all,
+)
 
 
 def png() -> bytes:
@@ -115,7 +122,7 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def simulate(**mock: float) -> None:
-    config = MockConfig(num_output_tokens=3, **mock)
+    config = make_mock(num_output_tokens=3, **mock)
     images = (make_image(0, 8, "cat"), make_image(8, 8, "dog"))
     run_all(make_engine(mock=config), make_request(prompt="x" * 20, images=images))
 
@@ -167,8 +174,8 @@ def test_what_is_no_image_is_refused(data: bytes):
 
 def test_the_pool_is_as_large_as_configured():
     def num_blocks(**config: int) -> int:
-        engine, _ = create_mock_engine(EngineConfig(**config), MockConfig())
-        return engine.blocks.num_blocks
+        settings = MockEngineSettings(**config)
+        return load_mock_engine(settings, None).engine.blocks.num_blocks
 
     assert num_blocks(num_kv_blocks=7) == 7
     assert num_blocks(kv_cache_bytes=64 * 1024, block_size=16) == 4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.base import EngineConfig, EngineStartError
+from engines.base import EngineStartError
 from engines.torch_backend.kv_cache import (
     KVCachePool,
     KVCacheTooSmall,
@@ -11,6 +11,7 @@ from engines.torch_backend.kv_cache import (
     plan_kv_cache,
 )
 from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.settings import TorchSettings
 from tests.factories_torch import make_text_config
 
 TEXT = make_text_config()
@@ -18,7 +19,7 @@ BLOCK_BYTES = bytes_per_block(TEXT, 16, torch.float32)
 
 
 def plan(free: int = 1 << 40, **changes: int):
-    return plan_kv_cache(TEXT, EngineConfig(**changes), torch.float32, free, "cpu")
+    return plan_kv_cache(TEXT, TorchSettings(**changes), torch.float32, free, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

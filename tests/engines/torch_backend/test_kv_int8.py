@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.base import EngineConfig, EngineRequest
+from engines.base import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend import runner
@@ -18,6 +18,7 @@ from engines.torch_backend.layers.attention import (
     paged_attention_by_sequence,
     plan_attention,
 )
+from engines.torch_backend.settings import TorchSettings
 from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_spans
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_alone, run_batched
 from tests.factories_torch import (
@@ -69,7 +70,7 @@ def test_more_tokens_fit_the_same_bytes():
     plans = [
         plan_kv_cache(
             make_text_config(head_dim=128),
-            EngineConfig(kv_cache_bytes=1 << 20, kv_dtype=kv_dtype),
+            TorchSettings(kv_cache_bytes=1 << 20, kv_dtype=kv_dtype),
             torch.bfloat16,
             1 << 40,
             "cpu",

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from engines.base import DeviceOutOfMemory, EngineConfig, SequenceFailure
+from engines.base import DeviceOutOfMemory, SequenceFailure
 from engines.core.prefill_limit import PrefillLimit
 from engines.core.runner import StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
 from shared.protocol import Priority
 from tests.factories_torch import (
     ModelPair,
@@ -225,7 +226,7 @@ def test_half_precision_stays_close_to_float32(dtype):
 
     expected = first_logprobs(make_runner(half))
     half.ours.to(dtype)
-    config = EngineConfig(num_kv_blocks=64, block_size=4)
+    config = TorchSettings(num_kv_blocks=64, block_size=4)
     found = first_logprobs(TorchRunner(half.ours, config, torch.device("cpu"), dtype))
     assert found == pytest.approx(expected, abs=0.1)
 
@@ -246,7 +247,7 @@ def test_the_pages_of_mapped_weights_are_not_given_to_the_kv_cache():
     """The system counts them as free, for it could read them again."""
     weights = make_runner(pair()).memory_bytes()["weights"]
     block_bytes = 2 * 2 * 2 * 8 * 4 * 4
-    config = EngineConfig(block_size=4, max_num_seqs=1000)
+    config = TorchSettings(block_size=4, max_num_seqs=1000)
     before = weights + 100 * block_bytes
     runner = TorchRunner(pair().ours, config, CPU, torch.float32, free_before_load=before)
     assert runner.num_blocks == 40  # of 100
@@ -278,7 +279,7 @@ def test_closing_twice_is_harmless():
 def test_threads_are_set_when_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
-    config = EngineConfig(num_kv_blocks=1)
+    config = TorchSettings(num_kv_blocks=1)
     TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32, num_threads=2)
     assert torch.get_num_threads() == 2
     TorchRunner(pair().ours, config, torch.device("cpu"), torch.float32)  # a small one

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from engines.base import InvalidImage
-from engines.mock.engine import MockProcessor
+from engines.registry import create_engine
 from shared.blobs.store import ImageStore
 from shared.protocol import ImageRef
 from shared.settings.limits import LimitSettings
@@ -29,7 +29,8 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
     """Prepare a request with a image that a gateway has found to be of a size."""
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put_all([(image.sha256, data)], 60)
-    preprocessor = Preprocessor(MockProcessor(4), store, make_group(LimitSettings, **limits), 1)
+    engine = create_engine({"kind": "mock"}).engine
+    preprocessor = Preprocessor(engine, store, make_group(LimitSettings, **limits), 1)
     try:
         await preprocessor.prepare(make_request(images=(image,)), "r")
     finally:

@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from engines.core.runner import Prompt
-from engines.mock.engine import MockProcessor
+from engines.base import Capabilities, Decode, EngineCall, EngineRequest, PreparedImage
+from engines.core.engine import BatchingEngine
 from shared.protocol import ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
@@ -23,24 +24,24 @@ class Store:
         return digest.encode()
 
 
-class SlowProcessor(MockProcessor):
+class SlowEngine(BatchingEngine):
     """Images take a permit each; `order` has their names as they begin."""
 
-    is_quick = False
-
     def __init__(self, names: dict[bytes, str]) -> None:
-        super().__init__(4)
         self.names = names
         self.permits = threading.Semaphore(0)
         self.order: list[str] = []
 
-    def process_image(self, data: bytes, expected_size: Any, decode: Any = None) -> Any:
+    def capabilities(self) -> Capabilities:
+        return Capabilities(max_num_seqs=8)
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         self.order.append(self.names[data])
         assert self.permits.acquire(timeout=30)
         return data
 
-    def build_prompt(self, messages: Any, images: Any) -> Prompt:
-        return Prompt([1])
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> EngineRequest:
+        return EngineRequest(call.request_id, [1], call.task.sampling)
 
 
 def image(name: str) -> ImageRef:
@@ -52,8 +53,8 @@ class Preparing:
 
     def __init__(self) -> None:
         self.names: dict[bytes, str] = {}
-        self.processor = SlowProcessor(self.names)
-        self.preprocessor = Preprocessor(self.processor, Store(), LimitSettings(), 1)  # type: ignore[arg-type]
+        self.engine = SlowEngine(self.names)
+        self.preprocessor = Preprocessor(self.engine, Store(), LimitSettings(), 1)  # type: ignore[arg-type]
 
     def start(self, tenant: str, *names: str, text: str = "hi") -> "asyncio.Task[Any]":
         images = tuple(image(name) for name in names)
@@ -65,7 +66,7 @@ class Preparing:
 
     async def until_begun(self, count: int) -> None:
         async with asyncio.timeout(10):
-            while len(self.processor.order) < count:
+            while len(self.engine.order) < count:
                 await asyncio.sleep(0.001)
 
 
@@ -73,7 +74,7 @@ class Preparing:
 def preparing():
     preparing = Preparing()
     yield preparing
-    preparing.processor.permits.release(1000)
+    preparing.engine.permits.release(1000)
     preparing.preprocessor.close()
 
 
@@ -89,8 +90,8 @@ async def test_text_does_not_wait_behind_images(preparing: Preparing):
     async with asyncio.timeout(10):
         await preparing.start("b", text="long " * 10_000)
         await preparing.start("a", text="long " * 10_000)
-    assert len(preparing.processor.order) == 1
-    preparing.processor.permits.release(24)
+    assert len(preparing.engine.order) == 1
+    preparing.engine.permits.release(24)
     await asyncio.gather(*slow)
 
 
@@ -99,10 +100,10 @@ async def test_one_tenants_slow_images_do_not_delay_anothers(preparing: Preparin
     await preparing.until_begun(1)
     other = preparing.start("b", "of b")
     await settle()
-    preparing.processor.permits.release(24 + 1)
+    preparing.engine.permits.release(24 + 1)
     await asyncio.gather(other, *slow)
     assert (
-        preparing.processor.order.index("of b") <= 2
+        preparing.engine.order.index("of b") <= 2
     )  # behind the one that ran, and one that was promised
 
 

@@ -20,8 +20,8 @@ from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, Drawing, batch
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.ops.decoder_ops import DecoderOps
+from engines.torch_backend.settings import GpuKernel, TorchSettings
 from shared.protocol import SamplingParams
-from shared.settings.engine import EngineSettings, GpuKernel
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
     ModelPair,
@@ -329,9 +329,8 @@ def test_batch_sizes_leave_few_rows_idle():
 def test_the_settings_name_what_can_be_switched_off():
     kernels = [field.name for field in fields(DecoderOps)]
     assert set(get_args(GpuKernel)) == {*kernels, cuda_steps.GRAPH, cuda_steps.VARLEN}
-    assert EngineSettings.model_validate(
-        {"disabled_gpu_kernels": "gate, varlen"}
-    ).disabled_gpu_kernels == ("gate", "varlen")
+    settings = TorchSettings.read("torch", {"disabled_gpu_kernels": "gate, varlen"})
+    assert settings.disabled_gpu_kernels == ("gate", "varlen")
 
 
 def turn(request: EngineRequest, rows: int) -> EngineRequest:

@@ -1,7 +1,6 @@
 """A model's name becomes an engine whose answers are those of transformers."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from engines.base import EngineConfig, EngineRequest, EngineStartError
+from engines.base import EngineRequest, EngineStartError, LoadedEngine
 from engines.packages.resolve import ModelUnavailable
-from engines.registry import EngineSpec, LoadedEngine, create_engine
+from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -23,13 +22,12 @@ from engines.torch_backend.ops import cpu_level
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 
-CONFIG = EngineConfig(kv_cache_bytes=4 * 1024 * 1024)
+CONFIG = {"kv_cache_bytes": 4 * 1024 * 1024, "device": "cpu", "dtype": "float32"}
 QUESTION = "What color is the star?"
 
 
-def make_spec(model: Path | str, **changes: Any) -> EngineSpec:
-    spec = EngineSpec(model=str(model), device="cpu", dtype="float32", config=CONFIG)
-    return replace(spec, **changes)
+def load(model: Path | str, **changes: Any) -> LoadedEngine:
+    return create_engine({**CONFIG, "model": str(model), **changes})
 
 
 def make_image(seed: int = 0) -> bytes:
@@ -41,7 +39,8 @@ def make_image(seed: int = 0) -> bytes:
 
 def answer(loaded: LoadedEngine, image_files: list[bytes], num_tokens: int = 12) -> list[int]:
     """Greedy tokens for the question about the images."""
-    processor, engine = loaded.processor, loaded.engine
+    engine = loaded.engine
+    processor = engine.processor
     parts = (*(ImagePart(i) for i in range(len(image_files))), TextPart(QUESTION))
     images = [
         (f"image {i}", processor.process_image(data, (28, 28)))
@@ -86,7 +85,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_answers_as_in_transformers(tiny: Path, num_images: int) -> None:
     image_files = [make_image(seed) for seed in range(num_images)]
 
-    assert answer(create_engine(make_spec(tiny)), image_files) == without_eos(tiny, image_files)
+    assert answer(load(tiny), image_files) == without_eos(tiny, image_files)
 
 
 def without_eos(directory: Path, image_files: list[bytes]) -> list[int]:
@@ -101,8 +100,8 @@ def without_eos(directory: Path, image_files: list[bytes]) -> list[int]:
 def test_a_quantized_engine_answers_in_less_memory(
     tiny: Path, quantization: str, dtype: str
 ) -> None:
-    full = create_engine(make_spec(tiny, dtype=dtype))
-    small = create_engine(make_spec(tiny, dtype=dtype, quantization=quantization))
+    full = load(tiny, dtype=dtype)
+    small = load(tiny, dtype=dtype, quantization=quantization)
 
     assert len(answer(small, [make_image()])) == 12
     weights = (engine.stats().memory_bytes["weights"] for engine in (small.engine, full.engine))
@@ -110,25 +109,23 @@ def test_a_quantized_engine_answers_in_less_memory(
 
 
 def test_the_card_says_what_is_served(tiny: Path) -> None:
-    card = create_engine(make_spec(tiny)).card
+    card = load(tiny).card
 
     assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", 512, 384)
     assert (card.supports_images, card.image_tokens) == (True, 16)
-    assert create_engine(make_spec(tiny, served_name="other")).card.name == "other"
+    assert load(tiny, served_name="other").card.name == "other"
 
 
 def test_a_shorter_context_reaches_card_and_processor(tiny: Path) -> None:
-    config = replace(CONFIG, max_model_len=100)
+    loaded = load(tiny, max_model_len=100)
 
-    loaded = create_engine(make_spec(tiny, config=config))
-
-    assert loaded.card.max_model_len == loaded.processor.max_model_len == 100
+    assert loaded.card.max_model_len == loaded.engine.processor.max_model_len == 100
 
 
 def test_start_up_is_told_by_phase(tiny: Path) -> None:
     told: list[tuple[str, float]] = []
 
-    loaded = create_engine(make_spec(tiny, progress=lambda *step: told.append(step)))
+    loaded = create_engine({**CONFIG, "model": str(tiny)}, lambda *step: told.append(step))
 
     assert list(dict.fromkeys(phase for phase, _ in told)) == [
         "download",
@@ -143,7 +140,7 @@ def test_start_up_is_told_by_phase(tiny: Path) -> None:
 
 
 def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
-    startup_s = create_engine(make_spec(tiny, quantization="int8")).engine.stats().startup_s
+    startup_s = load(tiny, quantization="int8").engine.stats().startup_s
 
     assert startup_s.keys() == {"download", "compile", "load", "quantize", "warmup"}
     assert all(seconds > 0 for seconds in startup_s.values())
@@ -152,15 +149,15 @@ def test_the_time_of_quantizing_is_told_apart(tiny: Path) -> None:
 def test_a_quantized_checkpoint_is_served_like_any_other(tiny: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny, tmp_path / "q", "int8")
 
-    saved = create_engine(make_spec(tmp_path / "q", dtype="bfloat16"))
-    made = create_engine(make_spec(tiny, dtype="bfloat16", quantization="int8"))
+    saved = load(tmp_path / "q", dtype="bfloat16")
+    made = load(tiny, dtype="bfloat16", quantization="int8")
 
     assert answer(saved, [make_image()]) == answer(made, [make_image()])
     assert "quantize" not in saved.engine.stats().startup_s
 
 
 def test_the_warm_up_counts_nowhere(tiny: Path) -> None:
-    stats = create_engine(make_spec(tiny)).engine.stats()
+    stats = load(tiny).engine.stats()
 
     assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (0, 0, 0)
     assert stats.encoder_cache_bytes == 0
@@ -168,9 +165,9 @@ def test_the_warm_up_counts_nowhere(tiny: Path) -> None:
 
 def test_a_checkpoint_without_template_gets_that_of_llava(tmp_path: Path) -> None:
     make_checkpoint("tiny", tmp_path / "t")
-    with_own = create_engine(make_spec(tmp_path / "t")).processor
+    with_own = load(tmp_path / "t").engine.processor
     (tmp_path / "t" / "chat_template.jinja").unlink()
-    without = create_engine(make_spec(tmp_path / "t")).processor
+    without = load(tmp_path / "t").engine.processor
 
     messages = [ChatMessage("user", (ImagePart(0), TextPart(QUESTION)))]
     images = [("hash", "pixels")]
@@ -182,7 +179,7 @@ def test_a_template_without_images_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages[0].role }}")
 
     with pytest.raises(UnsupportedCheckpoint, match="no place for images"):
-        create_engine(make_spec(tmp_path / "t"))
+        load(tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +191,7 @@ def test_a_settings_file_that_is_no_json_is_named(tmp_path: Path, file: str) -> 
     (tmp_path / "t" / file).write_text("{")
 
     with pytest.raises(UnsupportedCheckpoint, match=f"{file} is not JSON"):
-        create_engine(make_spec(tmp_path / "t"))
+        load(tmp_path / "t")
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
@@ -203,12 +200,12 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, content: s
         (tmp_path / "config.json").write_text(content)
 
     with pytest.raises(UnsupportedCheckpoint):
-        create_engine(make_spec(tmp_path))
+        load(tmp_path)
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelUnavailable, match=r"\./nowhere"):
-        create_engine(make_spec("./nowhere"))
+        load("./nowhere")
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -1,0 +1,41 @@
+"""The settings of engines that batch sequences over a paged KV cache."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from engines.settings import EngineSettings
+
+MIB = 1024 * 1024
+
+
+class BatchingSettings(EngineSettings):
+    """Limits of one engine. Units: tokens, sequences, bytes."""
+
+    max_num_batched_tokens: int = Field(
+        default=1024, ge=1, description="New tokens that one step computes."
+    )
+    max_mixed_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt tokens of a step beside running streams; none: measured, so that it takes less than twice as long.",
+    )
+    overlap_steps: bool | None = Field(
+        default=None,
+        description="Launch a step before the tokens of the one before it are known; none: on a GPU.",
+    )
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
+    kv_cache_bytes: int | None = Field(
+        default=None, ge=1, description="Size of the KV cache; none: from free memory."
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        default="auto", description="Keys and values; int8: half the bytes, nearly the answers."
+    )
+    enable_prefix_cache: bool = Field(
+        default=True, description="Share KV blocks of equal prefixes."
+    )
+    encoder_cache_bytes: int = Field(
+        default=256 * MIB, ge=0, description="Size of the image feature cache."
+    )
+    num_kv_blocks: int | None = None  #: None: from `kv_cache_bytes`
+    max_images_per_step: int = 8  #: images that one step encodes at most

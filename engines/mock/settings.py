@@ -1,0 +1,31 @@
+"""The settings of the mock engine."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engines.core.settings import BatchingSettings
+
+
+class MockSettings(BaseModel):
+    """What the mock pretends. Units: seconds, tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vision_s: float = Field(default=0.02, ge=0, description="Simulated time to encode one image.")
+    prefill_s_per_token: float = Field(
+        default=0.00002, ge=0, description="Simulated time per prompt token."
+    )
+    decode_s: float = Field(default=0.005, ge=0, description="Simulated time of one step.")
+    jitter_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Random share of the simulated times."
+    )
+    seed: int = Field(default=0, description="Seed of that randomness.")
+    tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
+    num_output_tokens: int = Field(
+        default=24, ge=1, description="Length of an answer when nothing else ends it."
+    )
+
+
+class MockEngineSettings(BatchingSettings):
+    """Real scheduling over pretended arithmetic."""
+
+    mock: MockSettings = MockSettings()

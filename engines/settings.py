@@ -1,0 +1,51 @@
+"""The settings that every engine has, and how a wrong one is told.
+
+An engine's own settings are a class that inherits these, in the engine's folder. The worker hands over the raw
+values of its `VLM_ENGINE__...` variables; the engine that they name validates them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engines.base import EngineStartError
+
+PREFIX = "VLM_ENGINE__"
+
+
+class BadEngineSettings(EngineStartError):
+    """A value that the engine cannot take, or a name that it does not know."""
+
+
+class EngineSettings(BaseModel):
+    """Base of every engine's settings. A field without a description is for tests, and in no table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        default="shapes",
+        description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
+    )
+    served_name: str = Field(default="", description="Name on the wire; empty: the model's own.")
+    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Sequences that share a step.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Context length; none: the model's own."
+    )
+
+    @classmethod
+    def read(cls, kind: str, values: Mapping[str, object]) -> Self:
+        """Settings of raw values, such as an environment holds. Raises: BadEngineSettings."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            faults = error.errors(include_input=False, include_url=False)
+            raise BadEngineSettings("\n".join(_sentence(kind, fault) for fault in faults)) from None
+
+
+def _sentence(kind: str, fault: Any) -> str:
+    """What is wrong with one setting, without its value: it may be a secret."""
+    variable = PREFIX + "__".join(str(part) for part in fault["loc"]).upper()
+    if fault["type"] == "extra_forbidden":
+        return f"{variable}: the {kind} engine has no such setting"
+    return f"{variable}: {fault['msg']}"
