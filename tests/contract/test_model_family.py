@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
-from engines.base import EngineConfig, EngineRequest
+from engines.base import EngineRequest
 from engines.core.engine import BatchingEngine
 from engines.core.runner import Prompt
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -28,6 +28,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family, registered
 from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 from tests.contract.toys import family as tiled
 from tests.engines.torch_backend import ways
@@ -129,9 +130,9 @@ class Loaded:
     expected: dict[str, list[int]]
 
     def start(self, **changes: Any) -> BatchingEngine:
-        config = EngineConfig(**{"num_kv_blocks": 512, "block_size": 4, **changes})
+        config = TorchSettings(**{"num_kv_blocks": 512, "block_size": 4, **changes})
         runner = TorchRunner(self.model, config, CPU, torch.float32)
-        return BatchingEngine(runner, self.processor.tokenizer, config)
+        return BatchingEngine(runner, self.processor, config)
 
     def requests(self) -> list[EngineRequest]:
         return [

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.base import ImageInput, Positions
+from engines.base import Decode, ImageInput, Positions
 from engines.core.runner import Prompt
-from engines.image_decoder import Decode
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item
