@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_queued(create_engine: Creat
     engine = create_engine(num_kv_blocks=4)
     with pytest.raises(PromptTooLong, match=r"16 tokens.*16 tokens"):
         engine.add(make_request("long", [[5] * 16]))
-    with pytest.raises(InvalidRequest, match="vocabulary"):
+    with pytest.raises(InvalidRequest, match="logit_bias"):
         engine.add(make_request("bias", [[5]], logit_bias={10**6: 1.0}))
     assert not engine.has_work()
 
