@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.queue.keys import IMAGE_LINGER_S, RedisKeys, to_ms
-from shared.queue.scripts import PUT_IMAGE, RELEASE_IMAGE
+from shared.queue.scripts import PUT_IMAGE, RELEASE_IMAGE, named
 from shared.redis.client import retry_idempotent
 from shared.redis.link import RedisSender
 
@@ -48,11 +48,15 @@ class ImageStore:
         is_there = False
         if self._known.get(digest, 0.0) > now:
             is_there = await retry_idempotent(
-                lambda: self._sender.run(PUT_IMAGE, keys, (to_ms(ttl_s), holder, b""))
+                lambda: self._sender.run(
+                    PUT_IMAGE, keys, named(b"", ttl_ms=to_ms(ttl_s), holder=holder)
+                )
             )
         if not is_there:
             await retry_idempotent(
-                lambda: self._sender.run(PUT_IMAGE, keys, (to_ms(ttl_s), holder, data))
+                lambda: self._sender.run(
+                    PUT_IMAGE, keys, named(data, ttl_ms=to_ms(ttl_s), holder=holder)
+                )
             )
         self._remember(digest, now + ttl_s)
 
@@ -70,7 +74,7 @@ class ImageStore:
 
         Raises: RedisError; the images go at the end of their time then.
         """
-        arguments = (holder, to_ms(IMAGE_LINGER_S))
+        arguments = named(holder=holder, linger_ms=to_ms(IMAGE_LINGER_S))
         calls = (
             self._sender.run(RELEASE_IMAGE, self._image_keys(digest), arguments)
             for digest in digests

@@ -6,8 +6,8 @@ from typing import Any
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim, Publication
-from shared.queue.scripts import CLAIM
-from shared.redis.link import Command, Part
+from shared.queue.scripts import CLAIM, named
+from shared.redis.link import Command
 
 _FAILURES = {
     b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
@@ -33,29 +33,40 @@ class ClaimCalls:
         self._max_attempts = max_attempts
         self._read_nonce = token_hex(8)  # a request comes by a read once, so one is enough
 
-    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], list[Part]]:
+    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], tuple[bytes, ...]]:
         """Claim the request of an entry."""
         keys = [
             self._keys.queue(self._model),
             self._keys.request(self._model, request_id),
             self._keys.log(self._model, request_id),
         ]
-        return keys, [*self._arguments(entry_id, token_hex(8)), self._read_nonce]
+        return keys, self._arguments(entry_id, token_hex(8), read_nonce=self._read_nonce)
 
     def of_read(self, last_id: bytes, count: int) -> Command:
         """Claim up to `count` requests that the read before this command brings; `last_id` came before.
 
         Answered by triples of entry, request id and reply, or by an error if Redis has forgotten the script.
         """
-        beginnings = (self._keys.requests(self._model), self._keys.log(self._model, ""))
-        arguments = self._arguments(last_id, self._read_nonce)
-        queue = self._keys.queue(self._model)
-        return ("EVALSHA", CLAIM.sha, 1, queue, *arguments, count, *beginnings)
+        arguments = self._arguments(
+            last_id,
+            self._read_nonce,
+            count=count,
+            requests=self._keys.requests(self._model),
+            logs=self._keys.log(self._model, ""),
+        )
+        return ("EVALSHA", CLAIM.sha, 1, self._keys.queue(self._model), *arguments)
 
-    def _arguments(self, entry_id: bytes, nonce: str) -> list[Part]:
-        max_losses = LOSSES_PER_ATTEMPT * self._max_attempts
-        bounds = (self._max_attempts, max_losses, CLEARED_AFTER_TOKENS)
-        return [entry_id, GROUP, self._worker_id, nonce, *bounds]
+    def _arguments(self, entry_id: bytes, nonce: str, **others: Any) -> tuple[bytes, ...]:
+        return named(
+            entry=entry_id.decode(),
+            group=GROUP,
+            worker=self._worker_id,
+            nonce=nonce,
+            max_attempts=self._max_attempts,
+            max_losses=LOSSES_PER_ATTEMPT * self._max_attempts,
+            cleared_after=CLEARED_AFTER_TOKENS,
+            **others,
+        )
 
 
 def read_claim(

@@ -19,7 +19,7 @@ from shared.queue.entries import Entry, QueueEntries
 from shared.queue.keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
 from shared.queue.publication import Claim, Publication
 from shared.queue.publish import Publisher, refusals
-from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW
+from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW, named
 from shared.redis.client import retry_idempotent
 from shared.redis.link import RedisLink, RedisSender
 
@@ -171,7 +171,7 @@ class RequestClaims:
         Until then a worker's death is not blamed on it: it may wait long for its turn to run alone.
         """
         request = self._keys.request(self._model, claim.id)
-        keys, arguments = (request,), (claim.attempt,)
+        keys, arguments = (request,), named(attempt=claim.attempt)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
@@ -189,10 +189,15 @@ class RequestClaims:
         """Keep the leases. Returns the requests that are no longer ours, and why. Raises: RedisError."""
         claims = list(claims)
         keys = [self._queue]
-        arguments: list[str | bytes | int] = [GROUP, self._worker_id, to_ms(QUEUE_TTL_S)]
-        for claim in claims:
-            keys.append(self._keys.request(self._model, claim.id))
-            arguments += (claim.attempt, claim.entry_id)
+        keys += [self._keys.request(self._model, claim.id) for claim in claims]
+        arguments = named(
+            group=GROUP,
+            worker=self._worker_id,
+            queue_ttl_ms=to_ms(QUEUE_TTL_S),
+            items=[
+                {"attempt": claim.attempt, "entry": claim.entry_id.decode()} for claim in claims
+            ],
+        )
         refused = refusals(claims, await self._sender.run(RENEW, keys, arguments))
         self._held.difference_update(c.entry_id for c in claims if c.id in refused)
         return refused
@@ -206,7 +211,7 @@ class RequestClaims:
             keys.append(self._keys.request(self._model, request_id))
             keys.append(self._keys.log(self._model, request_id))
             self._held.discard(claim.entry_id)
-        await self._sender.run(CANCEL, keys, (GROUP, to_ms(AFTER_END_S)))
+        await self._sender.run(CANCEL, keys, named(group=GROUP, keep_ms=to_ms(AFTER_END_S)))
 
     async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
         """Give requests back for others to take at once; returns how many. Raises: RedisError.
@@ -214,14 +219,15 @@ class RequestClaims:
         `blame`: the attempt counts as a failure of the request, as if the worker had died of it.
         """
         claims = list(claims)
-        keys = [self._queue]
-        arguments: list[str | bytes | int] = [GROUP, RELEASED, int(blame)]
-        for claim in claims:
-            keys.append(self._keys.request(self._model, claim.id))
-            arguments += (claim.attempt, claim.entry_id)
         if not claims:
             return 0
-        return await retry_idempotent(lambda: self._sender.run(RELEASE, keys, arguments))
+        requests = [self._keys.request(self._model, claim.id) for claim in claims]
+        items = [{"attempt": claim.attempt, "entry": claim.entry_id.decode()} for claim in claims]
+        return await retry_idempotent(lambda: self._release(requests, items, blame))
+
+    async def _release(self, requests: list[str], items: list[dict[str, Any]], blame: bool) -> int:
+        arguments = named(group=GROUP, released=RELEASED, blame=blame, items=items)
+        return await self._sender.run(RELEASE, [self._queue, *requests], arguments)
 
     async def give_back_strays(self, in_flight: Iterable[Claim]) -> None:
         """Give back what Redis counts as ours beyond `in_flight`; call it when nobody claims any more.
@@ -243,9 +249,9 @@ class RequestClaims:
         fields = await self._sender.execute("HMGET", request, "state", "attempt", "worker")
         state, attempt, worker = fields
         is_running = state == b"running"
-        blame = int(is_running and worker != self._worker_id.encode())
-        item = (attempt if is_running else "", entry_id)
-        await self._sender.run(RELEASE, (self._queue, request), (GROUP, RELEASED, blame, *item))
+        blame = is_running and worker != self._worker_id.encode()
+        item = {"attempt": int(attempt) if is_running else None, "entry": entry_id.decode()}
+        await self._release([request], [item], blame)
 
     async def create_group(self) -> None:
         """Make the queue, unless it exists. Raises: RedisError."""

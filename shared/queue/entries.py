@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from shared.queue.keys import GROUP, QUEUE_TTL_S, RedisKeys, to_ms
-from shared.queue.scripts import AGE, REAP, TAKE
+from shared.queue.scripts import AGE, REAP, TAKE, named
 from shared.redis.link import Command, RedisLink, RedisSender
 
 Entry = tuple[bytes, list[bytes]]
@@ -28,7 +28,8 @@ class QueueEntries:
         self._reader = reader
         self._worker_id = worker_id
         self._queue = keys.queue(model)
-        self._batch_keys = (keys.queue(model), keys.backlog(model), keys.requests(model))
+        self._batch_keys = (keys.queue(model), keys.backlog(model))
+        self._requests = keys.requests(model)
         self.num_batch_left = 0
 
     async def wait(
@@ -51,7 +52,7 @@ class QueueEntries:
 
     async def take(self, count: int) -> Sequence[Entry]:
         """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError."""
-        arguments = (GROUP, self._worker_id, count)
+        arguments = named(requests=self._requests, group=GROUP, worker=self._worker_id, count=count)
         try:
             entries, self.num_batch_left = await self._sender.run(TAKE, self._batch_keys, arguments)
         except ResponseError as error:
@@ -61,7 +62,9 @@ class QueueEntries:
 
     async def age(self, age_s: float) -> None:
         """Let the oldest batch request into the queue, if it has waited that long. Raises: RedisError."""
-        self.num_batch_left = await self._sender.run(AGE, self._batch_keys, (to_ms(age_s),))
+        self.num_batch_left = await self._sender.run(
+            AGE, self._batch_keys, named(requests=self._requests, age_ms=to_ms(age_s))
+        )
 
     async def look_at_backlog(self) -> None:
         """Whether there is batch work. Raises: RedisError."""
@@ -120,7 +123,9 @@ class QueueEntries:
 
     async def reap(self, leaving: str = "") -> None:
         """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
-        await self._sender.run(REAP, (self._queue,), (GROUP, leaving, to_ms(FORGET_AFTER_S)))
+        await self._sender.run(
+            REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
+        )
 
     async def _handle_missing_queue(self, error: ResponseError) -> None:
         if not str(error).startswith(("NOGROUP", "UNBLOCKED")):

@@ -47,7 +47,7 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:backlog"
 
     def places(self, model: str) -> str:
-        """Sorted set of what open requests hold, by the time (ms) until when at most; see `lua/places.lua`."""
+        """Sorted set of what open requests hold, by the time (ms) until when at most; see `scripts/enqueue.lua`."""
         return f"{self.prefix}:{{{model}}}:places"
 
     def held(self, model: str) -> str:

@@ -1,7 +1,7 @@
 """What a worker holds of a call, and what it says about it: between the worker's loops and the queue."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 #: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
 #: loss of the worker is no evidence against it.
@@ -46,20 +46,23 @@ class Publication:
     ending: Ending | None = None  #: how the call ends, if it does
     dead_reason: str = ""  #: why the call goes to the dead letters, if it does
 
-    def to_item(self) -> tuple[int, int, int, int, bytes]:
+    def to_item(self) -> dict[str, Any]:
         """The publish script's view of it."""
-        return self.claim.attempt, self.number, self.num_tokens, self.num_new_tokens, self.events
+        return {
+            "attempt": self.claim.attempt,
+            "number": self.number,
+            "index": self.num_tokens,
+            "count": self.num_new_tokens,
+        }
 
-    def to_ending(self) -> tuple[str, bytes, int, str, int | str, int, str, bytes]:
+    def to_ending(self) -> dict[str, Any]:
         """The finish script's view of it. A failure ends a call wherever its tokens stand."""
-        assert self.ending is not None
-        return (
-            self.claim.id,
-            self.claim.entry_id,
-            self.claim.attempt,
-            self.ending,
-            self.num_tokens if self.ending == "finished" else "",
-            self.num_new_tokens,
-            self.dead_reason,
-            self.events,
-        )
+        return {
+            "id": self.claim.id,
+            "entry": self.claim.entry_id.decode(),
+            "attempt": self.claim.attempt,
+            "state": self.ending,
+            "index": self.num_tokens if self.ending == "finished" else None,
+            "count": self.num_new_tokens,
+            "reason": self.dead_reason,
+        }

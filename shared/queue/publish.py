@@ -16,8 +16,8 @@ from shared.queue.keys import (
     to_ms,
 )
 from shared.queue.publication import Claim, Publication
-from shared.queue.scripts import FINISH, PUBLISH
-from shared.redis.link import Part, RedisSender
+from shared.queue.scripts import FINISH, PUBLISH, named
+from shared.redis.link import RedisSender
 
 
 class Publisher:
@@ -64,10 +64,11 @@ class Publisher:
 
     async def _continue(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         keys = [self._keys.mailbox(self._model, reply_to)]
-        arguments: list[Part] = [MAX_MAILBOX_ENTRIES]
         for item in batch:
             keys += self._request_keys(item.claim)
-            arguments += item.to_item()
+        items = [item.to_item() for item in batch]
+        events = [item.events for item in batch]
+        arguments = named(*events, max_entries=MAX_MAILBOX_ENTRIES, items=items)
         verdicts = await self._sender.run(PUBLISH, keys, arguments)
         return self._refused(batch, verdicts)
 
@@ -75,13 +76,18 @@ class Publisher:
         mailbox = self._keys.mailbox(self._model, reply_to)
         keys = [self._keys.queue(self._model), mailbox, self._keys.dead(self._model)]
         keys += (self._keys.places(self._model), self._keys.held(self._model))
-        arguments: list[Part] = [
-            *(GROUP, to_ms(AFTER_END_S), MAX_MAILBOX_ENTRIES),
-            *(self._worker_id, to_ms(DEAD_TTL_S), MAX_DEAD_ENTRIES),
-        ]
         for item in batch:
             keys += self._request_keys(item.claim)
-            arguments += item.to_ending()
+        arguments = named(
+            *(item.events for item in batch),
+            group=GROUP,
+            worker=self._worker_id,
+            keep_ms=to_ms(AFTER_END_S),
+            max_entries=MAX_MAILBOX_ENTRIES,
+            dead_ttl_ms=to_ms(DEAD_TTL_S),
+            max_dead=MAX_DEAD_ENTRIES,
+            items=[item.to_ending() for item in batch],
+        )
         verdicts = await self._sender.run(FINISH, keys, arguments)
         return self._refused(batch, verdicts)
 

@@ -12,9 +12,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import Envelope, Priority
 from shared.queue.keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
-from shared.queue.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE
+from shared.queue.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE, named
 from shared.redis.client import retry_idempotent
-from shared.redis.link import Part, RedisSender
+from shared.redis.link import RedisSender
 
 _MAX_FORGOTTEN = 100  #: at once
 
@@ -102,8 +102,9 @@ class RequestQueue:
         """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
         if refused.priority is not Priority.BATCH:
             return False
-        keys = (self._keys.backlog(refused.model), self._keys.requests(refused.model))
-        return await self._sender.run(FORGET_LOST, keys, (_MAX_FORGOTTEN,)) > 0
+        keys = (self._keys.backlog(refused.model),)
+        arguments = named(requests=self._keys.requests(refused.model), count=_MAX_FORGOTTEN)
+        return await self._sender.run(FORGET_LOST, keys, arguments) > 0
 
     def _to_call(
         self,
@@ -112,20 +113,30 @@ class RequestQueue:
         num_tokens: int,
         num_held_tokens: int,
         bounds: Bounds,
-    ) -> tuple[list[str], list[Part]]:
+    ) -> tuple[list[str], tuple[bytes, ...]]:
         first = choices[0]
         keys = self._shared_keys(first.model)
         keys.append(self._keys.rates(first.model, first.tenant))
-        arguments: list[Part] = [
-            *(token_hex(8), GROUP, to_ms(timeout_s), to_ms(AFTER_DEADLINE_S), to_ms(QUEUE_TTL_S)),
-            *(first.reply_to, first.priority.value, first.tenant, num_held_tokens or num_tokens),
-            *(bounds.max_waiting, bounds.max_tokens, bounds.max_tenant_requests),
-            *(bounds.max_tenant_requests_per_minute, bounds.max_tenant_tokens_per_minute),
-            num_tokens,
-        ]
-        for choice in choices:
-            keys.append(self._keys.request(choice.model, choice.id))
-            arguments += (choice.id, choice.payload)
+        keys += [self._keys.request(choice.model, choice.id) for choice in choices]
+        arguments = named(
+            *(choice.payload for choice in choices),
+            nonce=token_hex(8),
+            group=GROUP,
+            timeout_ms=to_ms(timeout_s),
+            keep_ms=to_ms(AFTER_DEADLINE_S),
+            queue_ttl_ms=to_ms(QUEUE_TTL_S),
+            reply_to=first.reply_to,
+            is_batch=first.priority is Priority.BATCH,
+            tenant=first.tenant,
+            max_waiting=bounds.max_waiting,
+            max_tokens=bounds.max_tokens,
+            held_tokens=num_held_tokens or num_tokens,
+            taken_tokens=num_tokens,
+            max_tenant_requests=bounds.max_tenant_requests,
+            requests_per_minute=bounds.max_tenant_requests_per_minute,
+            tokens_per_minute=bounds.max_tenant_tokens_per_minute,
+            ids=[choice.id for choice in choices],
+        )
         return keys, arguments
 
     def _shared_keys(self, model: str) -> list[str]:
@@ -140,7 +151,7 @@ class RequestQueue:
         keys = self._shared_keys(model)
         for request_id in request_ids:
             keys += (self._keys.request(model, request_id), self._keys.log(model, request_id))
-        arguments = (GROUP, to_ms(AFTER_END_S))
+        arguments = named(group=GROUP, keep_ms=to_ms(AFTER_END_S))
         try:
             await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
         except RedisError as error:
@@ -161,7 +172,7 @@ class RequestQueue:
         """
         keys = [self._keys.rates(model, tenant)]
         keys += [self._keys.request(model, request_id) for request_id in request_ids]
-        arguments = (tokens_per_minute, num_taken)
+        arguments = named(tokens_per_minute=tokens_per_minute, taken_tokens=num_taken)
         try:
             return await retry_idempotent(lambda: self._sender.run(SETTLE, keys, arguments)) == 1
         except RedisError as error:
@@ -183,7 +194,8 @@ class RequestQueue:
         """
         keys = (self._keys.request(model, request_id),)
         try:
-            found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, (gateway_id,)))
+            arguments = named(gateway=gateway_id)
+            found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, arguments))
         except RedisError as error:
             raise QueueUnavailable(str(error)) from error
         return _to_state(*found) if found else None

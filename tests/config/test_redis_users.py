@@ -262,7 +262,7 @@ def commands_in(source: str, pattern: str = WORD) -> set[str]:
 
 
 def commands_of_script(script: Script) -> set[str]:
-    """What it may call: functions of a prelude that this script does not use are left out."""
+    """What it may call; functions that it does not use are left out."""
     source = script.source
     for function, name in re.findall(r"(?ms)^(local function (\w+)\(.*?^end$)", source):
         if len(re.findall(rf"\b{name}\(", source)) == 1:

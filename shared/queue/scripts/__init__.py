@@ -1,12 +1,15 @@
 """The Lua scripts: every change of a request's state is one of them.
 
-Each is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. What
-they take and answer is said at the top of each file in `shared/queue/scripts/`; what several need is a prelude of theirs.
+Each is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. One file
+each; its top says which keys it takes, which named arguments (one MessagePack map) and raw bytes, and what it answers.
 """
 
 from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +20,27 @@ class Script:
     sha: str
 
 
-def _load(*names: str) -> Script:
-    folder = Path(__file__).parent
-    source = "".join((folder / f"{name}.lua").read_text() for name in names)
+def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
+    """The arguments of one call: by name in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
+    return msgspec.msgpack.encode(arguments), *raw
+
+
+def _load(name: str) -> Script:
+    source = (Path(__file__).parent / f"{name}.lua").read_text()
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-ENQUEUE = _load("places", "bounds", "enqueue")
+ENQUEUE = _load("enqueue")
 FORGET_LOST = _load("forget_lost")
-TAKE = _load("backlog", "take")
-AGE = _load("backlog", "age")
+TAKE = _load("take")
+AGE = _load("age")
 CLAIM = _load("claim")
 BEGIN = _load("begin")
-PUBLISH = _load("post", "publish")
-FINISH = _load("places", "post", "finish")
+PUBLISH = _load("publish")
+FINISH = _load("finish")
 LISTEN = _load("listen")
-CANCEL = _load("places", "cancel")
-SETTLE = _load("bounds", "settle")
+CANCEL = _load("cancel")
+SETTLE = _load("settle")
 RENEW = _load("renew")
 RELEASE = _load("release")
 REAP = _load("reap")

@@ -1,7 +1,7 @@
 -- Give requests to a worker, each under its next attempt number, which fences all earlier ones.
 -- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
--- ARGV: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, and of the one: read_nonce, the nonce of this worker's reads
---   of all: count, and the beginnings of the keys of requests and of logs; `entry` is the last one read before
+-- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, and of the one: read_nonce (of this
+--   worker's reads); of all: count, requests and logs (the beginnings of their keys); `entry` is the last one read before
 -- Returns of the one {verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms} where the verdict
 -- is
 --   ok | expired (deadline passed) | kills_workers (max_attempts failed) | exhausted (max_losses workers were lost),
@@ -12,7 +12,8 @@
 -- An attempt that neither finished nor was given back counts as a failure of the request, if it has begun: the
 -- first begins at once, later ones by the script `begin`, so that nobody is blamed who only waited to run alone.
 -- Nor is anybody blamed for a read whose reply was lost: its nonce is the worker's own, and nothing was published.
-local queue, group, worker, nonce = KEYS[1], ARGV[2], ARGV[3], ARGV[4]
+local args = cmsgpack.unpack(ARGV[1])
+local queue, group, worker, nonce = KEYS[1], args.group, args.worker, args.nonce
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -33,7 +34,7 @@ local function claim(entry, request, log, is_new, read_nonce)
     attempt = string.format('%d', attempt + 1)
     if state == 'running' and r[10] == '1' and not was_lost then
       losses = losses + 1
-      local is_cleared = failures ~= '0' and r[12] - (r[13] or 0) >= tonumber(ARGV[7])
+      local is_cleared = failures ~= '0' and r[12] - (r[13] or 0) >= args.cleared_after
       if not is_cleared then failures = string.format('%d', failures + 1) end
     end
     redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
@@ -44,9 +45,9 @@ local function claim(entry, request, log, is_new, read_nonce)
   local verdict = 'ok'
   if remaining_ms <= 0 then
     verdict = 'expired'
-  elseif tonumber(failures) >= tonumber(ARGV[5]) then
+  elseif tonumber(failures) >= args.max_attempts then
     verdict = failures == '1' and 'exhausted' or 'kills_workers'
-  elseif losses >= tonumber(ARGV[6]) then
+  elseif losses >= args.max_losses then
     verdict = 'exhausted'
   end
   return {verdict, tonumber(attempt), tonumber(failures), r[8], r[9],
@@ -66,5 +67,5 @@ local function claim_new(after, count, requests, logs)
   return answers
 end
 
-if #KEYS == 1 then return claim_new(ARGV[1], ARGV[8], ARGV[9], ARGV[10]) end
-return claim(ARGV[1], KEYS[2], KEYS[3], false, ARGV[8])
+if #KEYS == 1 then return claim_new(args.entry, args.count, args.requests, args.logs) end
+return claim(args.entry, KEYS[2], KEYS[3], false, args.read_nonce)

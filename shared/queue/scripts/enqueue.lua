@@ -1,63 +1,139 @@
 -- Accept the choices of a request, all or none: refuse a known id, a full queue and a tenant beyond its limits;
 -- store them, add their ids to the queue. Batch work goes to the backlog, which the queue's workers empty.
--- After `places` and `bounds`.
--- KEYS: queue, backlog, places, held, rates of the tenant, then the request of each choice
--- ARGV: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, priority, tenant, held (tokens of each choice
---   while it is open), max_depth, max_tokens, and of the tenant max_requests, requests and tokens a minute (0: any),
---   taken (tokens of each choice from the tenant's minute), then of each choice: id, payload
+-- KEYS: queue, backlog, reservations, held, rates of the tenant, then the call of each choice
+-- args: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, tenant, max_waiting, max_tokens,
+--   held_tokens (of each choice while it is open), taken_tokens (of each choice from the tenant's minute), of the
+--   tenant max_tenant_requests, requests_per_minute, tokens_per_minute (0: any), ids (of the choices)
+-- raw: the payload of each choice
 -- Returns {ok | duplicate} or {reason, wait_ms}; wait_ms is 0 where nobody knows. The same nonce again is the same
 -- call again: ok.
-local queue, backlog, places, held, rates = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local num_choices = #KEYS - 5
-for choice = 1, num_choices do
+-- reservations: sorted set of "tokens tenant id", by the time (ms) at which Redis forgets the call
+-- held: hash of tokens, and of each tenant with a reservation tokens:{tenant} and requests:{tenant}
+-- rates: hash of two instants (ms), requests and tokens: when all that was taken is earned again. There is at most a
+-- minute's worth; where one is left, more may be taken, into debt, which is waited for later.
+local queue, backlog, reservations, held, rates = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local args = cmsgpack.unpack(ARGV[1])
+local ids, is_batch, tenant = args.ids, args.is_batch, args.tenant
+local MINUTE_MS = 60000
+for choice = 1, #ids do
   local nonce = redis.call('HGET', KEYS[5 + choice], 'nonce')
-  if nonce then return {nonce == ARGV[1] and 'ok' or 'duplicate'} end
-end
-
-local function num_waiting()
-  -- Running requests are in the stream too; only those nobody has read yet wait.
-  local pending = redis.pcall('XPENDING', queue, ARGV[2])
-  return redis.call('XLEN', queue) - (pending.err and 0 or pending[1])
+  if nonce then return {nonce == args.nonce and 'ok' or 'duplicate'} end
 end
 
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local is_batch, tenant, tokens = ARGV[7] == 'batch', ARGV[8], tonumber(ARGV[9])
-local max_depth, depth = tonumber(ARGV[10]), redis.call('XLEN', is_batch and backlog or queue)
-if not is_batch and depth + num_choices > max_depth then depth = num_waiting() end
-if depth > 0 and depth + num_choices > max_depth then return {'queue_full', 0} end
 
-forget_expired(places, held, now_ms)
-local crowd = find_crowd(held, tenant, tokens * num_choices, num_choices, tonumber(ARGV[11]), tonumber(ARGV[12]))
-if crowd then return {crowd, 0} end
+-- The sums of what open calls hold; a call counts exactly while its reservation is in the set.
+local function count(tenant, tokens, calls)
+  local fields = {'tokens', 'tokens:' .. tenant, 'requests:' .. tenant}
+  local amounts = {tokens, tokens, calls}
+  local sums = redis.call('HMGET', held, unpack(fields))
+  local kept, gone = {}, {}
+  for i, field in ipairs(fields) do
+    local sum = (tonumber(sums[i]) or 0) + amounts[i]
+    if sum > 0 then
+      kept[#kept + 1], kept[#kept + 2] = field, string.format('%.0f', sum)
+    elseif sums[i] then
+      gone[#gone + 1] = field
+    end
+  end
+  if #kept > 0 then redis.call('HSET', held, unpack(kept)) end
+  if #gone > 0 then redis.call('HDEL', held, unpack(gone)) end
+end
+
+local function release(reservation)
+  if not reservation or redis.call('ZREM', reservations, reservation) == 0 then return end
+  local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
+  count(tenant, -tokens, -1)
+end
+
+local function reserve(id, until_ms)
+  local reservation = string.format('%d', args.held_tokens) .. ' ' .. tenant .. ' ' .. id
+  redis.call('ZADD', reservations, until_ms, reservation)
+  count(tenant, args.held_tokens, 1)
+  return reservation
+end
+
+local function release_expired()
+  local expired = redis.call('ZRANGEBYSCORE', reservations, '-inf', now_ms, 'LIMIT', 0, 100)
+  -- The first write of the call: where memory is full it is refused, as ZREM would not be, and with it the call.
+  if #expired > 0 then redis.call('HSET', held, 'tokens', redis.call('HGET', held, 'tokens') or '0') end
+  for _, reservation in ipairs(expired) do release(reservation) end
+end
+
+-- Whether so many tokens more are too many: of all, or of a tenant once half of all are held.
+local function find_excess(tokens, calls)
+  local sums = redis.call('HMGET', held, 'tokens', 'tokens:' .. tenant, 'requests:' .. tenant)
+  local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
+  local max_tokens, max_calls = args.max_tokens, args.max_tenant_requests
+  if all > 0 and all + tokens > max_tokens then return 'open_tokens' end
+  if max_calls > 0 and open > 0 and open + calls > max_calls then return 'key_open' end
+  if own > 0 and all + tokens > max_tokens / 2 then
+    local num_tenants = (redis.call('HLEN', held) - 1) / 2
+    if own + tokens > max_tokens / num_tenants then return 'key_share' end
+  end
+  return nil
+end
+
+local function owed_ms(rate)
+  return math.max(0, tonumber(redis.call('HGET', rates, rate.field) or 0) - now_ms)
+end
+
+local function spend(rate)
+  if rate.most == 0 then return end
+  local until_ms = now_ms + math.max(0, owed_ms(rate) + rate.amount * MINUTE_MS / rate.most)
+  redis.call('HSET', rates, rate.field, string.format('%.3f', until_ms))
+  if redis.call('PTTL', rates) < until_ms - now_ms then
+    redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))
+  end
+end
+
+-- How long until something may be taken; 0 is now.
+local function find_pause_ms(rate)
+  if rate.most == 0 then return 0 end
+  return owed_ms(rate) - (MINUTE_MS - MINUTE_MS / rate.most)
+end
+
+local function num_waiting()
+  -- Running calls are in the stream too; only those nobody has read yet wait.
+  local pending = redis.pcall('XPENDING', queue, args.group)
+  return redis.call('XLEN', queue) - (pending.err and 0 or pending[1])
+end
+
+local depth = redis.call('XLEN', is_batch and backlog or queue)
+if not is_batch and depth + #ids > args.max_waiting then depth = num_waiting() end
+if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} end
+
+release_expired()
+local excess = find_excess(args.held_tokens * #ids, #ids)
+if excess then return {excess, 0} end
 
 local rated = {
-  {field = 'requests', most = tonumber(ARGV[13]), amount = 1},
-  {field = 'tokens', most = tonumber(ARGV[14]), amount = tonumber(ARGV[15]) * num_choices}}
+  {field = 'requests', most = args.requests_per_minute, amount = 1},
+  {field = 'tokens', most = args.tokens_per_minute, amount = args.taken_tokens * #ids}}
 for _, rate in ipairs(rated) do
-  local pause_ms = find_pause_ms(rates, rate, now_ms)
+  local pause_ms = find_pause_ms(rate)
   if pause_ms > 0 then return {'key_' .. rate.field, math.ceil(pause_ms)} end
 end
-for _, rate in ipairs(rated) do spend(rates, rate, now_ms) end
+for _, rate in ipairs(rated) do spend(rate) end
 
-local timeout_ms = tonumber(ARGV[3])
-local forgotten_at_ms = string.format('%.0f', now_ms + timeout_ms + ARGV[4])
+local forgotten_at_ms = string.format('%.0f', now_ms + args.timeout_ms + args.keep_ms)
 if is_batch and num_waiting() == 0 then
   redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
 end
-for choice = 1, num_choices do
-  local request, id, payload = KEYS[5 + choice], ARGV[14 + 2 * choice], ARGV[15 + 2 * choice]
+for i, id in ipairs(ids) do
+  local request = KEYS[5 + i]
   local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
-  local place = enter(places, held, tokens, tenant, id, forgotten_at_ms)
   redis.call('HSET', request,
-    'state', 'queued', 'nonce', ARGV[1], 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
-    'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '', 'place', place,
-    'reply_to', ARGV[6], 'payload', payload,
+    'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
+    'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
+    'place', reserve(id, forgotten_at_ms),
+    'reply_to', args.reply_to, 'payload', ARGV[1 + i],
     'enqueued_ms', string.format('%.0f', now_ms),
-    'deadline_ms', string.format('%.0f', now_ms + timeout_ms))
-  redis.call('PEXPIRE', request, timeout_ms + ARGV[4])
+    'deadline_ms', string.format('%.0f', now_ms + args.timeout_ms))
+  redis.call('PEXPIRE', request, args.timeout_ms + args.keep_ms)
 end
--- Places come and go with the requests, the queue stays: its life is renewed when half of it is over.
-local first = (is_batch or redis.call('PTTL', queue) < ARGV[5] / 2) and 1 or 3
-for key = first, 4 do redis.call('PEXPIRE', KEYS[key], ARGV[5]) end
+-- Reservations come and go with the calls, the queue stays: its life is renewed when half of it is over.
+local first = (is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2) and 1 or 3
+for key = first, 4 do redis.call('PEXPIRE', KEYS[key], args.queue_ttl_ms) end
 return {'ok'}

@@ -1,9 +1,10 @@
 -- Drop from the front of the backlog what Redis has forgotten: nobody came for it in time, and it counts as waiting.
--- KEYS: backlog, the beginning of the keys of requests    ARGV: count
+-- KEYS: backlog    args: requests (the beginning of the keys of calls), count
 -- Returns how many were dropped.
+local args = cmsgpack.unpack(ARGV[1])
 local dropped = 0
-for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[1])) do
-  if redis.call('HGET', KEYS[2] .. entry[2][2], 'backlog') == entry[1] then break end  -- later ones live longer
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', args.count)) do
+  if redis.call('HGET', args.requests .. entry[2][2], 'backlog') == entry[1] then break end  -- later ones live longer
   dropped = dropped + redis.call('XDEL', KEYS[1], entry[1])
 end
 return dropped

@@ -1,7 +1,7 @@
 -- How a request stands; while it is open, its events go to this gateway's mailbox too.
--- KEYS: request    ARGV: gateway
+-- KEYS: call    args: gateway
 -- Returns {state, attempt, tokens, ttl_ms}, or nothing for a request that Redis does not know.
-local request, gateway = KEYS[1], ARGV[1]
+local request, gateway = KEYS[1], cmsgpack.unpack(ARGV[1]).gateway
 local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'reply_to', 'listeners')
 if not r[1] then return {} end
 local listeners, is_open = r[5] or '', r[1] == 'queued' or r[1] == 'running'

@@ -1,23 +1,23 @@
 -- Give requests back, so that another worker continues them at once.
--- KEYS: queue, then the request of each item
--- ARGV: group, released (consumer), blame, then of each item: attempt ('' if never claimed), entry
---   blame 1: the attempt counts as a failure of the request
+-- KEYS: queue, then the call of each item
+-- args: group, released (consumer), blame (whether the attempt counts as a failure of the call), items: list of
+--   attempt (absent if never claimed), entry
 -- Returns how many were given back. Each leaves a nudge in the queue, which wakes one waiting worker.
 local queue = KEYS[1]
+local args = cmsgpack.unpack(ARGV[1])
 local released = 0
-for item = 1, #KEYS - 1 do
-  local attempt, entry = ARGV[2 * item + 2], ARGV[2 * item + 3]
-  local request = KEYS[item + 1]
+for i, item in ipairs(args.items) do
+  local request = KEYS[i + 1]
   local r = redis.call('HMGET', request, 'state', 'attempt')
-  local is_unclaimed = attempt == '' and r[1] == 'queued'
-  if is_unclaimed or (r[1] == 'running' and r[2] == attempt) then
-    if ARGV[3] == '0' then
+  local is_unclaimed = not item.attempt and r[1] == 'queued'
+  if is_unclaimed or (r[1] == 'running' and tonumber(r[2]) == item.attempt) then
+    if not args.blame then
       redis.call('HSET', request, 'state', 'queued')
     else
       redis.call('HSET', request, 'claim', '')  -- it did run: whoever claims it next does not repeat a lost call
     end
-    redis.call('XCLAIM', queue, ARGV[1], ARGV[2], 0, entry, 'IDLE', 3600000, 'JUSTID')
-    redis.call('XADD', queue, '*', 'nudge', entry)
+    redis.call('XCLAIM', queue, args.group, args.released, 0, item.entry, 'IDLE', 3600000, 'JUSTID')
+    redis.call('XADD', queue, '*', 'nudge', item.entry)
     released = released + 1
   end
 end

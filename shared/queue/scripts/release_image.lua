@@ -1,12 +1,13 @@
--- A request needs a image no longer: keep it as long as another does, or a short while if none does.
--- KEYS: image, holders    ARGV: holder, linger_ms
+-- A request needs an image no longer: keep it as long as another does, or a short while if none does.
+-- KEYS: image, holders    args: holder, linger_ms
 -- Returns the milliseconds that the image has left.
+local args = cmsgpack.unpack(ARGV[1])
 local image, holders = KEYS[1], KEYS[2]
-redis.call('ZREM', holders, ARGV[1])
+redis.call('ZREM', holders, args.holder)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local longest = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
-local ttl_ms = tonumber(ARGV[2])
+local ttl_ms = args.linger_ms
 if longest[2] then ttl_ms = math.max(ttl_ms, longest[2] - now_ms) end
 local left_ms = redis.call('PTTL', image)
 if left_ms > ttl_ms then

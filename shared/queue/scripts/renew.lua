@@ -1,26 +1,26 @@
 -- Keep the leases of the requests that still belong to this attempt.
--- KEYS: queue, then the request of each item
--- ARGV: group, worker, queue_ttl_ms, then of each item: attempt, entry
+-- KEYS: queue, then the call of each item
+-- args: group, worker, queue_ttl_ms, items: list of attempt, entry
 -- Returns for each item ok | gone | cancelled | ended | fenced.
 local queue = KEYS[1]
+local args = cmsgpack.unpack(ARGV[1])
 local verdicts = {}
-for item = 1, #KEYS - 1 do
-  local a = 2 * item + 2
-  local r = redis.call('HMGET', KEYS[item + 1], 'state', 'attempt')
+for i, item in ipairs(args.items) do
+  local r = redis.call('HMGET', KEYS[i + 1], 'state', 'attempt')
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
   elseif r[1] == 'cancelled' then
     verdict = 'cancelled'
-  elseif r[2] ~= ARGV[a] or r[1] == 'queued' then
+  elseif tonumber(r[2]) ~= item.attempt or r[1] == 'queued' then
     verdict = 'fenced'
   elseif r[1] ~= 'running' then
     verdict = 'ended'
   else
-    local kept = redis.pcall('XCLAIM', queue, ARGV[1], ARGV[2], 0, ARGV[a + 1], 'JUSTID')
+    local kept = redis.pcall('XCLAIM', queue, args.group, args.worker, 0, item.entry, 'JUSTID')
     if kept.err or #kept == 0 then verdict = 'gone' end
   end
-  verdicts[item] = verdict
+  verdicts[i] = verdict
 end
-redis.call('PEXPIRE', queue, ARGV[3])
+redis.call('PEXPIRE', queue, args.queue_ttl_ms)
 return verdicts

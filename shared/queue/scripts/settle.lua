@@ -1,7 +1,10 @@
--- Answers have ended: their tenant pays for what they were, and no longer for what they might have been. After `bounds`.
--- KEYS: rates of the tenant, then the request of each answer
--- ARGV: tokens a minute, tokens that were taken for each answer
+-- Answers have ended: their tenant pays for what they were, and no longer for what they might have been.
+-- KEYS: rates of the tenant (`enqueue.lua`), then the call of each answer
+-- args: tokens_per_minute, taken_tokens (for each answer)
 -- Returns 1, or 0 if one of them goes on and the call is to be made again. Each is settled once.
+local rates = KEYS[1]
+local args = cmsgpack.unpack(ARGV[1])
+local MINUTE_MS = 60000
 local is_over, difference = 1, 0
 for key = 2, #KEYS do
   local r = redis.call('HMGET', KEYS[key], 'state', 'tokens', 'settled')
@@ -9,12 +12,17 @@ for key = 2, #KEYS do
     is_over = 0
   elseif r[1] and not r[3] then
     redis.call('HSET', KEYS[key], 'settled', '1')
-    difference = difference + r[2] - ARGV[2]
+    difference = difference + r[2] - args.taken_tokens
   end
 end
-if difference ~= 0 then
+if difference ~= 0 and args.tokens_per_minute > 0 then
   local time = redis.call('TIME')
   local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-  spend(KEYS[1], {field = 'tokens', most = tonumber(ARGV[1]), amount = difference}, now_ms)
+  local owed_ms = math.max(0, tonumber(redis.call('HGET', rates, 'tokens') or 0) - now_ms)
+  local until_ms = now_ms + math.max(0, owed_ms + difference * MINUTE_MS / args.tokens_per_minute)
+  redis.call('HSET', rates, 'tokens', string.format('%.3f', until_ms))
+  if redis.call('PTTL', rates) < until_ms - now_ms then
+    redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))
+  end
 end
 return is_over

@@ -34,7 +34,7 @@ from shared.queue.claim_script import LOSSES_PER_ATTEMPT
 from shared.queue.claims import RequestClaims
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
-from shared.queue.scripts import CLAIM, ENQUEUE
+from shared.queue.scripts import CLAIM, ENQUEUE, named
 from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused, RequestQueue
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
@@ -274,7 +274,10 @@ class QueueMachine(RuleBasedStateMachine):
             *(f(MODEL, hand.id) for f in (self.keys.request, self.keys.log)),
         )
         nonce = self.eye.hget(keys[1], "claim")
-        arguments = (hand.claim.entry_id, GROUP, "whoever", nonce, MAX_ATTEMPTS)
+        arguments = named(
+            entry=hand.claim.entry_id.decode(), group=GROUP, worker="whoever", nonce=nonce.decode(),
+            max_attempts=MAX_ATTEMPTS, max_losses=1000, cleared_after=1000,
+        )  # fmt: skip
         reply = self.run(self.sender.run(CLAIM, keys, arguments))
         assert reply[:3] == [b"ok", request.attempt, request.failures]
 

@@ -53,7 +53,7 @@ async def test_a_known_image_is_kept_longer_without_its_bytes(
     run = store._sender.run
 
     async def watch(script, keys, arguments):
-        sent.append(arguments[2])
+        sent.append(arguments[1])
         return await run(script, keys, arguments)
 
     monkeypatch.setattr(store._sender, "run", watch)
