@@ -1,12 +1,11 @@
-"""`vlm serve`: a whole fleet on this machine, and one screen that says what to do with it.
-
-Called by the command line. It knows how the processes are put together; it must not know what they compute.
-"""
+"""`vlm serve`: a Redis, a gateway and a node of workers, and one screen that says what to do with them."""
 
 import asyncio
 import logging
 import os
-from contextlib import ExitStack
+import socket
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,14 +20,7 @@ from shared.settings import SettingsError
 from shared.settings.load import to_environment
 from shared.settings.tree import PREFIX, LogSettings, Settings
 from shared.telemetry.logs import setup_logging
-from worker.node.supervisor import (
-    Child,
-    Fleet,
-    FleetError,
-    check_port_free,
-    free_port,
-    stop_on_signals,
-)
+from worker.node.supervisor import Child, Node, NodeError, stop_on_signals
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 GRACE_S = 5.0
@@ -56,10 +48,10 @@ def run_node(settings: Settings, num_workers: int, data_dir: Path | None) -> int
                     settings, stack.enter_context(_start_redis(settings, data_dir))
                 )
             asyncio.run(_run(settings, num_workers))
-    except (FleetError, EmbeddedRedisError) as error:
+    except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False)
-        return error.exit_code if isinstance(error, FleetError) else 1
+        return error.exit_code if isinstance(error, NodeError) else 1
     return 0
 
 
@@ -89,13 +81,13 @@ def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
 
 
 async def _run(settings: Settings, num_workers: int) -> None:
-    fleet = create_fleet(settings, num_workers)
-    await stop_on_signals(fleet)
+    node = create_node(settings, num_workers)
+    await stop_on_signals(node)
     with console.status(
         f"starting the {settings.engine.kind} engine on {num_workers} worker(s) ..."
     ):
         started = asyncio.Event()
-        task = asyncio.ensure_future(fleet.run(started.set))
+        task = asyncio.ensure_future(node.run(started.set))
         await asyncio.wait(
             {task, asyncio.ensure_future(started.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
@@ -105,7 +97,7 @@ async def _run(settings: Settings, num_workers: int) -> None:
     console.print("stopped")
 
 
-def create_fleet(settings: Settings, num_workers: int) -> Fleet:
+def create_node(settings: Settings, num_workers: int) -> Node:
     """The processes that these settings ask for. Threads are shared out among the workers."""
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
@@ -119,7 +111,8 @@ def create_fleet(settings: Settings, num_workers: int) -> Fleet:
     ]
     gateway = Child("gateway", ["gateway"], gateway_environment, restart=False)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
-    return Fleet([*workers, gateway], base_url(settings), drain_s + GRACE_S)
+    ready = partial(wait_until_ready, base_url(settings))
+    return Node([*workers, gateway], ready, drain_s + GRACE_S)
 
 
 def read_engine_settings(settings: Settings) -> EngineSettings:
@@ -152,6 +145,37 @@ def child_environment(
     return inherited | to_environment(own)
 
 
+async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
+    """Return when the gateway says that it and a worker are ready. Waits as long as that takes."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=2.0) as client:
+        while True:
+            with suppress(httpx.HTTPError):
+                if (await client.get("/readyz")).is_success:
+                    return
+            await asyncio.sleep(pause_s)
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at this moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises: NodeError when somebody listens there already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise NodeError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+            ) from None
+
+
 def base_url(settings: Settings) -> str:
     """Where a client on this machine reaches the gateway."""
     host, port = settings.gateway.host, settings.gateway.port
@@ -181,7 +205,7 @@ def show_screen(settings: Settings, model: str, num_workers: int) -> None:
             expand=False,
         )
     )
-    console.print("Ask about a image from another terminal:\n")
+    console.print("Ask about an image from another terminal:\n")
     console.print(
         sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True
     )

@@ -1,22 +1,19 @@
-"""A small fleet on one machine: starts Redis, workers and a gateway, watches them, stops them in order.
+"""The supervisor of one machine: starts processes by their `vlm` command lines, watches them, drains them in order.
 
-Called by `vlm serve`. It knows processes and their command lines; it must not know what they do inside.
-A worker that ends is started again, with growing pauses; a gateway or Redis that ends stops the fleet.
+A process that may be replaced, a worker, is started again when it ends, with growing pauses; one that may not, a
+gateway, ends the node.
 """
 
 import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +22,8 @@ LONGEST_PAUSE_S = 30.0
 STABLE_AFTER_S = 60.0
 
 
-class FleetError(Exception):
-    """The fleet could not start or had to stop; the message says why and what to do next.
+class NodeError(Exception):
+    """The node could not start or had to stop; the message says why and what to do next.
 
     `exit_code` is what `vlm serve` ends with. An empty message: the process that failed has said it.
     """
@@ -38,7 +35,7 @@ class FleetError(Exception):
 
 @dataclass(slots=True)
 class Child:
-    """One process of the fleet, by its arguments to `vlm`."""
+    """One process of the node, by its arguments to `vlm`."""
 
     name: str
     arguments: list[str]
@@ -73,17 +70,20 @@ class Child:
 
 
 @dataclass(slots=True)
-class Fleet:
-    """The processes of `vlm serve`: workers, and the gateway last."""
+class Node:
+    """Processes in the order of their start; the last one is drained first.
+
+    `wait_until_ready` returns when all can serve; `stop_within_s` is what each may take to drain.
+    """
 
     children: list[Child]
-    url: str
+    wait_until_ready: Callable[[], Awaitable[None]]
     stop_within_s: float
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     was_ready: bool = False
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Start all, call `on_ready` when the gateway can answer, stop all at the end. Raises: FleetError."""
+        """Start all, call `on_ready` when they can serve, stop all at the end. Raises: NodeError."""
         try:
             for child in self.children:
                 await child.start()
@@ -93,13 +93,13 @@ class Fleet:
                 await self.stopping.wait()
                 for task in (*watchers, ready):
                     task.cancel()
-        except* FleetError as group:
+        except* NodeError as group:
             raise group.exceptions[0] from None
         finally:
             await self.stop()
 
     async def _announce(self, on_ready: Callable[[], None]) -> None:
-        await wait_until_ready(self.url)
+        await self.wait_until_ready()
         self.was_ready = True
         on_ready()
 
@@ -109,11 +109,9 @@ class Fleet:
             code = await child.process.wait()
             # Later, the same code of a worker has a cause that may pass, such as too little free memory.
             if code == os.EX_CONFIG and not self.was_ready:
-                raise FleetError("", exit_code=code)
+                raise NodeError("", exit_code=code)
             if not child.restart:
-                raise FleetError(
-                    f"{child.name} ended with exit code {code}; its last lines say why"
-                )
+                raise NodeError(f"{child.name} ended with exit code {code}; its last lines say why")
             pause_s = child.next_pause_s()
             logger.warning("%s ended with exit code %s; again in %.1f s", child.name, code, pause_s)
             await asyncio.sleep(pause_s)
@@ -121,9 +119,9 @@ class Fleet:
 
     async def stop(self) -> None:
         """Stop the last first, so that a gateway can finish with its workers; kill what outlasts its time."""
-        *workers, gateway = self.children
-        await self._stop(gateway)
-        await asyncio.gather(*(self._stop(worker) for worker in workers))
+        *others, last = self.children
+        await self._stop(last)
+        await asyncio.gather(*(self._stop(child) for child in others))
 
     async def _stop(self, child: Child) -> None:
         if child.process is None:
@@ -137,46 +135,15 @@ class Fleet:
             await child.process.wait()
 
 
-async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
-    """Return when the gateway says that it and a worker are ready. Waits as long as that takes."""
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=2.0) as client:
-        while True:
-            with suppress(httpx.HTTPError):
-                if (await client.get("/readyz")).is_success:
-                    return
-            await asyncio.sleep(pause_s)
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on at this moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raises: FleetError when somebody listens there already."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise FleetError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
-            ) from None
-
-
-async def stop_on_signals(fleet: Fleet) -> None:
-    """Let SIGINT and SIGTERM stop the fleet; a second one kills what is left."""
+async def stop_on_signals(node: Node) -> None:
+    """Let SIGINT and SIGTERM stop the node; a second one kills what is left."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if fleet.stopping.is_set():
-            for child in fleet.children:
+        if node.stopping.is_set():
+            for child in node.children:
                 child.signal(signal.SIGKILL)
-        fleet.stopping.set()
+        node.stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
