@@ -183,7 +183,7 @@ class EngineOutput:
 
 @dataclass(slots=True)
 class EngineStats:
-    """A image of the engine now, and counts since its start."""
+    """An image of the engine now, and counts since its start."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -86,7 +86,7 @@ class Album:
         raise NotImplementedError
 
     def new(self, draw: random.Random) -> Group:
-        """A image that nobody asked about before."""
+        """An image that nobody asked about before."""
         raise NotImplementedError
 
     def several(self, draw: random.Random) -> Group:

@@ -54,7 +54,7 @@ def loadtest(
     ] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an answer.")] = 16,
     image_bytes: Annotated[
-        int, typer.Option(min=1000, max=16_000_000, help="Size of a image of noise.")
+        int, typer.Option(min=1000, max=16_000_000, help="Size of an image of noise.")
     ] = 60_000,
     think_time: Annotated[
         float, typer.Option(min=0.0, help="Mean pause of a user, seconds.")

@@ -112,7 +112,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         "--max-tokens", type=int, default=usual.max_tokens, help="Output tokens of an answer."
     )
     parser.add_argument(
-        "--image-bytes", type=int, default=usual.image_bytes, help="Size of a image."
+        "--image-bytes", type=int, default=usual.image_bytes, help="Size of an image."
     )
     parser.add_argument(
         "--stream-ratio", type=float, default=usual.stream_ratio, help="Share of streamed answers."

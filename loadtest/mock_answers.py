@@ -16,7 +16,7 @@ SYLLABLES = tuple(a + b for a, b in zip("bdfghjklmnprstvz", "aeiouaeiouaeioua", 
 
 
 def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) -> str:
-    """The first words of the greedy answer. The usage tells how many slots a image takes."""
+    """The first words of the greedy answer. The usage tells how many slots an image takes."""
     images = [part for message in messages for part in _parts(message) if "image_url" in part]
     num_slots = _num_image_tokens(usage) // max(1, len(images))
     token_ids: list[int] = []

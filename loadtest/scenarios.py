@@ -157,7 +157,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """A image part of a message."""
+    """An image part of a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 

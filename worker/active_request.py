@@ -75,7 +75,7 @@ class ActiveRequest:
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
     def place_of_image(self, index: int) -> str | None:
-        """Where the client put a image, in the words of the wire."""
+        """Where the client put an image, in the words of the wire."""
         for i, message in enumerate(self.call.task.messages):
             for j, part in enumerate(message.parts):
                 if isinstance(part, ImagePart) and part.image == index:

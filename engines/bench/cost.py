@@ -3,7 +3,7 @@
 Used by the benchmark. Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
 copies that this engine makes are not counted, for a better engine could do without.
 
-Shape letters: C decoder width, F its inner width, T tokens of a image in the tower.
+Shape letters: C decoder width, F its inner width, T tokens of an image in the tower.
 """
 
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ def hash_block(
 ) -> bytes:
     """The hash of a block whose first token has position `start`, behind a block hashed `parent`.
 
-    A image counts by its hash and its place relative to the block, for its slots have one id.
+    An image counts by its hash and its place relative to the block, for its slots have one id.
     """
     digest = blake2b(parent, digest_size=32)
     digest.update(array("q", token_ids))

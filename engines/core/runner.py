@@ -28,7 +28,7 @@ class StepResult:
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
     `vision_s` is the part of the step that went into encoding images. `deferred` are the requests whose share
-    was left for a later step, because of a image of theirs; of these, `late` are the ones whose image is not
+    was left for a later step, because of an image of theirs; of these, `late` are the ones whose image is not
     encoded yet, so that the next step beside streams leaves them too.
     """
 
@@ -142,7 +142,7 @@ class Processor(Protocol):
     ) -> Any:
         """Decode and resize one image.
 
-        `expected_size` is the (width, height) that was admitted; a image of another is refused before it
+        `expected_size` is the (width, height) that was admitted; an image of another is refused before it
         is decoded. `decode` says where that is done. Raises: InvalidImage.
         """
         ...

@@ -237,7 +237,7 @@ class Scheduler:
                 _enter(queue, passed)
 
     def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
-        """Shorten a share so that it does not reach into a image that this step cannot encode.
+        """Shorten a share so that it does not reach into an image that this step cannot encode.
 
         A running sequence's runner still holds the image in whose middle it stopped.
         """

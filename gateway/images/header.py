@@ -1,4 +1,4 @@
-"""A image's format and size from its first bytes, without decoding it: PNG, JPEG and WebP.
+"""An image's format and size from its first bytes, without decoding it: PNG, JPEG and WebP.
 
 Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
 decoder has the last word on the rest. Formats are told by content, never by the client's media type.

@@ -27,7 +27,7 @@ _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """A image as the client sent it. `param` names its place in the request."""
+    """An image as the client sent it. `param` names its place in the request."""
 
     url: str
     param: str
@@ -35,7 +35,7 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """A image's checked bytes and the reference that stands for them."""
+    """An image's checked bytes and the reference that stands for them."""
 
     ref: ImageRef
     data: bytes

@@ -11,13 +11,13 @@ export async function readImage(blob, name) {
   return { name, url: await redraw(blob, name) };
 }
 
-/** Draw a image anew: turned upright, no side above MAX_SIDE, as JPEG or, where it may be see-through, PNG. */
+/** Draw an image anew: turned upright, no side above MAX_SIDE, as JPEG or, where it may be see-through, PNG. */
 async function redraw(blob, name) {
   let bitmap;
   try {
     bitmap = await createImageBitmap(blob);
   } catch {
-    throw new Error(`${name} is not a image that this browser can read.`);
+    throw new Error(`${name} is not an image that this browser can read.`);
   }
   const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
   const canvas = document.createElement("canvas");
@@ -37,7 +37,7 @@ function toDataUrl(blob) {
   });
 }
 
-/** A image as an `<img>`. */
+/** An image as an `<img>`. */
 export function toImage(image) {
   const element = document.createElement("img");
   element.src = image.url;

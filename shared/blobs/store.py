@@ -94,7 +94,7 @@ class ImageStore:
             logger.warning("cannot release %d images: %s", len(digests), error)
 
     async def get(self, digest: str) -> bytes | None:
-        """A image's bytes; None if they are not there or not those of the hash. Raises: RedisError."""
+        """An image's bytes; None if they are not there or not those of the hash. Raises: RedisError."""
         data = await retry_idempotent(lambda: self._sender.execute("GET", self._keys.image(digest)))
         if data is None:
             return None

@@ -21,7 +21,7 @@ MAILBOX_TTL_S = 30.0
 MAX_MAILBOX_ENTRIES = 20_000
 DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
-#: A image stays that long after the last request that needed it: the conversation may go on.
+#: An image stays that long after the last request that needed it: the conversation may go on.
 IMAGE_LINGER_S = 30.0
 #: A model without a worker keeps its queue open that long.
 MODEL_TTL_S = 24 * 3600.0
@@ -87,7 +87,7 @@ class RedisKeys:
         return f"{self.prefix}:image:{{{sha256}}}"
 
     def image_holders(self, sha256: str) -> str:
-        """Sorted set of the requests that need a image, by the time (ms) until when at most."""
+        """Sorted set of the requests that need an image, by the time (ms) until when at most."""
         return f"{self.prefix}:image:{{{sha256}}}:holders"
 
     def worker(self, worker_id: str) -> str:

@@ -180,7 +180,7 @@ class GatewayMetrics:
         self._set.counters["vlm_admission_rejections_total"].labels(reason).inc()
 
     def record_image(self, outcome: str) -> None:
-        """Count a image of a request: `accepted` or `refused`."""
+        """Count an image of a request: `accepted` or `refused`."""
         self._set.counters["vlm_images_total"].labels(outcome).inc()
 
     def record_dropped_events(self, count: int) -> None:

@@ -21,7 +21,7 @@ from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
 
 
-def test_an_answer_about_a_image_streams_in_and_tells_where_its_time_went(page: ChatPage):
+def test_an_answer_about_an_image_streams_in_and_tells_where_its_time_went(page: ChatPage):
     page.ask("What is it?", SAMPLE)
     beginning = page.wait_for(lambda: page.answer_text)
     assert page.answer.get_attribute("aria-busy") == "true"
@@ -109,7 +109,7 @@ def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: 
     assert page.find("#tray img").get_attribute("src").startswith("data:image/png;base64,")
     page.give("drop", base64.b64encode(b"hello").decode(), "notes.txt", "text/plain")
     hint = page.wait_for(lambda: page.find("#hint").text)
-    assert hint == "notes.txt is not a image that this browser can read."
+    assert hint == "notes.txt is not an image that this browser can read."
     page.find("#tray button").click()
     page.find("#send").click()
     assert page.find("#hint").text == "Type a question first."

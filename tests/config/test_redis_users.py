@@ -78,7 +78,7 @@ async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process
         await process.end()
 
 
-def ask_about_a_image(**changes) -> dict:
+def ask_about_an_image(**changes) -> dict:
     content = [
         {"type": "image_url", "image_url": {"url": data_url()}},
         {"type": "text", "text": "What is it?"},
@@ -94,7 +94,7 @@ def content_of(stream: str) -> str:
 async def follow(gateway: RunningGateway, has_begun: asyncio.Event) -> str:
     """The text of a stream that takes its time."""
     lines = []
-    body = ask_about_a_image(max_tokens=100, stream=True)
+    body = ask_about_an_image(max_tokens=100, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         async for line in response.aiter_lines():
             has_begun.set()
@@ -114,7 +114,7 @@ async def outlive(gateway: RunningGateway, worker: Process) -> None:
 
 async def leave_early(gateway: RunningGateway) -> None:
     """A client that goes after the first event; its request leaves the queue."""
-    body = ask_about_a_image(max_tokens=300, stream=True)
+    body = ask_about_an_image(max_tokens=300, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         await anext(response.aiter_lines())
     async with asyncio.timeout(20):
@@ -131,11 +131,11 @@ async def test_the_main_path_works_under_the_users(server, caplog):
         run_worker(server, "second") as second,
     ):
         await gateway.services.models.refresh()
-        whole = await gateway.chat(ask_about_a_image(max_tokens=5))
+        whole = await gateway.chat(ask_about_an_image(max_tokens=5))
         assert whole.json()["usage"]["completion_tokens"] == 5
         resumable = {"x-vlm-resumable": "true"}
         streamed = await gateway.chat(
-            ask_about_a_image(max_tokens=5, stream=True), headers=resumable
+            ask_about_an_image(max_tokens=5, stream=True), headers=resumable
         )
         again = await gateway.client.get(streamed.headers["x-vlm-stream"])
         assert content_of(again.text) == content_of(streamed.text) != ""

@@ -39,7 +39,7 @@ def watched(scaled) -> ComposeStack:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stack_answers_a_question_about_a_image(stack, stream):
+def test_stack_answers_a_question_about_an_image(stack, stream):
     with ChatClient(stack.url) as client:
         [model] = client.models()
         assert ask(client, model, stream=stream) == 8

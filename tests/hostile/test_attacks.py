@@ -127,7 +127,7 @@ async def test_a_key_of_one_request_is_not_reused_c27(fleet: HostileFleet) -> No
 
 
 async def test_no_url_is_fetched_b1_h5(fleet: HostileFleet) -> None:
-    """B1, B5-B7, B10-B14, H5: with remote images off no packet leaves, from a image or from a text."""
+    """B1, B5-B7, B10-B14, H5: with remote images off no packet leaves, from an image or from a text."""
     with Sink() as sink:
         async with under_attack(fleet):
             url = f"http://127.0.0.1:{sink.port}/{CANARY}.png"

@@ -30,7 +30,7 @@ def slow(tmp_path_factory):
 
 
 def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
-    """A question about a image of its own; the answer and what a client measures."""
+    """A question about an image of its own; the answer and what a client measures."""
     body = {
         "model": "mock",
         "max_tokens": NUM_TOKENS,

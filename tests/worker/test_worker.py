@@ -67,7 +67,7 @@ async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
     assert [type(e) for e in events[1:-1]] == [Tokens] * (len(events) - 2)
 
 
-async def test_a_image_comes_from_the_store_and_is_decoded_once(ends, answers):
+async def test_an_image_comes_from_the_store_and_is_decoded_once(ends, answers):
     data, ref = make_image()
     store = ImageStore(ends.redis, ends.prefix)
     await store.put_all([(ref.sha256, data)], 60)

@@ -1,6 +1,6 @@
 """A child process of the worker that decodes images of strangers, one after the other.
 
-It has no keys, no address of Redis and no more memory and time than a image needs, and opens no file or socket where
+It has no keys, no address of Redis and no more memory and time than an image needs, and opens no file or socket where
 the kernel can keep it from it; it may die of one. On a socket:
 a request is size and admitted width and height, then the file; an answer is a status, width and height, then RGB
 pixels or an error's text.
@@ -34,7 +34,7 @@ def allow_cpu(max_cpu_s: int) -> None:
 
 
 def answer(data: bytes, size: tuple[int, int]) -> tuple[bytes, bytes]:
-    """Head and body of the answer to a image."""
+    """Head and body of the answer to an image."""
     try:
         image = decode_image(data, size)
     except InvalidImage as error:

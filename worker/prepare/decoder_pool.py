@@ -23,7 +23,7 @@ _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, and room for
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
 _MAX_TEXT_BYTES = 1000
 _START_TIMEOUT_S = 60.0
-_WAITING_RATIO = 3.0  #: whole time of a image over its CPU time, on a busy machine
+_WAITING_RATIO = 3.0  #: whole time of an image over its CPU time, on a busy machine
 _SOCKET_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class DecoderPool:
             return child.decode(data, size)
         except (EOFError, OSError) as error:
             child.is_lost = True
-            logger.warning("a decoder was lost over a image: %s", type(error).__name__)
+            logger.warning("a decoder was lost over an image: %s", type(error).__name__)
             is_late = isinstance(error, TimeoutError)
             raise InvalidImage(TOO_LONG if is_late else CANNOT_DECODE) from None
 

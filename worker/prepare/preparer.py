@@ -39,7 +39,7 @@ FETCH_PAUSE_S = 0.2
 
 
 class ImageUnavailable(EngineError):
-    """The bytes of a image are not in the image store."""
+    """The bytes of an image are not in the image store."""
 
 
 class ImageRefused(EngineError):
@@ -109,13 +109,13 @@ class Preprocessor:
         return content, getattr(content, "nbytes", len(data))
 
     async def _fetch(self, sha256: str) -> bytes:
-        """The bytes of a image; waits out an outage of Redis. Raises: ImageUnavailable."""
+        """The bytes of an image; waits out an outage of Redis. Raises: ImageUnavailable."""
         while True:
             try:
                 data = await self._images.get(sha256)
                 break
             except RedisError as error:
-                logger.warning("cannot fetch a image: %s", error)
+                logger.warning("cannot fetch an image: %s", error)
                 await asyncio.sleep(FETCH_PAUSE_S)
         if data is None:
             raise ImageUnavailable("an image of the request is no longer stored; retry")
@@ -128,7 +128,7 @@ class Preprocessor:
 
 
 def salted_hash(sha256: str, tenant: str) -> str:
-    """A image's identity in the caches: tenants with different salts share nothing."""
+    """An image's identity in the caches: tenants with different salts share nothing."""
     if not tenant:
         return sha256
     return hashlib.sha256(f"{tenant}\0{sha256}".encode()).hexdigest()

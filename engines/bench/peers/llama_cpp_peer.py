@@ -165,7 +165,7 @@ class _Tower:
             raise RuntimeError("llama.cpp did not load the tower")
 
     def encode(self, source: random.Random) -> tuple[float, np.ndarray]:
-        """Seconds and features of a image of noise. Shapes: features (P, C)."""
+        """Seconds and features of an image of noise. Shapes: features (P, C)."""
         size = self._config.vision.image_size
         pixels = (ctypes.c_uint8 * (3 * size * size)).from_buffer_copy(
             source.randbytes(3 * size * size)

@@ -17,11 +17,11 @@ class Peer(Protocol):
     """One model in one precision, loaded and ready."""
 
     def decode(self, batch_size: int, num_steps: int) -> float:
-        """Steps of one token for each sequence, behind contexts of a image prompt's length."""
+        """Steps of one token for each sequence, behind contexts of an image prompt's length."""
         ...
 
     def prefill(self) -> float:
-        """A new prompt of a image prompt's length, of text, until its next token is known."""
+        """A new prompt of an image prompt's length, of text, until its next token is known."""
         ...
 
     def image(self) -> float:
@@ -59,7 +59,7 @@ class Workload:
         return {"batch_size": self.batch_size, "num_steps": self.num_steps}
 
     def value(self, seconds: float, num_context: int) -> float:
-        """An answer in the unit. `num_context`: tokens of a image prompt."""
+        """An answer in the unit. `num_context`: tokens of an image prompt."""
         if self.unit == "ms":
             return seconds * 1e3
         if self.unit == "requests/s":

@@ -1,4 +1,4 @@
-"""Projected image features by image, so that a image seen again is not encoded again.
+"""Projected image features by image, so that an image seen again is not encoded again.
 
 Owned by the runner. It must not know how features are made. Entries that a running request still reads are
 pinned and stay whatever the limit says; the others leave in the order of their last use. Units: bytes.
@@ -37,11 +37,11 @@ class EncoderCache:
         return len(self._entries)
 
     def is_pinned_by(self, request_id: str, key: ImageKey) -> bool:
-        """Whether a request holds a image."""
+        """Whether a request holds an image."""
         return key in self._pinned.get(request_id, ())
 
     def count_query(self, *, hit: bool) -> None:
-        """Note that a request asked for a image, and whether encoding it was spared."""
+        """Note that a request asked for an image, and whether encoding it was spared."""
         self.num_queries += 1
         self.num_hits += hit
 
@@ -52,7 +52,7 @@ class EncoderCache:
         self.num_bytes += features.nbytes
 
     def pin(self, request_id: str, key: ImageKey) -> Tensor:
-        """The features of a image, held for a request. Raises: KeyError if they are not here."""
+        """The features of an image, held for a request. Raises: KeyError if they are not here."""
         entry = self._entries[key]
         self._entries.move_to_end(key)
         entry.readers.add(request_id)
@@ -60,7 +60,7 @@ class EncoderCache:
         return entry.features
 
     def unpin(self, request_id: str, key: ImageKey) -> None:
-        """The request has read all of a image. Idempotent."""
+        """The request has read all of an image. Idempotent."""
         keys = self._pinned.get(request_id, set())
         keys.discard(key)
         if not keys:

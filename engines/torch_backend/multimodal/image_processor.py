@@ -74,7 +74,7 @@ class ImageProcessor:
         expected_size: tuple[int, int] | None = None,
         decode: Decode = decode_image,
     ) -> np.ndarray:
-        """Decode a image and make its pixels. Shapes: returns (3, H, W) float32.
+        """Decode an image and make its pixels. Shapes: returns (3, H, W) float32.
 
         `expected_size` is the (width, height) that was admitted. Raises: InvalidImage.
         """
@@ -139,7 +139,7 @@ def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, 
 
 
 def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Black around a image up to a size, an odd pixel in front. Shapes: (3, H, W), (3, *size)."""
+    """Black around an image up to a size, an odd pixel in front. Shapes: (3, H, W), (3, *size)."""
     height, width = pixels.shape[1:]
     if (height, width) == size:
         return pixels

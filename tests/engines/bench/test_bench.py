@@ -31,7 +31,7 @@ def count_operations() -> Iterator[FlopCounterMode]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"vision_feature_layers": (-1, -2)}])
-def test_operations_of_a_image_are_those_that_torch_counts(changes):
+def test_operations_of_an_image_are_those_that_torch_counts(changes):
     pair = make_model_pair(make_vlm_config(**changes))
     with count_operations() as counter, torch.no_grad():
         pair.ours.encode_images(make_pixels(0)[None])

@@ -156,7 +156,7 @@ def test_two_images_share_the_blocks_before_them_and_none_after():
     assert find_shared(first, make_sequence(25, images=(make_image(8, 8, "cat"),))) == 6
 
 
-def test_a_image_that_begins_in_the_middle_of_a_block_separates_that_block():
+def test_an_image_that_begins_in_the_middle_of_a_block_separates_that_block():
     first = make_sequence(13, images=(make_image(7, 3, "cat"),))
     second = make_sequence(13, images=(make_image(7, 3, "dog"),))
     assert find_shared(first, second) == 1

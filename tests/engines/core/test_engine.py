@@ -145,7 +145,7 @@ def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
     assert clock.now == 1000 + 17 + 4
 
 
-def test_only_who_reads_a_image_is_charged_for_encoding_it(clock: Clock):
+def test_only_who_reads_an_image_is_charged_for_encoding_it(clock: Clock):
     engine = make_engine(mock=make_mock(vision_s=3, decode_s=1, num_output_tokens=3))
     cat = make_request("cat", "x" * 20, images=(make_image(),))
     answers = run_all(engine, cat, make_request("text", "y" * 20))

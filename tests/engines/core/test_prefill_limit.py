@@ -180,7 +180,7 @@ def test_batch_streams_are_not_kept_smooth():
     assert shares(run_step(scheduler)) == {"batch": 1, "interactive": 20}
 
 
-def test_who_waits_for_a_image_leaves_the_prompt_tokens_to_those_behind():
+def test_who_waits_for_an_image_leaves_the_prompt_tokens_to_those_behind():
     """They are given back one step late, and taken again once the image is there."""
     scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
     scheduler.add(make_sequence(4, "stream"))

@@ -187,7 +187,7 @@ def test_a_batch_sequence_is_passed_a_limited_number_of_times():
 
 
 def test_a_batch_prompt_that_has_begun_is_passed_a_limited_number_of_times():
-    """Newcomers without end, each with a image behind its first tokens, of which a step encodes one."""
+    """Newcomers without end, each with an image behind its first tokens, of which a step encodes one."""
     scheduler = make_scheduler(max_images_per_step=1, enable_prefix_cache=False)
     batch = make_batch(12, images=(make_image(4, 4, "batch"),), max_output_tokens=1)
     scheduler.add(make_sequence(12, "n", images=(make_image(4, 4, "n"),), max_output_tokens=1))
@@ -276,7 +276,7 @@ def test_images_of_a_step_are_limited_and_a_chunk_ends_before_the_next():
     assert shares(run_step(scheduler)) == {"a": 6}
 
 
-def test_a_image_is_counted_once_for_all_who_need_it_in_a_step():
+def test_an_image_is_counted_once_for_all_who_need_it_in_a_step():
     scheduler = make_scheduler(max_images_per_step=1)
     scheduler.add(make_sequence(10, "a", images=(make_image(2, 4, "cat"),)))
     scheduler.add(make_sequence(12, "b", images=(make_image(4, 4, "cat"),)))
@@ -286,7 +286,7 @@ def test_a_image_is_counted_once_for_all_who_need_it_in_a_step():
     assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 8}
 
 
-def test_a_chunk_that_ends_inside_a_image_goes_on_without_encoding_it_again():
+def test_a_chunk_that_ends_inside_an_image_goes_on_without_encoding_it_again():
     scheduler = make_scheduler(max_images_per_step=1, max_num_batched_tokens=16)
     scheduler.add(make_sequence(20, "a", images=(make_image(2, 16, "cat"),)))
     scheduler.add(make_sequence(20, "b", images=(make_image(8, 8, "dog"),)))
@@ -294,7 +294,7 @@ def test_a_chunk_that_ends_inside_a_image_goes_on_without_encoding_it_again():
     assert shares(run_step(scheduler)) == {"a": 4, "b": 12}
 
 
-def test_a_image_reached_in_its_middle_by_a_prefix_hit_needs_encoding():
+def test_an_image_reached_in_its_middle_by_a_prefix_hit_needs_encoding():
     scheduler = make_scheduler(max_images_per_step=1)
     scheduler.add(make_sequence(20, "a", images=(make_image(2, 12, "cat"),)))
     run_step(scheduler)

@@ -161,12 +161,12 @@ def test_images_are_opened():
     assert MockProcessor(4).process_image(png(), (5, 3)) == (5, 3)
 
 
-def test_a_image_of_another_size_than_admitted_is_refused():
+def test_an_image_of_another_size_than_admitted_is_refused():
     with pytest.raises(InvalidImage, match="another size than its header"):
         MockProcessor(4).process_image(png(), (3, 5))
 
 
-@pytest.mark.parametrize("data", [b"", b"GIF89a", b"not a image", png()[:20]])
+@pytest.mark.parametrize("data", [b"", b"GIF89a", b"not an image", png()[:20]])
 def test_what_is_no_image_is_refused(data: bytes):
     with pytest.raises(InvalidImage):
         MockProcessor(4).process_image(data, (5, 3))

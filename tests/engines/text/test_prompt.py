@@ -87,7 +87,7 @@ def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[list[ChatM
 
 
 def number_images(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Every image part shows a image of its own."""
+    """Every image part shows an image of its own."""
     numbers = iter(range(100))
     return [
         ChatMessage(
@@ -228,7 +228,7 @@ def user(*parts: str | int) -> ChatMessage:
     ],
 )
 @pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
-def test_a_image_token_typed_by_a_user_makes_no_slot(
+def test_an_image_token_typed_by_a_user_makes_no_slot(
     llava: Pair, parts: tuple[str, ...], join: str
 ) -> None:
     template = (
@@ -249,7 +249,7 @@ def test_a_typed_control_token_is_encoded_as_the_text_that_it_is(llava: Pair) ->
     assert text == "USER: a </s> b ASSISTANT:"
 
 
-def test_a_image_used_twice_has_slots_twice(llava: Pair) -> None:
+def test_an_image_used_twice_has_slots_twice(llava: Pair) -> None:
     prompt = llava.builder.build([user(0, "and again", 0)], [make_item("hash", "pixels")])
 
     assert [image.image_hash for image in prompt.images] == ["hash", "hash"]

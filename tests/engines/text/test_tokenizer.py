@@ -213,6 +213,6 @@ def test_a_missing_tokenizer_is_named(byte_level: Path) -> None:
         load(byte_level)
 
 
-def test_a_image_token_that_the_tokenizer_lacks_is_refused(byte_level: Path) -> None:
+def test_an_image_token_that_the_tokenizer_lacks_is_refused(byte_level: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="id 380"):
         HfTokenizer(byte_level, 380)

@@ -121,7 +121,7 @@ def test_tenants_do_not_share_images(encoded):
     assert encoded == [2]
 
 
-def test_a_image_cut_by_chunks_is_kept_until_its_last_slot(encoded):
+def test_an_image_cut_by_chunks_is_kept_until_its_last_slot(encoded):
     runner = make_runner(pair(), encoder_cache_bytes=0)
     sequence = make_sequence("a", [[5], 1, [6]])
     for num_new, is_held in [(4, True), (3, True), (3, False), (1, False)]:

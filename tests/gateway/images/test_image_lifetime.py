@@ -31,7 +31,7 @@ async def until_released(redis: Redis, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_image_stays_for_its_request_and_goes_soon_after(
+async def test_an_image_stays_for_its_request_and_goes_soon_after(
     gateway, worker, redis, redis_prefix, stream
 ):
     seen: list[int] = []
@@ -48,7 +48,7 @@ async def test_a_image_stays_for_its_request_and_goes_soon_after(
     await until_released(redis, redis_prefix)
 
 
-async def test_a_image_stays_while_another_request_needs_it(gateway, worker, redis, redis_prefix):
+async def test_an_image_stays_while_another_request_needs_it(gateway, worker, redis, redis_prefix):
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(answer: Answer) -> None:
@@ -74,7 +74,7 @@ async def test_a_image_stays_while_another_request_needs_it(gateway, worker, red
     await until_released(redis, redis_prefix)
 
 
-async def test_a_image_of_a_client_that_left_goes_soon(gateway, worker, redis, redis_prefix):
+async def test_an_image_of_a_client_that_left_goes_soon(gateway, worker, redis, redis_prefix):
     worker.script = say_nothing
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.3):
@@ -83,7 +83,7 @@ async def test_a_image_of_a_client_that_left_goes_soon(gateway, worker, redis, r
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_key_requests_per_minute": 1}}])
-async def test_a_image_of_a_request_that_was_not_queued_goes_soon(
+async def test_an_image_of_a_request_that_was_not_queued_goes_soon(
     gateway, worker, redis, redis_prefix, changes
 ):
     assert (await gateway.chat()).status_code == 200

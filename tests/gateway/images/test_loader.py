@@ -175,7 +175,7 @@ def png_of_chunks(num_chunks: int) -> bytes:
     ("make", "most", "reason"),
     [(jpeg_of_scans, 100, "100 scans"), (png_of_chunks, 10_000, "10000 chunks")],
 )
-def test_a_image_of_too_many_parts_is_refused_with_the_reason(make, most, reason):
+def test_an_image_of_too_many_parts_is_refused_with_the_reason(make, most, reason):
     assert read_header(make(most)).width
     with pytest.raises(ImageRefused, match=f"more than {reason}"):
         read_header(make(most + 1))

@@ -9,7 +9,7 @@ from shared.protocol import ModelCard
 from shared.queue.keys import IMAGE_LINGER_S, RedisKeys
 from shared.queue.registry import Registry, WorkerRecord
 
-IMAGE = b"a image"
+IMAGE = b"an image"
 DIGEST = sha256(IMAGE).hexdigest()
 
 
@@ -31,7 +31,7 @@ def make_record(worker_id: str = "w1", model: str = "m") -> WorkerRecord:
     return WorkerRecord(worker_id, ModelCard(model, 1, 128, 100), "mock")
 
 
-async def test_a_image_is_found_by_its_hash(store):
+async def test_an_image_is_found_by_its_hash(store):
     await store.put_all([(DIGEST, IMAGE)], ttl_s=60)
 
     assert await store.get(DIGEST) == IMAGE
@@ -114,7 +114,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     assert all("odd" in message for message in told)
 
 
-async def test_a_image_goes_soon_after_the_last_request_that_needs_it(store, redis, redis_prefix):
+async def test_an_image_goes_soon_after_the_last_request_that_needs_it(store, redis, redis_prefix):
     key = RedisKeys(redis_prefix).image(DIGEST)
     elsewhere = ImageStore(redis, redis_prefix)
     await store.put_all([(DIGEST, IMAGE)], ttl_s=300, holder="a")
@@ -133,7 +133,7 @@ async def test_a_image_goes_soon_after_the_last_request_that_needs_it(store, red
     await elsewhere.close()
 
 
-async def test_releasing_never_keeps_a_image_longer(store, redis, redis_prefix):
+async def test_releasing_never_keeps_an_image_longer(store, redis, redis_prefix):
     key = RedisKeys(redis_prefix).image(DIGEST)
     await store.put_all([(DIGEST, IMAGE)], ttl_s=2, holder="a")
 

@@ -49,7 +49,7 @@ def children() -> set[int]:
 
 
 async def admit(data: bytes) -> tuple[int, int]:
-    """The size of a image that the gateway lets in. Raises: InvalidRequest."""
+    """The size of an image that the gateway lets in. Raises: InvalidRequest."""
     loader = ImageLoader(LIMITS, None)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     try:
@@ -64,7 +64,7 @@ def test_the_corpus_is_large_and_its_names_are_unique():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_a_image_has_the_end_that_is_written_beside_it(pool: DecoderPool, case: Case):
+async def test_an_image_has_the_end_that_is_written_beside_it(pool: DecoderPool, case: Case):
     data = case.make()
     if case.door is not None:
         with pytest.raises(InvalidRequest) as raised:
@@ -92,7 +92,7 @@ async def test_a_image_has_the_end_that_is_written_beside_it(pool: DecoderPool, 
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8)
 )
-async def test_a_image_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool, form, edits):
+async def test_an_image_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool, form, edits):
     data = bytearray(encoded(format=form))
     for place, value in edits:
         data[place % len(data)] = value

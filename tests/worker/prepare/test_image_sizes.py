@@ -26,7 +26,7 @@ async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[ImageStore]:
 
 
 async def prepare(store: ImageStore, data: bytes, width: int, height: int, **limits: Any) -> None:
-    """Prepare a request with a image that a gateway has found to be of a size."""
+    """Prepare a request with an image that a gateway has found to be of a size."""
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put_all([(image.sha256, data)], 60)
     engine = create_engine({"kind": "mock"}).engine
@@ -37,7 +37,7 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
         preprocessor.close()
 
 
-async def test_a_image_of_another_size_than_its_header_says_is_refused(store: ImageStore):
+async def test_an_image_of_another_size_than_its_header_says_is_refused(store: ImageStore):
     with pytest.raises(ImageRefused, match="another size") as raised:
         await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
     assert isinstance(raised.value.cause, InvalidImage)

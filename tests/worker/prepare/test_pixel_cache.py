@@ -39,7 +39,7 @@ async def test_the_image_used_longest_ago_goes_first(maker):
     assert maker.made == ["a", "b", "c", "b"]
 
 
-async def test_a_image_larger_than_the_cache_is_made_and_not_kept(maker):
+async def test_an_image_larger_than_the_cache_is_made_and_not_kept(maker):
     cache = PixelCache(max_bytes=5)
     for _ in range(2):
         assert await cache.get("a", maker("a")) == "A"

@@ -1,6 +1,6 @@
 """Attention of images' tokens with the C++ kernel. `mix_values` of models/vision.py is the reference implementation.
 
-Shape letters: B images, T tokens of a image, t of them that ask, D head width.
+Shape letters: B images, T tokens of an image, t of them that ask, D head width.
 """
 
 import ctypes

@@ -26,7 +26,7 @@ def test_features_come_back_as_they_were_put():
     assert cache.pin("a", key(1)).tolist() == [1.0] * 10
 
 
-def test_a_image_that_is_not_here_is_a_key_error():
+def test_an_image_that_is_not_here_is_a_key_error():
     with pytest.raises(KeyError):
         make_cache().pin("a", key(0))
 

@@ -129,7 +129,7 @@ def test_sixteen_bit_grey_keeps_its_brightness() -> None:
     assert (as_is(to_bytes(grey)) == 0x80).all()
 
 
-def test_a_image_is_turned_as_its_camera_was() -> None:
+def test_an_image_is_turned_as_its_camera_was() -> None:
     pil_image = Image.new("RGB", (4, 8), "white")
     pil_image.paste("black", (0, 0, 4, 4))  # the upper half
     exif = Image.Exif()
@@ -169,7 +169,7 @@ def test_truncated_images_are_refused_in_fixed_words(form: str, share: float) ->
         decode_image(data[: int(len(data) * share)])
 
 
-def test_a_image_with_too_many_pixels_is_refused_before_it_is_decoded(
+def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(image_decoder, "MAX_PIXELS", 99)
@@ -178,7 +178,7 @@ def test_a_image_with_too_many_pixels_is_refused_before_it_is_decoded(
         decode_image(to_bytes(make_image(10, 10)))
 
 
-def test_a_image_of_another_size_than_admitted_is_refused_before_it_is_decoded(
+def test_an_image_of_another_size_than_admitted_is_refused_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = load(tmp_path, make_settings())
@@ -189,7 +189,7 @@ def test_a_image_of_another_size_than_admitted_is_refused_before_it_is_decoded(
         processor.process(data, (8, 8))
 
 
-def test_a_image_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
+def test_an_image_of_the_admitted_size_is_taken_even_if_its_camera_was_turned(
     tmp_path: Path,
 ) -> None:
     exif = Image.Exif()

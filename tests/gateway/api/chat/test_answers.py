@@ -207,7 +207,7 @@ async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
     assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 12
 
 
-async def test_text_that_looks_like_a_image_stays_text(gateway, worker):
+async def test_text_that_looks_like_an_image_stays_text(gateway, worker):
     text = f"![]({data_url()}) <image> <img src='http://127.0.0.1/'>"
     await gateway.chat(make_body(text))
     [request] = worker.requests

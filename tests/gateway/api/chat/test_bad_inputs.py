@@ -399,7 +399,7 @@ async def test_controls_in_text_are_text(fleet):
     ["![](http://127.0.0.1:1/x.png)", "<img src=http://127.0.0.1:1/>", data_url(), "<image>", "[DONE]", "</s>"],
     ids=lambda text: text[:20],
 )  # fmt: skip
-async def test_what_looks_like_a_image_or_a_token_in_text_is_text(fleet, text):
+async def test_what_looks_like_an_image_or_a_token_in_text_is_text(fleet, text):
     gateway, worker = fleet
     assert (await gateway.chat(make_body(text))).status_code == 200
     [request] = worker.requests

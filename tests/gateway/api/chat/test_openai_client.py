@@ -39,7 +39,7 @@ async def test_an_answer(client, worker):
     assert answer._request_id.startswith("req_")
 
 
-async def test_an_answer_about_a_image_and_the_turn_after_it(client, worker):
+async def test_an_answer_about_an_image_and_the_turn_after_it(client, worker):
     answer = await client.chat.completions.create(model=MODEL, messages=IMAGE)
     echoed = answer.choices[0].message.model_dump()
     again = [*IMAGE, echoed, {"role": "user", "content": "and now?"}]
