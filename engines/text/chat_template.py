@@ -37,6 +37,8 @@ _PROBE = "probe"
 class ChatTemplate:
     """A compiled template, and whether it takes contents as lists of parts or as one string.
 
+    `image_token` is what it writes where an image is; empty for a model that takes none.
+
     Raises: UnusableTemplate.
     """
 
@@ -47,8 +49,10 @@ class ChatTemplate:
         self._image_token = image_token
         self._renderer = CompiledTemplate(source, dict(variables or {}))
         self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
-        if self._content == "string" and not self._is_probe_rendered(f"{image_token}\n{_PROBE}"):
-            raise UnusableTemplate("the chat template has no place for images")
+        probe = f"{image_token}\n{_PROBE}" if image_token else _PROBE
+        if self._content == "string" and not self._is_probe_rendered(probe):
+            missing = "images" if image_token else "texts"
+            raise UnusableTemplate(f"the chat template has no place for {missing}")
 
     def render(self, messages: Sequence[ChatMessage], texts: Sequence[Sequence[str]]) -> str:
         """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`.
@@ -82,7 +86,8 @@ class ChatTemplate:
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
 
     def _takes_parts(self) -> bool:
-        return self._is_probe_rendered([{"type": "image"}, {"type": "text", "text": _PROBE}])
+        images = [{"type": "image"}] if self._image_token else []
+        return self._is_probe_rendered([*images, {"type": "text", "text": _PROBE}])
 
     def _is_probe_rendered(self, content: list[dict[str, str]] | str) -> bool:
         try:
@@ -91,8 +96,8 @@ class ChatTemplate:
             return False
         # A template that expects a string prints the list itself.
         is_list_printed = "'type'" in text or '"type"' in text
-        found = (text.count(self._image_token), text.count(_PROBE))
-        return found == (1, 1) and not is_list_printed
+        num_images = text.count(self._image_token) if self._image_token else 1
+        return (num_images, text.count(_PROBE)) == (1, 1) and not is_list_printed
 
 
 def read_chat_template(directory: Path) -> str | None:

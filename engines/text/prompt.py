@@ -66,8 +66,10 @@ class PromptTokenizer(Protocol):
 class PromptBuilder:
     """Makes prompts for one model."""
 
-    def __init__(self, tokenizer: PromptTokenizer, template: ChatTemplate, slot_id: int) -> None:
-        """`slot_id` is the token of image slots; the template spells it once where an image is."""
+    def __init__(
+        self, tokenizer: PromptTokenizer, template: ChatTemplate, slot_id: int | None
+    ) -> None:
+        """`slot_id` is the token of image slots; the template spells it once where an image is. None: no images."""
         self._tokenizer = tokenizer
         self._template = template
         self._slot_id = slot_id
@@ -108,7 +110,7 @@ class PromptBuilder:
             pieces += [rendered[end:start], item.text]
             length += start - end + len(item.text)
             places.append((length - len(item.text), length))
-            end = start + len(self._spelling.text_of(self._slot_id))
+            end = start + len(self._spelling.run_text)
         return "".join([*pieces, rendered[end:]]), places
 
     def _encode(
@@ -150,7 +152,7 @@ class PromptBuilder:
                 f"{item.num_tokens}."
             )
         run_ids = token_ids[offset:stop]
-        if run_ids.count(self._slot_id) == len(run_ids):
+        if all(token_id == self._slot_id for token_id in run_ids):
             return ImageInput(offset, item.num_tokens, item.hash, item.pixels, grid=item.grid)
         is_slot = [token_id == self._slot_id for token_id in run_ids]
         edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
@@ -174,7 +176,7 @@ class ControlSpelling:
             if token.id == slot_id and is_alone:
                 spelled[text] = f"(?P<run>(?:{re.escape(text)})+)"
         self._run_pattern = re.compile("|".join(spelled.values()) or r"(?!)")
-        self._run_text = next((text for text, token in tokens.items() if token.id == slot_id), "")
+        self.run_text = next((text for text, token in tokens.items() if token.id == slot_id), "")
         # What a text may begin or end with to make a control token together with its neighbours.
         self._heads = tuple({t[:end] for t in tokens for end in range(1, len(t))})
         self._tails = tuple({t[start:] for t in tokens for start in range(1, len(t))})
@@ -193,10 +195,6 @@ class ControlSpelling:
         stop = len(text.rstrip())
         return text[:start] + head + body + tail + text[stop:]
 
-    def text_of(self, token_id: int) -> str:
-        """How a control token is spelled."""
-        return next(text for text, token in self._tokens.items() if token.id == token_id)
-
     def find(self, text: str) -> list[tuple[int, ControlToken]]:
         """The control tokens of a text, each with the place where its spelling begins."""
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
@@ -210,7 +208,7 @@ class ControlSpelling:
         start = 0
         for match in self._run_pattern.finditer(rendered):
             is_run = match.lastgroup == "run"
-            token = self._tokens[self._run_text if is_run else match[0]]
+            token = self._tokens[self.run_text if is_run else match[0]]
             count = len(match[0]) // len(token.text)
             piece = rendered[start : match.start()]
             pieces.append((piece.rstrip() if token.lstrip else piece, token, match.start(), count))

@@ -7,7 +7,7 @@ Used by the tokenizer. Three kinds are known: byte-level (GPT-2's alphabet), sen
 import re
 from typing import Any
 
-from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.base import UnsupportedCheckpoint
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

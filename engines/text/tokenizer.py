@@ -12,12 +12,12 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.text.prompt import ControlToken
 from engines.text.token_bytes import ByteDecoder
-from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.models.hf_config import MAX_VOCAB_SIZE
 
+MAX_VOCAB_SIZE = 2**21
 #: of a text by a normalizer, or of a token by a decoder
 MAX_GROWTH = 64
 _NAMED = (
@@ -38,18 +38,19 @@ class HfTokenizer:
     Raises: UnsupportedCheckpoint.
     """
 
-    def __init__(self, directory: Path, image_token_id: int, template: str = "") -> None:
+    def __init__(self, directory: Path, image_token_id: int | None, template: str = "") -> None:
+        """`image_token_id` is None for a model that takes no images."""
         content = _read_tokenizer_json(directory)
         settings = read_json(directory / "tokenizer_config.json")
         self.special_variables = _special_variables(settings)
         backend = _load_backend(content, settings)
         self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._texts = {index: text for text, index in self._ids.items()}
-        if image_token_id not in self._texts:
+        if image_token_id is not None and image_token_id not in self._texts:
             raise UnsupportedCheckpoint(
                 f"the tokenizer has no token with the image's id {image_token_id}"
             )
-        self.image_token = self._texts[image_token_id]
+        self.image_token = "" if image_token_id is None else self._texts[image_token_id]
         self.vocab_size = max(self._texts) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise UnsupportedCheckpoint(

@@ -179,10 +179,10 @@ class TorchRunner:
         What it leaves in the KV cache belongs to nobody; the image cache is empty afterwards.
         """
         image = self.model.example_image()
-        num_slots = image.num_tokens
+        num_slots = 0 if image is None else image.num_tokens
         num_blocks = min(self.num_blocks, -(-(num_slots + 2) // self.block_size))
         num_tokens = min(num_slots + 1, num_blocks * self.block_size - 1, self.max_model_len - 1)
-        images = (image,) if num_tokens > num_slots else ()
+        images = (image,) if image is not None and num_tokens > num_slots else ()
         sequence = Sequence(
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )

@@ -72,6 +72,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         created_at=int(time.time()),
         max_model_len=engine.max_model_len,
         vocab_size=config.text.vocab_size,
+        supports_images=processor.image_tokens > 0,
         image_tokens=processor.image_tokens,
     )
     return LoadedEngine(engine, card)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
+from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.torch_backend.models.config import (
     RopeScaling,
     TextConfig,
@@ -19,7 +20,6 @@ from engines.torch_backend.models.config import (
 
 #: who wrote a `quantization_config`
 QUANT_METHOD = "vlm-fleet"
-MAX_VOCAB_SIZE = 2**21
 MAX_IMAGE_SIZE = 2048
 _SCHEMES = ("int8", "int4")
 _TEXT_KINDS = ("llama", "mistral", "qwen2")

@@ -137,6 +137,7 @@ class LlavaFamily:
     """LLaVA 1.5 and its kin."""
 
     architectures = (_ARCHITECTURE,)
+    model_type = "llava"
 
     def check(self, config: Fields) -> VLMConfig:
         """CLIP's tower, two linear maps, a decoder of the LLaMA family. Raises: UnsupportedCheckpoint."""

@@ -1,7 +1,6 @@
 """Families of models: everything that the backend knows of one kind of checkpoint, found by its architecture.
 
-A family is one file beside this one. The loader asks here and never for a class by name; a family that is not
-built in is registered before a model is loaded.
+A family is one file beside this one and a line in `_BUILT_IN`. The loader asks here and never for a class by name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,6 +56,15 @@ class WeightPart:
     count: int
 
 
+class NoTower(nn.Module):
+    """Stands for tower and projector where a model takes no images."""
+
+    blocks = ()
+
+    def bind(self, *_: Any) -> None:
+        """There is nothing to compute."""
+
+
 class FamilyModel(nn.Module):
     """A model as the runner drives it: a decoder, and images that become rows among its embeddings."""
 
@@ -64,6 +72,10 @@ class FamilyModel(nn.Module):
     vision_tower: Any  #: of squares, which are encoded in batches or in parts
     multi_modal_projector: Any
     language_model: Llama
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision_tower = self.multi_modal_projector = NoTower()
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
@@ -79,17 +91,18 @@ class FamilyModel(nn.Module):
 
     def num_features(self, pixels: Any) -> int | None:
         """Rows of features that an image's pixels become; None for what is none of this model's."""
-        raise NotImplementedError
+        return None
 
-    def example_image(self) -> ImageInput:
-        """An image to warm up with, at offset 0."""
-        raise NotImplementedError
+    def example_image(self) -> ImageInput | None:
+        """An image to warm up with, at offset 0; None where a model takes none."""
+        return None
 
 
 class ModelFamily(Protocol):
     """One kind of checkpoint. Its methods are called in this order."""
 
     architectures: tuple[str, ...]  #: of `config.json`
+    model_type: str  #: of a `config.json` that names no architecture
 
     def check(self, config: Fields) -> ModelConfig:
         """The model's configuration. Raises: UnsupportedCheckpoint, with the field and the reason."""
@@ -121,11 +134,6 @@ def registered(family: ModelFamily) -> Iterator[None]:
         _registered.remove(family)
 
 
-def register(family: ModelFamily) -> None:
-    """Know a family from now on, before those that are built in."""
-    _registered.insert(0, family)
-
-
 def find_family(directory: Path) -> tuple[ModelFamily, Any]:
     """The family of a checkpoint, and its checked configuration. Raises: UnsupportedCheckpoint."""
     return check_config(read_fields(directory))
@@ -139,17 +147,15 @@ def read_config(directory: Path) -> Any:
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     """As `find_family`, of the fields of a `config.json`."""
     families = [*_registered, *_built_in()]
-    given = config.get("architectures")
-    if given is None and config.get("model_type", "llava") == "llava":
-        given = ["LlavaForConditionalGeneration"]
+    given, kind = config.get("architectures"), config.get("model_type")
     for family in families:
-        if isinstance(given, list) and any(name in given for name in family.architectures):
+        is_named = isinstance(given, list) and any(name in given for name in family.architectures)
+        if is_named or (given is None and kind == family.model_type):
             return family, family.check(config)
     known = ", ".join(name for family in families for name in family.architectures)
     raise config.refuse(
         "architectures",
-        f"is {shown(given)}, model_type {shown(config.get('model_type'))}; these can be run: {known}, such as the "
-        "checkpoints of llava-hf",
+        f"is {shown(given)}, model_type {shown(kind)}; these can be run: {known}",
     )
 
 

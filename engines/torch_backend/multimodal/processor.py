@@ -4,11 +4,11 @@ Called by the worker's pool. Thread-safe: nothing in it changes.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.base import Decode, Positions, UnsupportedCheckpoint
+from engines.base import Decode, InvalidImage, Positions, UnsupportedCheckpoint
 from engines.core.runner import Prompt, Tokenizer
 from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
@@ -21,13 +21,13 @@ class MultimodalProcessor(Protocol):
     """What a family knows of the way from images to prompts. Thread-safe."""
 
     @property
-    def slot_id(self) -> int:
-        """The token that stands where a row of features goes, and for a whole image in the chat template."""
+    def slot_id(self) -> int | None:
+        """None for a model that takes no images. The token that stands where a row of features goes, and for a whole image in the chat template."""
         ...
 
     @property
     def image_tokens(self) -> int:
-        """The most tokens that one image may come to."""
+        """The most tokens that one image may come to; 0 for a model that takes none."""
         ...
 
     @property
@@ -53,6 +53,27 @@ class MultimodalProcessor(Protocol):
     def positions(self, prompt: Prompt) -> Positions:
         """Rotary positions of the prompt's tokens, a row for each that a token has; () counts tokens."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextOnly:
+    """The processor of a family that takes no images."""
+
+    template: str
+    slot_id: None = None
+    image_tokens: int = 0
+
+    def process(self, data: bytes, expected_size: tuple[int, int], decode: Decode) -> Any:
+        """Raises: InvalidImage."""
+        raise InvalidImage("The model takes no images.")
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """There are none."""
+        return []
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """Tokens are counted."""
+        return ()
 
 
 class TorchProcessor:

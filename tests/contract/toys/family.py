@@ -93,6 +93,7 @@ class TiledLlavaFamily:
     """LLaVA's decoder, tower and names, with images of its own."""
 
     architectures = (ARCHITECTURE,)
+    model_type = "tiled_llava"
 
     def check(self, config: Fields) -> VLMConfig:
         """As LLaVA, without the class token."""
