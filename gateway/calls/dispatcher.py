@@ -16,13 +16,13 @@ import msgspec
 from gateway.calls.key_limits import held_tokens
 from gateway.calls.open_call import OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
+from shared.queue.api import GatewayQueue
 from shared.queue.mailbox import Mailbox
 from shared.queue.submit import (
     Bounds,
     DuplicateRequest,
     QueueRefused,
     QueueUnavailable,
-    RequestQueue,
 )
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -49,7 +49,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        queue: RequestQueue,
+        queue: GatewayQueue,
         mailbox: Mailbox,
         metrics: GatewayMetrics,
         *,
