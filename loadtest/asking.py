@@ -1,7 +1,7 @@
-"""Asks one question at a time on whatever connection is free, checks the answer, and tells of it in a record.
+"""Asks one question at a time on whatever connection is free, checks the answer, and tells of it in
+a record.
 
-Called by the users of the closed loop and by the open loop, from many greenlets at once. It must not know who
-decides when a question is asked.
+Called by the users of the closed loop and by the open loop, from many greenlets at once.
 """
 
 import random

@@ -1,6 +1,7 @@
-"""How work comes in: the loops that claim requests, batch work where that leaves room, and what others have left.
+"""How work comes in: the loops that claim requests, batch work where that leaves room, and what
+others have left.
 
-Called by the worker, one loop a coroutine. It must not know what becomes of a claim.
+Called by the worker, one loop a coroutine.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The one thread that calls the engine, and the bridge between it and the event loop.
 
-Nobody polls: commands wake the thread through a condition, and what a step has to say wakes the loop once.
-It must not know Redis or what the events mean.
+Nobody polls: commands wake the thread through a condition, and what a step has to say wakes the
+loop once.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A small HTTP server for probes and metrics: `/healthz`, `/readyz`, `/metrics`.
 
-It answers from the worker's own event loop and asks nobody else: alive is a worker whose engine moves while
-it has work, ready is one that takes requests. It must not know Redis.
+It answers from the worker's own event loop and asks nobody else: alive is a worker whose engine
+moves while it has work, ready is one that takes requests.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""The worker: has requests claimed that its engine can start, publishes what the engine says, keeps the leases.
+"""The worker: has requests claimed that its engine can start, publishes what the engine says, keeps
+the leases.
 
-One loop is one named coroutine; `run` starts them all. It must not know how an engine computes.
+One loop is one named coroutine; `run` starts them all.
 """
 
 import asyncio

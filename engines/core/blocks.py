@@ -1,8 +1,7 @@
 """Which KV block belongs to whom, and which blocks hold a prefix that others may share.
 
-Called by the scheduler. It must not know tensors, budgets or queues: blocks are numbers, prefixes
-chains of hashes. A hash covers all that a block's keys and values depend on: the blocks before it,
-its token ids, every image that touches it and where, and the tenant's salt at the root.
+Called by the scheduler. A hash covers all that a block's keys and values depend on: the blocks
+before it, its token ids, every image that touches it and where, and the tenant's salt at the root.
 """
 
 from array import array

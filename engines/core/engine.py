@@ -1,7 +1,7 @@
 """The engine: scheduler, runner and detokenizers, put together to one step.
 
-Called by the worker's engine thread, over a mock or a torch runner alike. It must not know tensors,
-Redis or HTTP. Clock readings are `time.perf_counter` and stay here; durations leave.
+Called by the worker's engine thread, over a mock or a torch runner alike. Clock readings are
+`time.perf_counter` and stay here; durations leave.
 """
 
 import time

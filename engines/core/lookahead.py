@@ -1,7 +1,7 @@
 """The step behind one whose tokens are not known yet.
 
-Used by the step pipeline, beside the scheduler. It plans one kind of step, everybody decoding on, and changes nothing
-but block tables, which may grow early. It must not know tensors, runners or clocks.
+Used by the step pipeline, beside the scheduler. It plans one kind of step, everybody decoding on,
+and changes nothing but block tables, which may grow early.
 """
 
 from engines.core.scheduler import Scheduler

@@ -1,9 +1,10 @@
 """Who computes how many tokens in the next step.
 
-Called by the engine. It must not know tensors, text or clocks. One loop over one token budget: the running sequences,
-oldest first, then the waiting ones. Prefill in chunks, prefix hits, preemption and taking over a request are the same
-thing: `num_computed_tokens` has to catch up with `num_tokens`. Among running and waiting alike, batch work stands
-behind all interactive work. Beside interactive streams prompts have a smaller budget, so that these stay smooth.
+Called by the engine. One loop over one token budget: the running sequences, oldest first, then the
+waiting ones. Prefill in chunks, prefix hits, preemption and taking over a request are the same
+thing: `num_computed_tokens` has to catch up with `num_tokens`. Among running and waiting alike,
+batch work stands behind all interactive work. Beside interactive streams prompts have a smaller
+budget, so that these stay smooth.
 """
 
 from collections import OrderedDict

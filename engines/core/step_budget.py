@@ -1,6 +1,6 @@
 """How much one step may compute on a device whose memory may turn out too small for it.
 
-Used by the engine, in front of the scheduler. It must not know what a step computes, or with what.
+Used by the engine, in front of the scheduler.
 """
 
 import logging

@@ -1,8 +1,9 @@
 """Launches the scheduler's steps and waits for them: one by one, or one behind another.
 
-Used by the engine. While the device computes a step, the one behind it is planned and launched if it can be known
-(`lookahead`), so that the device does not rest while the host handles tokens. Whatever else has to happen - prompts,
-images, newcomers, preemption, failures - happens when no step is under way. It must not know text or clocks.
+Used by the engine. While the device computes a step, the one behind it is planned and launched if
+it can be known (`lookahead`), so that the device does not rest while the host handles tokens.
+Whatever else has to happen - prompts, images, newcomers, preemption, failures - happens when no
+step is under way.
 """
 
 from contextlib import suppress

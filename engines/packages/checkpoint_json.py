@@ -1,6 +1,7 @@
-"""The JSON files of a checkpoint, read without trust: bounded in size and depth, each field with its type and limits.
+"""The JSON files of a checkpoint, read without trust: bounded in size and depth, each field with
+its type and limits.
 
-Whatever is wrong is an `UnsupportedCheckpoint` that names file and field. It must not know what the fields are for.
+Whatever is wrong is an `UnsupportedCheckpoint` that names file and field.
 """
 
 import json

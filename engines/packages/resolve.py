@@ -1,7 +1,8 @@
-"""A model's name to the directory with its files: built in, on this disk, or from the Hugging Face hub.
+"""A model's name to the directory with its files: built in, on this disk, or from the Hugging Face
+hub.
 
-Called by the loader. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean everywhere.
-It must not know what the files hold.
+Called by the loader. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean
+everywhere.
 """
 
 import io

@@ -1,7 +1,7 @@
 """A checkpoint's chat template: conversation in, prompt text out.
 
-Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's sandbox, with limits of
-time and memory. It must not know tokens beyond their spelling.
+Used by the prompt builder. Templates come from strangers: they see plain data only, in jinja's
+sandbox, with limits of time and memory.
 """
 
 from collections.abc import Mapping, Sequence

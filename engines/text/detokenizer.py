@@ -1,7 +1,7 @@
 """Tokens to text while they come, exactly: the pieces add up to the decoding of the whole.
 
-Called by the engine, one object per answer. It must not know models, sequences or the wire. A
-character whose bytes are not all there is held back; so is text that may become a stop string.
+Called by the engine, one object per answer. A character whose bytes are not all there is held back;
+so is text that may become a stop string.
 """
 
 from codecs import utf_8_decode

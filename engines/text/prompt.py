@@ -1,12 +1,13 @@
 """Conversations to token ids with slots for images.
 
-Called by the torch processor. The law of this module: only the chat template can write a control token. A
-user's `<image>` or `</s>` stays ordinary text, in one message part or spread over several, and there are as
-many runs of image slots as image parts. It must not know tensors, files or the wire.
+Called by the torch processor. The law of this module: only the chat template can write a control
+token. A user's `<image>` or `</s>` stays ordinary text, in one message part or spread over several,
+and there are as many runs of image slots as image parts.
 
-How: where a user's text spells a control token, a random guard is put inside; the rendered prompt is cut at
-the control tokens that are left, which are the template's; the guards are taken out, and the pieces between
-are encoded as plain text. Without such spellings no guard is put, and the ids are those of transformers.
+How: where a user's text spells a control token, a random guard is put inside; the rendered prompt
+is cut at the control tokens that are left, which are the template's; the guards are taken out, and
+the pieces between are encoded as plain text. Without such spellings no guard is put, and the ids
+are those of transformers.
 """
 
 import re

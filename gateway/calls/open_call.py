@@ -1,6 +1,6 @@
 """One client request in flight: the events of its choices, in order, without gap or duplicate.
 
-The dispatcher delivers; one consumer receives. It must not know Redis, HTTP or the wire's chunks.
+The dispatcher delivers; one consumer receives.
 """
 
 import asyncio

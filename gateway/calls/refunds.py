@@ -1,8 +1,9 @@
-"""What answers came to beyond what was taken for them, or less: told to Redis once they have ended, on no request's way.
+"""What answers came to beyond what was taken for them, or less: told to Redis once they have ended,
+on no request's way.
 
-A limit in tokens a minute takes what a request may come to as it comes in. How long an answer became is in Redis,
-where it is right whoever died; who has gone on without its client is asked about until it ends. If this gateway dies
-first, what was taken stands. It must not know requests or HTTP.
+A limit in tokens a minute takes what a request may come to as it comes in. How long an answer
+became is in Redis, where it is right whoever died; who has gone on without its client is asked
+about until it ends. If this gateway dies first, what was taken stands.
 """
 
 import asyncio

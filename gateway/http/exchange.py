@@ -1,7 +1,5 @@
-"""One HTTP exchange seen from an ASGI application: reads that notice the client leaving, and the two parts of an answer.
-
-It must not know what is said, nor how long a client may leave its answer unread: the server hangs up on who does, which
-is seen here as leaving.
+"""One HTTP exchange seen from an ASGI application: reads that notice the client leaving, and the
+two parts of an answer.
 """
 
 from starlette.types import Receive, Send

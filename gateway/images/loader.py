@@ -1,7 +1,8 @@
-"""The images of a request: from their URLs to checked bytes and the references that travel in the queue.
+"""The images of a request: from their URLs to checked bytes and the references that travel in the
+queue.
 
-Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices, as decoding
-holds the interpreter lock. It must not know Redis or the model.
+Bytes stay encoded; decoding is the worker's. Large base64 is decoded off the event loop, in slices,
+as decoding holds the interpreter lock.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""Encoded images beside the queue, by the SHA-256 of their bytes, for as long as a request needs them.
+"""Encoded images beside the queue, by the SHA-256 of their bytes, for as long as a request needs
+them.
 
-Called by the gateway (put, release) and the worker (get). It must not know formats or pixels.
+Called by the gateway (put, release) and the worker (get).
 """
 
 import asyncio

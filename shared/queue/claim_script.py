@@ -1,4 +1,4 @@
-"""How a worker calls the claim script, and what it answers, as a claim. It must not know who sends the calls."""
+"""How a worker calls the claim script, and what it answers, as a claim."""
 
 from secrets import token_hex
 from typing import Any

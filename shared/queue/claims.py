@@ -1,7 +1,8 @@
-"""The worker's end of the queue: claim requests, keep their leases, publish their events, give them back.
+"""The worker's end of the queue: claim requests, keep their leases, publish their events, give them
+back.
 
-A claim is one attempt at a request. Its number fences all earlier attempts: what they still send is refused.
-It must not know engines; it sees requests and events.
+A claim is one attempt at a request. Its number fences all earlier attempts: what they still send is
+refused.
 """
 
 import asyncio

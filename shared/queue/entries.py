@@ -1,6 +1,7 @@
-"""What lies in a model's queue, as a worker sees it: entries that wait, that it holds, and that nobody holds any more.
+"""What lies in a model's queue, as a worker sees it: entries that wait, that it holds, and that
+nobody holds any more.
 
-Called by `RequestClaims`. It must not know requests: an entry is an id and its fields.
+Called by `RequestClaims`.
 """
 
 from collections.abc import Sequence, Set

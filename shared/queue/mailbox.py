@@ -1,7 +1,6 @@
-"""A gateway's mailbox: one stream per model into which workers post events, one reader for all of them.
-
-It must not know what an event means. Whatever could make events disappear - a trimmed stream, a mailbox
-that Redis lost, an entry that cannot be read - is told to the caller, who then looks at the requests' own logs.
+"""A gateway's mailbox: one stream per model into which workers post events, one reader for all of
+them. Whatever could make events disappear - a trimmed stream, a mailbox that Redis lost, an
+entry that cannot be read - is told to the caller, who then looks at the requests' own logs.
 """
 
 import asyncio

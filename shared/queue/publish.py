@@ -1,6 +1,5 @@
-"""Sends what workers say: to each request's log, and to the mailboxes of the gateways that wait for it.
-
-It must not know what an event means, only whether it is a request's last.
+"""Sends what workers say: to each request's log, and to the mailboxes of the gateways that wait for
+it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Who serves which model: workers announce themselves, gateways look.
 
-Records expire by themselves. A model stays known for a day after its last worker, so that a fleet whose
-workers are all restarting keeps queueing. It must not know how a worker works.
+Records expire by themselves. A model stays known for a day after its last worker, so that a fleet
+whose workers are all restarting keeps queueing.
 """
 
 import asyncio

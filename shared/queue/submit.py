@@ -1,6 +1,6 @@
 """The gateway's end of the queue: put requests in, take them back, ask how they stand.
 
-Calls of one loop turn travel in one write. It must not know HTTP or what becomes of the events.
+Calls of one loop turn travel in one write.
 """
 
 from collections.abc import Sequence

