@@ -94,6 +94,11 @@ def load_mock(max_num_seqs: int = 8, **mock: Any) -> LoadedEngine:
             "mock": make_mock(**mock),
         }
     )
+    return stoppable(loaded)
+
+
+def stoppable(loaded: LoadedEngine) -> LoadedEngine:
+    """The same engine, under the test's control."""
     return LoadedEngine(StoppableEngine(loaded.engine), loaded.card)
 
 
@@ -124,7 +129,7 @@ class RunningWorker:
 @asynccontextmanager
 async def run_worker(
     ends: Ends, worker_id: str = "w", *, max_num_seqs: int = 8, mock: dict[str, Any] | None = None,
-    tracer: RequestTracer | None = None, **settings: Any,
+    tracer: RequestTracer | None = None, load: Callable[[], LoadedEngine] | None = None, **settings: Any,
 ) -> AsyncIterator[RunningWorker]:  # fmt: skip
     """Run a worker until the block ends."""
     options: dict[str, Any] = {"heartbeat_s": 0.05, "lease_s": 10.0, "drain_s": 5.0, **settings}
@@ -132,7 +137,7 @@ async def run_worker(
     async with AsyncExitStack() as stack:
         running: list[RunningWorker] = []
         thread = EngineThread(
-            lambda: load_mock(max_num_seqs, **(mock or {})),
+            lambda: stoppable(load()) if load else load_mock(max_num_seqs, **(mock or {})),
             lambda events: running[0].worker.on_events(events),
         )
         stack.push_async_callback(thread.close)

@@ -17,7 +17,7 @@ from shared.queue.publication import Claim
 from worker.active_request import ActiveRequest
 from worker.engine_thread import Added, EngineEvent, EngineThread
 from worker.outbox import Outbox
-from worker.prepare.preparer import ImageRefused, ImageUnavailable, Preprocessor
+from worker.prepare.preparer import CannotContinue, ImageRefused, ImageUnavailable, Preprocessor
 from worker.trace import RequestTracer
 from worker.wire import Unreadable
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.25
 
 _CODES: tuple[tuple[type[EngineError], ErrorCode], ...] = (
+    (CannotContinue, ErrorCode.WORKER_LOST),
     (ImageUnavailable, ErrorCode.IMAGE_UNAVAILABLE),
     (InvalidImage, ErrorCode.INVALID_IMAGE),
     (PromptTooLong, ErrorCode.CONTEXT_LENGTH_EXCEEDED),

@@ -42,6 +42,10 @@ class ImageUnavailable(EngineError):
     """The bytes of an image are not in the image store."""
 
 
+class CannotContinue(EngineError):
+    """The answer was begun by a worker that was lost, and the engine cannot go on with it."""
+
+
 class ImageRefused(EngineError):
     """What is wrong with one of a request's images, and with which (by its index)."""
 
@@ -77,6 +81,11 @@ class Preprocessor:
     ) -> EngineInput:
         """The engine's input for a call, known to it as `engine_id`. Raises: EngineError."""
         task, tenant = request.task, request.tenant
+        if output_token_ids and not self._engine.capabilities().can_continue:
+            raise CannotContinue(
+                "The worker was lost in the middle of the answer, and this model's engine cannot "
+                "continue it: send the request again."
+            )
         num_chars = check_limits(task, self._limits)
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))

@@ -1,0 +1,101 @@
+"""An engine of one file that takes messages: no tokenizer, no scheduler, no image processor of ours.
+
+What stands behind it might be llama.cpp or a remote server. It answers with the conversation's last words, one a step;
+its token ids only count, and it cannot go on with an answer that another worker began.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engines.base import (
+    Capabilities,
+    Engine,
+    EngineCall,
+    EngineOutput,
+    EngineStats,
+    LoadedEngine,
+    PreparedImage,
+    Progress,
+)
+from engines.registry import EngineKind
+from engines.settings import EngineSettings
+from shared.protocol import FinishReason, ModelCard, Priority, StageTimings, TextPart, Usage
+
+
+class ToySettings(EngineSettings):
+    """One setting of its own."""
+
+    greeting: str = ""
+
+
+@dataclass
+class ToyInput:
+    """A conversation, and the answer's words that are still to come."""
+
+    request_id: str
+    priority: Priority
+    words: list[str]
+    usage: Usage
+    added_at: float = field(default_factory=time.perf_counter)
+    num_told: int = 0
+
+
+class ToyEngine(Engine[ToyInput]):
+    """Says a word a step for every request that it has."""
+
+    def __init__(self, settings: ToySettings) -> None:
+        self._settings = settings
+        self._running: dict[str, ToyInput] = {}
+        self._num_steps = 0
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self._settings.max_num_seqs)
+
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ToyInput:
+        parts = call.task.messages[-1].parts
+        words = " ".join(part.text for part in parts if isinstance(part, TextPart)).split()
+        sizes = [f"{len(image.content)}-bytes" for image in images]
+        words = [*self._settings.greeting.split(), *sizes, *words][: call.task.sampling.max_tokens]
+        return ToyInput(call.request_id, call.priority, words, Usage(len(words)))
+
+    def add(self, request: ToyInput) -> None:
+        self._running[request.request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+
+    def step(self) -> list[EngineOutput]:
+        self._num_steps += 1
+        return [self._say(request) for request in tuple(self._running.values())]
+
+    def _say(self, request: ToyInput) -> EngineOutput:
+        index = request.num_told
+        request.num_told += 1
+        output = EngineOutput(request.request_id, index, (index,), f" {request.words[index]}")
+        if index == 0:
+            output.usage = request.usage
+        if request.num_told == len(request.words):
+            del self._running[request.request_id]
+            output.finish_reason = FinishReason.STOP
+            output.usage = Usage(len(request.words), request.num_told)
+            output.timings = StageTimings(decode_s=time.perf_counter() - request.added_at)
+        return output
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self._running), num_steps=self._num_steps)
+
+    def close(self) -> None:
+        self._running.clear()
+
+
+def create(settings: ToySettings, progress: Progress | None) -> LoadedEngine:
+    """The toy has nothing to load."""
+    card = ModelCard(settings.served_name or "toy", int(time.time()), 1000, 1000)
+    return LoadedEngine(ToyEngine(settings), card)
+
+
+TOY = EngineKind(ToySettings, create)
