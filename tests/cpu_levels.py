@@ -2,18 +2,18 @@
 
 import pytest
 
-from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode, load_kernels
 from engines.torch_backend.ops.cpu_level import LEVELS, CpuLevel
+from engines.torch_backend.ops.registry import CpuKernels, Ops, cpu_ops
 
 COMPILED = [level for level in LEVELS if level.compiler_flags is not None]
 RUNNABLE = [level for level in COMPILED if not level.lacks()]
 
 
-def kernels_of(mode: Mode, level: CpuLevel) -> CpuKernels:
+def ops_of(mode: CpuKernels, level: CpuLevel) -> Ops:
     """Skips what this machine cannot run, and says why."""
     if reason := level.lacks():
         pytest.skip(reason)
-    kernels = load_kernels(mode, level)
-    if kernels is None:
+    ops = cpu_ops(mode, level)
+    if not ops.is_native:
         pytest.skip("no C++ compiler")
-    return kernels
+    return ops

@@ -15,9 +15,9 @@ from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import rename_weights
-from engines.torch_backend.ops.cpu.kernels import CpuKernels
-from engines.torch_backend.ops.cpu.packed_linear import pack_linears
 from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.ops.native.packed_linear import pack_linears
+from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -146,7 +146,7 @@ def quantize_pair(
     scheme: Scheme,
     *,
     same_weights: bool = True,
-    kernels: CpuKernels | None = None,
+    ops: Ops | None = None,
     level: CpuLevel | None = None,
 ) -> ModelPair:
     """Ours over quantized weights; theirs over what these stand for, or over the full ones as before.
@@ -164,8 +164,8 @@ def quantize_pair(
         if same_weights and isinstance(linear, QuantizedLinear):
             their_name = name.replace("language_model.model.", "model.language_model.")
             theirs.get_submodule(their_name).weight.data = linear.dequantized()
-    if kernels is not None:
-        pack_linears(ours, kernels, torch.float32)
+    if ops is not None:
+        pack_linears(ours, ops, torch.float32)
     elif level is not None:
         scheme.prepare(ours, level)
     return ModelPair(pair.config, theirs, ours.eval())
@@ -217,12 +217,10 @@ def make_runner(pair: ModelPair, **changes: Any) -> TorchRunner:
     return TorchRunner(pair.ours, config, torch.device("cpu"), torch.float32)
 
 
-def make_engine(
-    pair: ModelPair, kernels: CpuKernels | None = None, **changes: Any
-) -> BatchingEngine:
+def make_engine(pair: ModelPair, ops: Ops | None = None, **changes: Any) -> BatchingEngine:
     config = TorchSettings(**{"num_kv_blocks": 256, "block_size": 4, **changes})
     dtype = pair.ours.language_model.model.norm.weight.dtype
-    runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype, kernels=kernels)
+    runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype, ops=ops)
     return BatchingEngine(runner, NumberProcessor(), config)
 
 

@@ -16,7 +16,7 @@ def has_gpu() -> bool:
 DEVICE = torch.device("cuda" if has_gpu() else "cpu")
 
 
-def import_kernels(module: str) -> ModuleType:
-    """A module of the kernels' package; the tests that want it are skipped where triton is not installed."""
+def import_kernels(operator: str) -> ModuleType:
+    """The kernels of an operator; the tests that want it are skipped where triton is not installed."""
     pytest.importorskip("triton", reason="kernels are tested where triton is installed")
-    return pytest.importorskip(f"engines.torch_backend.ops.triton.{module}")
+    return pytest.importorskip(f"engines.torch_backend.ops.{operator}.triton")

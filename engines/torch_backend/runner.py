@@ -6,7 +6,6 @@ they live, the scheduler has decided; nothing here waits, queues or decides when
 
 import os
 import time
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,19 +17,13 @@ from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
-from engines.torch_backend.layers.attention import (
-    AttentionPlan,
-    Span,
-    paged_attention,
-    plan_attention,
-)
+from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
-from engines.torch_backend.ops.cpu.decoder import CpuDecoder
-from engines.torch_backend.ops.cpu.kernels import CpuKernels
+from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import Priority, SamplingParams
@@ -50,11 +43,11 @@ class TorchRunner:
         dtype: torch.dtype,
         num_threads: int = 0,
         free_before_load: int | None = None,
-        kernels: CpuKernels | None = None,
+        ops: Ops | None = None,
     ) -> None:
         """Take a loaded model and allocate its caches. `num_threads` 0: one for a small model, else torch's choice.
 
-        `kernels` are those that the model was loaded for; they compute it.
+        `ops` are those that the model was loaded for on a CPU; they compute it.
 
         `free_before_load` is the memory that was free before the weights came, in bytes: pages of mapped ones
         count as free still.
@@ -88,14 +81,13 @@ class TorchRunner:
             if is_cuda
             else None
         )
-        self._cpu_decoder = (
-            None if kernels is None else CpuDecoder(model.language_model, text, kernels, dtype)
-        )
+        self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
+        model.bind(self._ops, dtype)
         self._limit: PrefillLimit | None = None
         self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
-            self.model, self._encoder_cache, config.max_images_per_step, device, dtype, kernels
+            self.model, self._encoder_cache, config.max_images_per_step, device, dtype
         )
 
     def run(self, batch: Batch) -> StepResult:
@@ -153,7 +145,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("model", "_cpu_decoder", "_cuda", "_images", "_kv_pool", "_rotary"):
+        for name in ("model", "_cuda", "_images", "_kv_pool", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -228,17 +220,15 @@ class TorchRunner:
 
     def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
         """Hidden states of all new tokens. Shapes: returns (N, C)."""
-        decoder = self.model.language_model
         if plan.fresh_blocks is not None:
             self._kv_pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
         embeddings = self.model.embed(token_ids, self._images.place(items, plan.spans))
-        if self._cpu_decoder is not None:
-            return self._cpu_decoder(embeddings, self._rotary.at(positions), self._kv_pool, plan)
         if self._cuda is not None:
             return self._cuda.forward(embeddings, positions, plan)
-        attend = partial(paged_attention, self._kv_pool, plan)
-        return decoder(embeddings, self._rotary.at(positions), attend)
+        text, rotation = self.model.config.text, self._rotary.at(positions)
+        attend = self._ops["step_attention"](text, self._kv_pool, plan, rotation)
+        return self.model.language_model(embeddings, attend)
 
     def _token_inputs(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor]:
         """Ids and positions of all new tokens, in one transfer. Shapes: (N,), and (N,) or (R, N)."""
@@ -270,8 +260,7 @@ class TorchRunner:
         if len(sampling) < hidden.shape[0]:
             rows = torch.tensor([spans[place].stop - 1 for place in sampling], device=self._device)
             hidden = hidden[rows]
-        decoder = self._cpu_decoder or self.model.language_model
-        logits = decoder.logits(hidden)
+        logits = self.model.language_model.logits(hidden)
         sampled = [items[place] for place in sampling]
         positions = [item.output_position for item in sampled]
         sampled = sample(logits, [item.sequence for item in sampled], positions)

@@ -5,16 +5,17 @@ The interpreter's tests (`tests/engines/torch_backend/ops/test_triton_kernels.py
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from engines.torch_backend.graphs.cuda_graph import Drawing
-from engines.torch_backend.layers.varlen import find_varlen
 from engines.torch_backend.models.config import TextConfig
-from engines.torch_backend.ops.decoder_ops import DecoderOps
+from engines.torch_backend.ops.decode_attention.reference import attend_decodes
+from engines.torch_backend.ops.registry import Op, Site, choose, discover
+from engines.torch_backend.settings import GpuKernel
 from tests.factories_torch import make_text_config
 from tests.gpu.test_cuda import answers, core, load, make_requests, tiny
 from tests.triton_device import import_kernels
@@ -22,15 +23,14 @@ from tests.triton_device import import_kernels
 pytestmark = pytest.mark.gpu
 
 __all__ = ["tiny"]
-load_ops = import_kernels("load_ops")
-KERNELS, NAMES, Trial = load_ops.KERNELS, load_ops.NAMES, load_ops.Trial
+KERNELS = [op for op in discover() if any(c.name == "triton" for c in op.candidates)]
 CUDA = torch.device("cuda")
 SHAPES: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": {"num_kv_heads": 32, "intermediate_size": 11008},
     "grouped": {"num_kv_heads": 8, "intermediate_size": 14336},
     "narrow": {"num_kv_heads": 4, "intermediate_size": 5632, "head_dim": 64, "hidden_size": 2048},
 }
-FAST = (*NAMES, "cuda_graph", "varlen")
+FAST = (*get_args(GpuKernel),)
 
 
 def make_text(shape: str) -> TextConfig:
@@ -41,25 +41,26 @@ def make_text(shape: str) -> TextConfig:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_a_kernel_is_right_on_a_real_shape(
-    name: str, shape: str, dtype: torch.dtype, kv_dtype: str
+    op: Op, shape: str, dtype: torch.dtype, kv_dtype: Literal["auto", "int8"]
 ) -> None:
-    assert load_ops.find_complaint(name, Trial(make_text(shape), 16, kv_dtype, dtype, CUDA)) is None
+    [kernel] = [candidate for candidate in op.candidates if candidate.name == "triton"]
+    assert not op.complaint(kernel, Site(CUDA, dtype, make_text(shape), 16, kv_dtype))
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> None:
     text = make_text(shape)
-    pool = Trial(text, 16, "auto", torch.bfloat16, CUDA).pool()  # 8 blocks, named again and again
+    pool = Site(CUDA, torch.bfloat16, text).pool()  # 8 blocks, named again and again
     tables = torch.arange(256, device=CUDA, dtype=torch.int32).remainder(8).repeat(num_sequences, 1)
     lengths = torch.linspace(1, 4096, num_sequences, device=CUDA).to(torch.int64)
     query = torch.randn(
         num_sequences, text.num_heads, text.head_dim, device=CUDA, dtype=torch.bfloat16
     )
-    found = KERNELS.attend_decodes(pool, 0, query, tables, lengths)
-    expected = DecoderOps().attend_decodes(pool, 0, query, tables, lengths)
+    found = import_kernels("decode_attention").attend_decodes(pool, 0, query, tables, lengths)
+    expected = attend_decodes(pool, 0, query, tables, lengths)
     assert_close(found, expected, rtol=2e-2, atol=2e-3)
 
 
@@ -67,15 +68,15 @@ def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> N
 @pytest.mark.parametrize("shape", SHAPES)
 def test_this_torch_has_varlen_attention(shape: str, dtype: torch.dtype) -> None:
     """Without it prompts are computed one after another; which torch has it is worth knowing."""
-    assert find_varlen(make_text(shape), dtype, CUDA) is not None
+    assert choose(Site(CUDA, dtype, make_text(shape))).uses("varlen_attention")
 
 
 def test_every_fast_way_is_taken(tiny: Path) -> None:
     _, runner = core(load(tiny, "cuda", dtype="bfloat16"))
     steps = runner._cuda
     assert steps is not None
-    assert steps._decoder.ops == KERNELS
-    assert steps._varlen is not None
+    assert all(steps.ops.uses(op.name, "triton") for op in KERNELS)
+    assert steps.ops.uses("varlen_attention")
     assert steps._graphs is not None
     captured = set(steps._graphs._graphs)
     assert {(size, Drawing.BEST) for size in (1, 2, 4, 8, 16, 24, 32)} <= captured

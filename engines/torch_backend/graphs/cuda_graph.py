@@ -16,11 +16,13 @@ from torch import Tensor
 
 from engines.core.runner import ComputedStep, RunningStep, StepResult
 from engines.core.sequence import ScheduledSequence
-from engines.torch_backend.graphs.cuda_decoder import CudaDecoder
 from engines.torch_backend.graphs.decode_buffers import DecodeBuffers
 from engines.torch_backend.graphs.decode_step import NO_TOKEN, DecodeStep
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.layers.step_attention import choose_rotate_keep
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.sampling.choose import draw, is_limited
 from engines.torch_backend.sampling.sampler import needs_host, sample
 from shared.protocol import SamplingParams
@@ -41,7 +43,8 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: CudaDecoder,
+        decoder: Llama,
+        ops: Ops,
         pool: KVCachePool,
         rotary: RotaryTable,
         max_num_seqs: int,
@@ -49,6 +52,8 @@ class DecodeGraphs:
     ) -> None:
         """The last block of the pool must be nobody's: rows without a sequence write there."""
         self._decoder = decoder
+        self._attend_decodes = ops["decode_attention"]
+        self._rotate_keep = choose_rotate_keep(ops, rotary)
         self._pool = pool
         self._rotary = rotary
         self._vocab_size = vocab_size
@@ -125,13 +130,16 @@ class DecodeGraphs:
         """What is captured: it reads and writes device memory alone."""
         decoder, pool = self._decoder, self._pool
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return decoder.ops.attend_decodes(pool, layer, query, buffers.tables, buffers.lengths)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            query, _, _ = self._rotate_keep(
+                qkv, self._rotary, buffers.positions, buffers.slots, pool, layer
+            )
+            return self._attend_decodes(pool, layer, query, buffers.tables, buffers.lengths)
 
         followed = buffers.followed
         drawn_before = self._sampled.index_select(0, followed.clamp(min=0))
         x = decoder.embed(torch.where(followed < 0, buffers.token_ids, drawn_before))
-        hidden = decoder(x, self._rotary, buffers.positions, buffers.slots, pool, attend)
+        hidden = decoder(x, attend)
         logits = decoder.logits(hidden)
         scores = logits.float()
         best, token_ids = scores.max(dim=-1)

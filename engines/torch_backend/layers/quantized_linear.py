@@ -27,6 +27,7 @@ class QuantizedLinear(nn.Module, ABC):
     """A linear that computes by dequantizing a few outputs at a time, small enough for the CPU's cache."""
 
     bias: nn.Parameter | None
+    op: str  #: name of the operator that multiplies with such weights
 
     def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class QuantizedLinear(nn.Module, ABC):
 class Int8Linear(QuantizedLinear):
     """A linear over int8 weights. Shapes: integers (N, K), scale (N,)."""
 
+    op = "linear_int8"
     integers: Tensor
     scale: Tensor
 
@@ -108,6 +110,7 @@ class Int4Linear(QuantizedLinear):
     prepared for torch's kernel, `pairs` is in its order: see `unpack_int4`.
     """
 
+    op = "linear_int4"
     pairs: Tensor
     scale_zero: Tensor
 

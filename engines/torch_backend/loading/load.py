@@ -19,8 +19,8 @@ from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import create_processor
-from engines.torch_backend.ops.cpu.kernels import load_kernels
 from engines.torch_backend.ops.cpu_level import choose_level
+from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ModelCard
@@ -43,7 +43,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     kernels = None
     if device.type == "cpu":
         with phases.measure("compile"):
-            kernels = load_kernels(settings.cpu_kernels)
+            kernels = cpu_ops(settings.cpu_kernels)
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)

@@ -24,9 +24,10 @@ from engines.torch_backend.models.registry import (
     ModelFamily,
     rename_weights,
 )
-from engines.torch_backend.ops.cpu.kernels import CpuKernels
-from engines.torch_backend.ops.cpu.packed_linear import pack_linears, pack_tower
 from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
+from engines.torch_backend.ops.native.library import FLOAT_KINDS
+from engines.torch_backend.ops.native.packed_linear import pack_int8_beside, pack_linears
+from engines.torch_backend.ops.registry import Ops
 
 _MAX_NAMES = 5  # in messages
 
@@ -86,19 +87,19 @@ def load_model(
     scheme: Scheme | None = None,
     progress: Callable[[float], None] | None = None,
     seconds: dict[str, float] | None = None,
-    kernels: CpuKernels | None = None,
+    ops: Ops | None = None,
     level: CpuLevel | None = None,
 ) -> FamilyModel:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
-    `kernels`, matrices are in the forms that these read, and `CpuDecoder` and `cpu_maps` compute with them; tower and
+    `ops` of C++ kernels, matrices are in the forms that these read, which the model is to be bound to; tower and
     projector are in int8 then, if the decoder is in few bits. Without them, torch's are those that are fastest on
     `level`, by default this machine's.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_tensors(directory)
-    kept = frozenset() if kernels is None else kernels.float_dtypes
+    kept = stored_dtypes(ops)
     check_memory(stored, device, dtype, scheme, kept)
     with torch.device("meta"):
         model = family.build(config)
@@ -113,15 +114,21 @@ def load_model(
     model.load_state_dict(weights, assign=True)
     weights.clear()
     started = time.perf_counter()
-    if kernels is not None:
-        pack_linears(model, kernels, dtype)
+    if ops is not None and ops.is_native:
+        pack_linears(model, ops, dtype)
         if form is not None:
-            pack_tower(model, kernels)
+            pack_int8_beside(model, ops)
     elif form is not None:
         form.prepare(model, level or choose_level())
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()
+
+
+def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
+    """Types of matrices that operators read as they are stored."""
+    is_native = ops is not None and ops.uses("linear_float", "cpu")
+    return frozenset(FLOAT_KINDS) if is_native else frozenset()
 
 
 def choose_form(config: ModelConfig, scheme: Scheme | None) -> Scheme | None:

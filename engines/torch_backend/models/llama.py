@@ -1,7 +1,8 @@
 """The text decoder: one LLaMA-family transformer, driven by its `TextConfig`.
 
 Used by `llava`. It computes a flat run of tokens of any number of sequences: what belongs together, and where
-keys and values are kept, is known by the `attend` function that it is given, not here.
+keys and values are kept, is known by the `attend` function that it is given, not here. On every device it is this
+one; `bind` says by which operators its parts are computed.
 
 Parameter names are those of transformers' `LlamaForCausalLM`: `model.embed_tokens.weight`,
 `model.layers.{i}.self_attn.{q,k,v,o}_proj.weight`, `model.layers.{i}.mlp.{gate,up,down}_proj.weight`,
@@ -11,127 +12,147 @@ is tied to the embeddings.
 Shape letters: N tokens, C hidden width, H query heads, K key/value heads, D head width.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.rotary import rotate
+from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision, Stream
+from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.models.config import TextConfig
-
-
-class Attend(Protocol):
-    """Attention of new tokens over their own sequences, keeping their keys and values."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D)."""
-        ...
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a gain. Source: Zhang and Sennrich 2019."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (N, C), kept."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
+from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.ops.step_attention.reference import Attend
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
 
 class SelfAttention(nn.Module):
-    """Projections and rotation around `attend`."""
+    """The weights around `attend`."""
 
-    def __init__(self, config: TextConfig, layer: int) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh) -> None:
         super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
         query_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, query_width, bias=bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(query_width, width, bias=config.attention_output_bias)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Shapes: x (N, C), kept."""
-        heads = (x.shape[0], -1, self.head_dim)
-        query = rotate(self.q_proj(x).view(heads), *rotation)
-        key = rotate(self.k_proj(x).view(heads), *rotation)
-        value = self.v_proj(x).view(heads)
-        return self.o_proj(attend(self.layer, query, key, value))
+        self.q_proj = _spread(width, query_width, bias, mesh)
+        self.k_proj = _spread(width, kv_width, bias, mesh)
+        self.v_proj = _spread(width, kv_width, bias, mesh)
+        self.o_proj = _gathered(query_width, width, config.attention_output_bias, mesh)
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward. Source: Shazeer 2020."""
+    """The weights of a SwiGLU feed-forward. Source: Shazeer 2020."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(width, inner, bias=bias)
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = _spread(width, inner, bias, mesh)
+        self.up_proj = _spread(width, inner, bias, mesh)
+        self.down_proj = _gathered(inner, width, bias, mesh)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (N, C), kept."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+def _spread(width: int, outputs: int, bias: bool, mesh: Mesh) -> LinearWeights:
+    return LinearWeights(
+        width, outputs, bias=bias, precision=Precision.SCHEME, shard="outputs", mesh=mesh
+    )
+
+
+def _gathered(inputs: int, width: int, bias: bool, mesh: Mesh) -> LinearWeights:
+    return LinearWeights(
+        inputs, width, bias=bias, precision=Precision.SCHEME, shard="inputs", mesh=mesh
+    )
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each on the normalised stream and added to it."""
 
-    def __init__(self, config: TextConfig, layer: int) -> None:
+    def __init__(self, config: TextConfig, number: int, mesh: Mesh) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, layer)
-        self.mlp = GatedMLP(config)
+        self.number = number
+        self.self_attn = SelfAttention(config, mesh)
+        self.mlp = GatedMLP(config, mesh)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        gate = Before(gate=ACTIVATIONS[config.hidden_act])
+        first, second = (
+            Before(norm=self.input_layernorm),
+            Before(norm=self.post_attention_layernorm),
+        )
+        self.qkv = Linear(self.self_attn, "q_proj", "k_proj", "v_proj", before=first)
+        self.out = Linear(self.self_attn, "o_proj", shard="inputs", mesh=mesh)
+        self.gate_up = Linear(self.mlp, "gate_proj", "up_proj", before=second)
+        self.down = Linear(self.mlp, "down_proj", before=gate, shard="inputs", mesh=mesh)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Shapes: x (N, C), kept."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, stream: Stream, attend: Attend) -> None:
+        """Shapes: stream (N, C)."""
+        self.out(attend(self.number, self.qkv(stream)), add_to=stream)
+        self.down(self.gate_up(stream), add_to=stream)
+
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order of `LayerProducts`."""
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 class DecoderStack(nn.Module):
     """Embeddings, layers and the last norm: what checkpoints call `model`."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, number, mesh) for number in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Llama(nn.Module):
     """Token ids to embeddings, embeddings to hidden states, hidden states to logits: three separate steps."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh = SINGLE) -> None:
         super().__init__()
-        self.model = DecoderStack(config)
+        self.model = DecoderStack(config, mesh)
         self.lm_head = None
-        if not config.tie_word_embeddings:
+        norm = Before(norm=self.model.norm)
+        if config.tie_word_embeddings:
+            self._head = Linear(self.model, "embed_tokens", before=norm)
+        else:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self._head = Linear(self.lm_head, "", before=norm)
+        self._has_float32_stream = False
+        self._chain: Chain | None = None
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on, and in this precision where they leave it to torch."""
+        layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        linears = [linear for layer in layers for linear in layer.linears]
+        for linear in (*linears, self._head):
+            linear.bind(ops, dtype)
+        self._has_float32_stream = ops.is_native
+        self._chain = None
+        if ops.uses("decoder_chain") and all(linear.is_whole for linear in linears):
+            products = [
+                LayerProducts(*(part.product for part in layer.linears)) for layer in layers
+            ]
+            self._chain = ops["decoder_chain"](products)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Shapes: (N,); returns (N, C), in the precision of norms: matrices may be stored in less."""
         return self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Hidden states of every token. Shapes: x (N, C), kept; `rotation` as of `RotaryTable.at`."""
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """Hidden states of every token. Shapes: x (N, C), kept."""
+        if not self._has_float32_stream:
+            stream = Stream(x)
+        else:
+            stream = Stream(x.to(torch.float32, copy=True), is_own=True)
+            if self._chain is not None and self._chain.can_run(x, attend):
+                self._chain(stream.tensor(), attend)
+                return stream.tensor()
         for layer in self.model.layers:
-            x = layer(x, rotation, attend)
-        return x
+            layer(stream, attend)
+        return stream.tensor()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, for the tokens that need them. Shapes: (N, C); returns (N, vocabulary)."""
-        hidden = self.model.norm(hidden)
-        if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
-        return self.lm_head(hidden)
+        return self._head(hidden)

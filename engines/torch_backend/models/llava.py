@@ -24,6 +24,7 @@ from engines.packages.checkpoint_json import Fields, shown
 from engines.text.chat_template import LLAVA_TEMPLATE
 from engines.text.prompt import Item
 from engines.torch_backend.layers.activation import ACTIVATIONS
+from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
 from engines.torch_backend.models.config import TextConfig, VisionConfig
 from engines.torch_backend.models.hf_config import (
     check_clip,
@@ -37,6 +38,8 @@ from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel, WeightPart
 from engines.torch_backend.models.vision import VisionTower, num_blocks_needed, open_clip_name
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
+from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.registry import Ops
 
 _ARCHITECTURE = "LlavaForConditionalGeneration"
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
@@ -69,15 +72,21 @@ class Projector(nn.Module):
     def __init__(self, config: VLMConfig) -> None:
         super().__init__()
         width = config.vision.hidden_size * len(config.vision_feature_layers)
-        self.linear_1 = nn.Linear(width, config.text.hidden_size, bias=config.projector_bias)
-        self.linear_2 = nn.Linear(
-            config.text.hidden_size, config.text.hidden_size, bias=config.projector_bias
-        )
-        self.activation = ACTIVATIONS[config.projector_hidden_act]
+        inner, bias = config.text.hidden_size, config.projector_bias
+        self.linear_1 = LinearWeights(width, inner, bias=bias, precision=Precision.INT8)
+        self.linear_2 = LinearWeights(inner, inner, bias=bias, precision=Precision.INT8)
+        activation = Before(activation=ACTIVATIONS[config.projector_hidden_act])
+        self._first = Linear(self, "linear_1")
+        self._second = Linear(self, "linear_2", before=activation)
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on."""
+        for linear in (self._first, self._second):
+            linear.bind(ops, dtype)
 
     def forward(self, features: Tensor) -> Tensor:
         """Shapes: (B, P, layers * vision width); returns (B, P, decoder width)."""
-        return self.linear_2(self.activation(self.linear_1(features)))
+        return self._second(self._first(features))
 
 
 class Llava(FamilyModel):

@@ -20,6 +20,7 @@ from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoin
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
+from engines.torch_backend.ops.registry import Ops
 
 #: modules with a `FAMILY`
 _BUILT_IN = ("engines.torch_backend.models.llava",)
@@ -87,7 +88,12 @@ class FamilyModel(nn.Module):
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """What the decoder sees of squares. Shapes: (B, 3, size, size); returns (B, P, C)."""
-        return self.multi_modal_projector(self.vision_tower(pixels))
+        return self.multi_modal_projector(self.vision_tower(pixels)).to(pixels.dtype)
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on, in an engine of this precision."""
+        for part in (self.vision_tower, self.multi_modal_projector, self.language_model):
+            part.bind(ops, dtype)
 
     def num_features(self, pixels: Any) -> int | None:
         """Rows of features that an image's pixels become; None for what is none of this model's."""

@@ -7,44 +7,83 @@ Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
-from open_clip.transformer import LayerNorm, VisionTransformer
+from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
+from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
+from engines.torch_backend.layers.norm import LayerNorm
 from engines.torch_backend.models.config import UnsupportedCheckpoint, VisionConfig
-
-
-class Activation(nn.Module):
-    """One activation function as the module class that open_clip asks for."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.function = ACTIVATIONS[name]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: any, kept."""
-        return self.function(x)
+from engines.torch_backend.ops.image_attention import MixValues
+from engines.torch_backend.ops.image_attention.reference import mix_values
+from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.registry import Ops
 
 
 class TowerAttention(nn.Module):
-    """What open_clip's blocks do in `attn`, with modules for linear maps, which others may stand in for."""
+    """The weights of what open_clip's blocks do in `attn`."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.in_proj = nn.Linear(width, 3 * width)  # queries, keys, values
-        self.out_proj = nn.Linear(width, width)
+        self.in_proj = LinearWeights(
+            width, 3 * width, precision=Precision.INT8
+        )  # queries, keys, values
+        self.out_proj = LinearWeights(width, width, precision=Precision.INT8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (B, T, C), kept."""
-        queries, keys, values = split_heads(self.in_proj(x), self.num_heads)
-        return self.out_proj(mix_values(queries, keys, values))
+
+class TowerMLP(nn.Module):
+    """The weights of what open_clip's blocks do in `mlp`."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.c_fc = LinearWeights(width, inner, precision=Precision.INT8)
+        self.c_proj = LinearWeights(inner, width, precision=Precision.INT8)
+
+
+class TowerBlock(nn.Module):
+    """A transformer block, under open_clip's names; all but `mix` is done to each token by itself.
+
+    Shape letters: t tokens, of the T of each image.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        width, act = config.hidden_size, ACTIVATIONS[config.hidden_act]
+        self.ln_1 = LayerNorm(width, config.layer_norm_eps)
+        self.ln_2 = LayerNorm(width, config.layer_norm_eps)
+        self.attn = TowerAttention(width)
+        self.mlp = TowerMLP(width, config.intermediate_size)
+        self._in, self._out = Linear(self.attn, "in_proj"), Linear(self.attn, "out_proj")
+        self._widen = Linear(self.mlp, "c_fc")
+        self._narrow = Linear(self.mlp, "c_proj", before=Before(activation=act))
+        self._mix: MixValues = mix_values
+        self._dtype: torch.dtype | None = None
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on; attention is in this precision."""
+        for linear in (self._in, self._out, self._widen, self._narrow):
+            linear.bind(ops, dtype)
+        self._mix, self._dtype = ops["image_attention"], dtype
+
+    def project(self, x: Tensor) -> Tensor:
+        """Norm; queries, keys and values. Shapes: (B, t, C); returns (B, t, 3 C)."""
+        return self._in(self.ln_1(x)).to(self._dtype or x.dtype)
+
+    def mix(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of some queries to everything. Shapes: as of `mix_values`."""
+        return self._mix(queries, keys, values)
+
+    def add_mixed(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The stream with what attention gave. Shapes: (B, t, C), kept."""
+        return x + self._out(mixed.to(x.dtype))
+
+    def add_feed(self, x: Tensor) -> Tensor:
+        """The stream after the feed-forward part. Shapes: (B, t, C), kept."""
+        return x + self._narrow(self._widen(self.ln_2(x)))
 
 
 def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,12 +91,6 @@ def split_heads(projected: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tens
     by_head = projected.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
     queries, keys, values = by_head.unbind(0)
     return queries, keys, values
-
-
-def mix_values(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of some queries to everything. Shapes: (B, heads, t, D), (B, heads, T, D); returns (B, t, C)."""
-    mixed = F.scaled_dot_product_attention(queries, keys, values)
-    return mixed.transpose(1, 2).flatten(2)
 
 
 def num_blocks_needed(config: VisionConfig, feature_layers: tuple[int, ...]) -> int:
@@ -93,47 +126,90 @@ class VisionTower(nn.Module):
             image_size=config.image_size,
             patch_size=config.patch_size,
             width=config.hidden_size,
-            layers=max(self.block_numbers),
+            layers=0,
             heads=config.num_heads,
-            # open_clip floors width * ratio; the half keeps a ratio that is no binary fraction from losing one
-            mlp_ratio=(config.intermediate_size + 0.5) / config.hidden_size,
-            act_layer=partial(Activation, config.hidden_act),
+            mlp_ratio=1.0,
             norm_layer=partial(LayerNorm, eps=config.layer_norm_eps),
-            block_type="custom",  # its blocks have their attention in `attn`
         )
-        for _, block in self.blocks:
-            block.attn = TowerAttention(config.hidden_size, config.num_heads)
+        self.clip.transformer.resblocks.extend(
+            TowerBlock(config) for _ in range(max(self.block_numbers))
+        )
+        self._has_float32_stream = False
         # what follows the last layer serves CLIP's own image-text score
         self.clip.ln_post = nn.Identity()
         self.clip.proj = None
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on, and in this precision where they leave it to torch."""
+        for block in self.blocks:
+            block.bind(ops, dtype)
+        self._has_float32_stream = ops.is_native
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Hidden states of the asked layers, side by side in the channels, in the order asked.
 
         Shapes: pixels (B, 3, size, size); returns (B, P or T, layers * C).
         """
+        parts = self.in_parts(pixels, self.num_tokens)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as stop:
+                return stop.value
+
+    def in_parts(self, pixels: Tensor, size: int) -> Generator[None, None, Tensor]:
+        """`forward` in parts of `size` tokens each, before each of which it yields."""
+        yield
         x = self.embed(pixels)
         read: dict[int, Tensor] = {}
-        for number, block in self.blocks:
-            x = x + block.attn(block.ln_1(x))
-            x = x + block.mlp(block.ln_2(x))
+        for number, block in enumerate(self.blocks, start=1):
+            x = yield from self._attend(block, x, size)
+            x = yield from self._feed(block, x, size)
             if number in self.block_numbers:
                 read[number] = x
         return self.select(read)
 
+    def _attend(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
+        """A block's attention. Shapes: (B, T, C), kept."""
+        pieces = x.split(size, dim=1)
+        projected = []
+        for piece in pieces:
+            yield
+            projected.append(block.project(piece))
+        queries, keys, values = split_heads(joined(projected), self.num_heads)
+        outputs = []
+        for piece, part in zip(pieces, queries.split(size, dim=2), strict=True):
+            yield
+            outputs.append(block.add_mixed(piece, block.mix(part, keys, values)))
+        return joined(outputs)
+
+    def _feed(self, block: TowerBlock, x: Tensor, size: int) -> Generator[None, None, Tensor]:
+        """A block's feed-forward part. Shapes: (B, T, C), kept."""
+        outputs = []
+        for piece in x.split(size, dim=1):
+            yield
+            outputs.append(block.add_feed(piece))
+        return joined(outputs)
+
     def embed(self, pixels: Tensor) -> Tensor:
         """What the first block gets. Shapes: (B, 3, size, size); returns (B, T, C)."""
-        return self.clip._embeds(pixels)
+        x = self.clip._embeds(pixels)
+        return x.float() if self._has_float32_stream else x
 
     @property
-    def blocks(self) -> Iterable[tuple[int, Any]]:
-        """open_clip's transformer blocks, numbered from 1."""
-        return enumerate(self.clip.transformer.resblocks, start=1)
+    def blocks(self) -> list[TowerBlock]:
+        """The transformer's."""
+        return [b for b in self.clip.transformer.resblocks if isinstance(b, TowerBlock)]
 
     def select(self, read: Mapping[int, Tensor]) -> Tensor:
         """What is read, of the outputs of these blocks. Shapes: (B, T, C) each; returns as `forward`."""
         features = torch.cat([read[number] for number in self.block_numbers], dim=-1)
         return features if self.with_class_token else features[:, 1:]
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Pieces along the tokens; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
 #: Hugging Face CLIP names (after an optional `vision_model.`) and open_clip's

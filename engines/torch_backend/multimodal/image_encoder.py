@@ -14,11 +14,9 @@ from torch import Tensor
 from engines.base import ImageInput, SequenceFailure
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.layers.attention import Span
-from engines.torch_backend.models.encoding_run import EncodingRun, encode, reference_ops
+from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.models.registry import FamilyModel, ImageSlots
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache, ImageKey
-from engines.torch_backend.ops.cpu.kernels import CpuKernels
-from engines.torch_backend.ops.cpu.tower import cpu_ops
 from shared.protocol import Priority
 
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
@@ -35,13 +33,9 @@ class ImageEncoder:
         max_batch: int,
         device: torch.device,
         dtype: torch.dtype,
-        kernels: CpuKernels | None = None,
     ) -> None:
-        """`kernels` compute tower and projector where there are some."""
         self.cache = cache
         self._model = model
-        self._maps = reference_ops(model) if kernels is None else cpu_ops(model, kernels, dtype)
-        self._has_kernels = kernels is not None
         self._max_batch = max_batch
         self._device = device
         self._dtype = dtype
@@ -87,9 +81,7 @@ class ImageEncoder:
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Images at once, cache aside. Shapes: (B, 3, size, size); returns (B, P, C)."""
-        return (
-            encode(self._maps, pixels) if self._has_kernels else self._model.encode_images(pixels)
-        )
+        return self._model.encode_images(pixels)
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of a image."""
@@ -141,7 +133,7 @@ class ImageEncoder:
         if self._begun is None or self._begun[0] not in missing:
             key, image = next(iter(missing.items()))
             [pixels] = self._pixels([image])
-            run = EncodingRun(self._maps, pixels, TOKENS_PER_PART)
+            run = EncodingRun(self._model, pixels, TOKENS_PER_PART)
             self._begun = key, run
         key, run = self._begun
         started = before = time.perf_counter()

@@ -28,10 +28,11 @@ from engines.torch_backend.layers.attention import paged_attention_by_sequence
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.models.config import RopeScaling
 from engines.torch_backend.models.llava import VLMConfig
-from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode
 from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.ops.registry import CpuKernels, Ops
+from engines.torch_backend.ops.step_attention import reference as step_attention
 from engines.torch_backend.sampling.sampler import sample
-from tests.cpu_levels import RUNNABLE, kernels_of
+from tests.cpu_levels import RUNNABLE, ops_of
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
     LLAMA3_SCALING,
@@ -97,7 +98,7 @@ class Case:
     sampling: str = "greedy"
     attention: str = "flash"
     weights: str = "full"
-    kernels: Mode = "off"
+    kernels: CpuKernels = "off"
     level: str = ""  #: of the kernels
 
     def __str__(self) -> str:
@@ -133,20 +134,20 @@ def attention_form(name: str) -> Iterator[None]:
     """Compute attention by torch's fused kernel, by its plain one, or by the definition."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "plain":
-            patch.setattr(runner, "paged_attention", paged_attention_by_sequence)
+            patch.setattr(step_attention, "paged_attention", paged_attention_by_sequence)
         with sdpa_kernel(SDPBackend.MATH if name == "math" else SDPBackend.FLASH_ATTENTION):
             yield
 
 
-def cpu_kernels(mode: Mode, level: str = "") -> CpuKernels | None:
+def native_ops(mode: CpuKernels, level: str = "") -> Ops | None:
     if mode == "off":
         return None
-    return kernels_of(mode, next(known for known in RUNNABLE if known.name == level))
+    return ops_of(mode, next(known for known in RUNNABLE if known.name == level))
 
 
 @cache
 def model_pair(
-    name: str, weights: str = "full", kernels: Mode = "off", level: str = ""
+    name: str, weights: str = "full", kernels: CpuKernels = "off", level: str = ""
 ) -> ModelPair:
     pair = make_model_pair(MODELS[name], std=0.12 if name == "wide" else 0.3)
     if weights == "full":
@@ -154,7 +155,7 @@ def model_pair(
     if weights == "halves":
         return halve_pair(pair)
     if kernels != "off":
-        return quantize_pair(pair, SCHEMES[weights], kernels=cpu_kernels(kernels, level))
+        return quantize_pair(pair, SCHEMES[weights], ops=native_ops(kernels, level))
     return quantize_pair(pair, SCHEMES[weights], level=TORCH_KERNELS)
 
 
@@ -206,7 +207,7 @@ def expected_tokens(model: str, sampling: str, weights: str) -> Tokens:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_tokens_come_out_by_every_way_and_are_those_of_transformers(way: Way, case: Case):
-    kernels = cpu_kernels(case.kernels, case.level)
+    kernels = native_ops(case.kernels, case.level)
     pair = model_pair(case.model, case.weights, case.kernels, case.level)
     start = partial(make_engine, pair, kernels)
     with attention_form(case.attention):
@@ -234,13 +235,13 @@ TOLERANCES = {
 
 
 @cache
-def pair_of_precision(precision: str, kernels: Mode, level: str) -> ModelPair:
+def pair_of_precision(precision: str, kernels: CpuKernels, level: str) -> ModelPair:
     """Ours in that precision, theirs in full."""
     pair = model_pair("wide")
     if precision == "bfloat16":
         return replace(pair, ours=deepcopy(pair.ours).bfloat16())
-    scheme, form = SCHEMES[precision], cpu_kernels(kernels, level)
-    return quantize_pair(pair, scheme, same_weights=False, kernels=form, level=TORCH_KERNELS)
+    scheme, form = SCHEMES[precision], native_ops(kernels, level)
+    return quantize_pair(pair, scheme, same_weights=False, ops=form, level=TORCH_KERNELS)
 
 
 Place = tuple[str, int]  #: a request and its output position
@@ -289,13 +290,13 @@ def dictate(answers: Tokens, seen: dict[Place, torch.Tensor]) -> Callable[..., l
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_stay_within_the_tolerance_of_their_precision(
-    way: Way, precision: str, kernels: Mode, level: str, monkeypatch: pytest.MonkeyPatch
+    way: Way, precision: str, kernels: CpuKernels, level: str, monkeypatch: pytest.MonkeyPatch
 ):
     pair = pair_of_precision(precision, kernels, level)
     seen: dict[Place, torch.Tensor] = {}
     answers = expected_tokens("wide", "greedy", "full")
     monkeypatch.setattr(runner, "sample", dictate(answers, seen))
-    way(partial(make_engine, pair, cpu_kernels(kernels, level)), requests(pair))
+    way(partial(make_engine, pair, native_ops(kernels, level)), requests(pair))
     expected = expected_logits()
     assert seen.keys() == expected.keys()
     errors = torch.stack(
@@ -311,7 +312,7 @@ def test_logits_stay_within_the_tolerance_of_their_precision(
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not run_batched])
 def test_rounded_activations_are_rounded_alike_by_every_way(way: Way, scheme: str, level: str):
     """To 8 bits, which transformers does not do: the ways are compared with one another."""
-    kernels = cpu_kernels("fast", level)
+    kernels = native_ops("fast", level)
     pair = model_pair("wide", scheme, "fast", level)
     start = partial(make_engine, pair, kernels)
     assert way(start, requests(pair)) == run_batched(start, requests(pair))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.core.engine import BatchingEngine
-from engines.torch_backend.models.encoding_run import EncodingRun, reference_ops
+from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART
 from shared.protocol import Priority
 from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
@@ -18,7 +18,7 @@ def make_run(pixels: torch.Tensor | None = None, tokens_per_part: int = TOKENS_P
     size = PAIR.config.vision.image_size
     if pixels is None:
         pixels = torch.zeros(1, 3, size, size)
-    return EncodingRun(reference_ops(PAIR.ours), pixels, tokens_per_part)
+    return EncodingRun(PAIR.ours, pixels, tokens_per_part)
 
 
 def count_parts(run: EncodingRun) -> int:
@@ -38,7 +38,7 @@ def test_in_parts_a_image_is_encoded_as_at_once(tokens_per_part):
     size = PAIR.config.vision.image_size
     pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     run = make_run(pixels, tokens_per_part)
-    assert count_parts(run) >= 3 * len(list(PAIR.ours.vision_tower.blocks)) + 1
+    assert count_parts(run) >= 3 * len(PAIR.ours.vision_tower.blocks) + 1
     torch.testing.assert_close(run.features, PAIR.ours.encode_images(pixels), rtol=1e-4, atol=1e-4)
 
 

@@ -3,6 +3,7 @@
 A stand-in computes here what torch's kernel does on a GPU, behind the interfaces of torch 2.11 and of 2.12.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.layers import varlen
 from engines.torch_backend.layers.attention import paged_attention_by_sequence, plan_attention
-from engines.torch_backend.layers.cuda_attention import StepAttention
-from engines.torch_backend.layers.varlen import attend_one_by_one, find_varlen
-from engines.torch_backend.ops.decoder_ops import DecoderOps
+from engines.torch_backend.layers.rotary import RotaryTable, rotate
+from engines.torch_backend.layers.step_attention import StepAttention
+from engines.torch_backend.ops.registry import Ops, Site, choose, discover, references
+from engines.torch_backend.ops.varlen_attention import torch_varlen
+from engines.torch_backend.ops.varlen_attention.reference import attend_one_by_one
 from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_pool, make_spans
 from tests.factories_torch import make_text_config
 
@@ -61,10 +63,17 @@ def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
     return attend_one_by_one(query, key[: len(query)], value[: len(query)], shares)
 
 
-def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) -> Any:
+def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) -> Ops:
     module = SimpleNamespace(varlen_attn=function) if function else SimpleNamespace()
-    monkeypatch.setattr(varlen, "import_module", lambda name: module)
-    return find_varlen(make_text_config(num_kv_heads=num_kv_heads), torch.float32, CPU)
+    monkeypatch.setattr(torch_varlen, "import_module", lambda name: module)
+    text = make_text_config(num_kv_heads=num_kv_heads)
+    [op] = [op for op in discover() if op.name == "varlen_attention"]
+    ops = choose(Site(CPU, text=text, interprets=True), ops=[op])
+    return replace(
+        references(ops.site),
+        functions={**references(ops.site).functions, **ops.functions},
+        chosen={**references(ops.site).chosen, **ops.chosen},
+    )
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -73,16 +82,21 @@ def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) 
 def test_prompts_and_decodes_of_a_step_agree_with_the_plain_form(
     function: Any, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    attend = find(function, monkeypatch, num_kv_heads)
-    assert attend is not None
+    ops = find(function, monkeypatch, num_kv_heads)
+    assert ops.uses("varlen_attention")
+    text = make_text_config(num_kv_heads=num_kv_heads)
+    rotary = RotaryTable(text, 64, torch.float32, CPU)
     for shares in ([(9, 0), (4, 0)], [(1, 9), (1, 2), (7, 0), (6, 5), (2, 12)], [(1, 3)]):
         plan = plan_attention(make_spans(shares), BLOCK_SIZE, torch.float32, CPU)
         num_tokens = sum(num_new for num_new, _ in shares)
-        query, key, value = (torch.randn(num_tokens, n, 8) for n in (4, num_kv_heads, num_kv_heads))
+        qkv = torch.randn(num_tokens, 4 + 2 * num_kv_heads, 8)
+        query, key, value = qkv.split([4, num_kv_heads, num_kv_heads], dim=1)
+        positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in plan.spans])
+        query, key = (rotate(x, *rotary.at(positions)) for x in (query, key))
         pool = make_pool(num_kv_heads=num_kv_heads)
         expected = paged_attention_by_sequence(pool, plan, 1, query, key, value)
-        for way in (attend, None):
-            found = StepAttention(DecoderOps(), way, pool, plan)(1, query, key, value)
+        for each in (ops, ops.without("varlen_attention")):
+            found = StepAttention(each, pool, plan, rotary, positions)(1, qkv.flatten(1))
             assert_close(found, expected)
 
 
@@ -98,5 +112,5 @@ def test_prompts_and_decodes_of_a_step_agree_with_the_plain_form(
 def test_what_is_wrong_or_missing_is_not_used(
     function: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    assert find(function, monkeypatch) is None
+    assert not find(function, monkeypatch).uses("varlen_attention")
     assert complaint in caplog.text

@@ -12,7 +12,7 @@ from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.ops.cpu.kernels import CpuKernels, Mode, load_kernels
+from engines.torch_backend.ops.registry import CpuKernels, Ops, cpu_ops
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +26,25 @@ def load(
     directory: Path,
     scheme: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    kernels: CpuKernels | None = None,
+    ops: Ops | None = None,
 ) -> Llava:
     chosen, found = SCHEMES[scheme] if scheme else None, find_family(directory)
-    return load_model(directory, *found, torch.device("cpu"), dtype, chosen, kernels=kernels)
+    return load_model(directory, *found, torch.device("cpu"), dtype, chosen, ops=ops)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 31, 50_000])
 @pytest.mark.parametrize("mode", ["off", "fast"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_saved_and_loaded_again_it_is_what_loading_makes_of_the_original(
-    tiny: Path, tmp_path: Path, scheme: str, mode: Mode, max_shard_bytes: int
+    tiny: Path, tmp_path: Path, scheme: str, mode: CpuKernels, max_shard_bytes: int
 ) -> None:
-    kernels = load_kernels(mode)
+    ops = cpu_ops(mode)
     before, after = quantize_checkpoint(
         tiny, tmp_path / "q", scheme, max_shard_bytes=max_shard_bytes
     )
 
     expected, found = (
-        model.state_dict()
-        for model in (load(tiny, scheme, kernels=kernels), load(tmp_path / "q", kernels=kernels))
+        model.state_dict() for model in (load(tiny, scheme, ops=ops), load(tmp_path / "q", ops=ops))
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())

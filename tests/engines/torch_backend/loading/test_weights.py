@@ -18,7 +18,7 @@ from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.ops.cpu.kernels import load_kernels
+from engines.torch_backend.ops.registry import cpu_ops
 
 CPU = torch.device("cpu")
 TIED = {"text_config": {"tie_word_embeddings": True}}
@@ -93,11 +93,11 @@ def test_weights_of_the_asked_precision_stay_where_their_file_is_mapped(tiny: Pa
 
 def test_kernels_read_the_matrices_of_the_decoder_where_they_are_mapped(tiny: Path) -> None:
     """In float32, as every other weight is, they would take twice the memory and say the same."""
-    kernels = load_kernels("fast")
-    if kernels is None:
+    ops = cpu_ops("fast")
+    if not ops.is_native:
         pytest.skip("no C++ compiler")
 
-    model = load(tiny, torch.float32, kernels=kernels)
+    model = load(tiny, torch.float32, ops=ops)
 
     ranges = mapped_ranges(tiny / "model.safetensors")
     weights = model.language_model.state_dict()
@@ -240,7 +240,7 @@ import json, os, re, sys
 from pathlib import Path
 import torch
 from engines.torch_backend.ops.cpu_level import LEVELS
-from engines.torch_backend.ops.cpu.kernels import load_kernels
+from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.layers.quantization import SCHEMES
@@ -253,11 +253,11 @@ LARGEST, LEAST = LEVELS[0], LEVELS[-1]
 def load(directory, dtype, scheme, kernels, level):
     family, config = find_family(directory)
     device = torch.device("cpu")
-    how = {"kernels": kernels, "level": level}
+    how = {"ops": kernels, "level": level}
     return load_model(directory, family, config, device, dtype, scheme, **how).state_dict().values()
 def measure(dtype, scheme, kernels, by):
     level = LARGEST if by == "torch's kernels" else LEAST
-    how = getattr(torch, dtype), SCHEMES.get(scheme), load_kernels(kernels), level
+    how = getattr(torch, dtype), SCHEMES.get(scheme), cpu_ops(kernels), level
     load(Path(sys.argv[1]), *how)  # a fork holds no page of code until it has run
     before = num_bytes("VmRSS")
     weights = load(Path(sys.argv[2]), *how)

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import engines.torch_backend  # noqa: F401 - before transformers, which imports torchvision
-from engines.torch_backend.ops.triton.load_ops import KERNELS, NAMES, Trial
+from engines.torch_backend.ops.registry import Site, discover
 from tests.factories_torch import make_text_config
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -65,10 +65,12 @@ def main() -> None:
         text = make_text_config(intermediate_size=11008, **shape)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for kv_dtype in ("auto", "int8"):
-                trial = Trial(text, 16, kv_dtype, dtype, torch.device("cpu"))
+                site = Site(torch.device("cpu"), dtype, text, 16, kv_dtype, interprets=True)
                 print(f"# {name}, {dtype}, {kv_dtype}", flush=True)
-                for kernel in NAMES:
-                    trial.compute(kernel, KERNELS)
+                for op in discover():
+                    for candidate in op.candidates:
+                        if candidate.name == "triton":
+                            op.example(candidate.build(site), site)
 
 
 if __name__ == "__main__":

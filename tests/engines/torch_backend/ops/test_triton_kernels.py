@@ -3,8 +3,8 @@
 `tests/gpu/test_kernels.py` has the same on shapes of real models.
 """
 
-from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -12,27 +12,34 @@ from torch.testing import assert_close
 
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.kv_int8 import Int8KVCachePool
+from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.ops import decoder_ops
-from engines.torch_backend.ops.decoder_ops import DecoderOps
+from engines.torch_backend.ops.add_norm.reference import add_norm
+from engines.torch_backend.ops.decode_attention.reference import attend_decodes
+from engines.torch_backend.ops.gate.reference import gate
+from engines.torch_backend.ops.registry import Site, choose, discover
+from engines.torch_backend.ops.rotate_keep.reference import rotate_keep
 from tests.factories_torch import make_text_config
 from tests.triton_device import DEVICE, import_kernels
 
-load_ops = import_kernels("load_ops")
-KERNELS, NAMES, Trial = load_ops.KERNELS, load_ops.NAMES, load_ops.Trial
+KERNELS = SimpleNamespace(
+    add_norm=import_kernels("add_norm").add_norm,
+    gate=import_kernels("gate").gate,
+    rotate_keep=import_kernels("rotate_keep").rotate_keep,
+    attend_decodes=import_kernels("decode_attention").attend_decodes,
+    multiply_int8=import_kernels("linear_int8").multiply_int8,
+    multiply_int4=import_kernels("linear_int4").multiply_int4,
+)
+TWINS = SimpleNamespace(
+    add_norm=add_norm, gate=gate, rotate_keep=rotate_keep, attend_decodes=attend_decodes
+)
 choose_num_parts = import_kernels("decode_attention").choose_num_parts
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TWINS = DecoderOps()
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
     torch.float16: {"rtol": 5e-3, "atol": 5e-3},
 }
-
-
-def make_trial(**changes: Any) -> Any:
-    trial = Trial(make_text_config(), 4, "auto", torch.float32, DEVICE)
-    return replace(trial, **changes)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -148,13 +155,26 @@ def test_few_rows_are_multiplied_by_few_bits(num_rows: int, dtype: torch.dtype):
     pairs = torch.randint(0, 256, (40, 160), generator=generator, dtype=torch.uint8)
     scale = numbers(40, dtype=dtype).abs() / 127
     found = KERNELS.multiply_int8(x, integers.to(DEVICE), scale)
-    expected = decoder_ops.multiply_int8(x.float(), integers.to(DEVICE), scale.float())
+    expected = make_int8(integers, scale)(x.float())
     assert_within(found, expected, dtype)
     for num_groups in (5, 10):
         scale_zero = numbers(num_groups, 40, 2, dtype=dtype) / 8
         found = KERNELS.multiply_int4(x, pairs.to(DEVICE), scale_zero)
-        expected = decoder_ops.multiply_int4(x.float(), pairs.to(DEVICE), scale_zero.float())
+        expected = make_int4(pairs, scale_zero)(x.float())
         assert_within(found, expected, dtype)
+
+
+def make_int8(integers: torch.Tensor, scale: torch.Tensor) -> Int8Linear:
+    linear = Int8Linear((40, 320), None, torch.float32)
+    linear.integers, linear.scale = integers.to(DEVICE), scale.float()
+    return linear
+
+
+def make_int4(pairs: torch.Tensor, scale_zero: torch.Tensor) -> Int4Linear:
+    linear = Int4Linear((40, 320), None, torch.float32)
+    linear.pairs, linear.scale_zero = pairs.to(DEVICE), scale_zero.float()
+    linear.group_size = 320 // len(scale_zero)
+    return linear
 
 
 def assert_within(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -166,31 +186,9 @@ def assert_within(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [(torch.float32, "auto"), (torch.bfloat16, "int8")], ids=str
 )
-def test_every_kernel_is_found_right(dtype: torch.dtype, kv_dtype: str):
-    assert load_ops.load_ops(make_trial(dtype=dtype, kv_dtype=kv_dtype), ()) == KERNELS
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_kernel_that_is_wrong_or_fails_leaves_its_place_to_the_twin(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    right = getattr(KERNELS, name)
-
-    def wrong(*args: Any) -> Any:
-        found = right(*args)
-        return tuple(1.2 * x for x in found) if isinstance(found, tuple) else 1.2 * found
-
-    def missing(*args: Any) -> Any:
-        raise RuntimeError("no such device function")
-
-    for kernel, complaint in ((wrong, "it is off by"), (missing, "no such device function")):
-        monkeypatch.setattr(load_ops, "KERNELS", replace(KERNELS, **{name: kernel}))
-        ops = load_ops.load_ops(make_trial(), set(NAMES) - {name})
-        assert ops == TWINS
-        assert name in caplog.text
-        assert complaint in caplog.text
-
-
-def test_a_kernel_that_is_switched_off_is_not_even_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(load_ops, "KERNELS", DecoderOps(*(None for _ in NAMES)))  # pyright: ignore[reportArgumentType]
-    assert load_ops.load_ops(make_trial(), NAMES) == TWINS
+def test_every_kernel_is_found_right(dtype: torch.dtype, kv_dtype: Literal["auto", "int8"]):
+    site = Site(DEVICE, dtype, make_text_config(), 4, kv_dtype, interprets=True)
+    ops = choose(site, disabled=["varlen_attention"])
+    assert {name for name in ops.chosen if ops.uses(name, "triton")} == {
+        op.name for op in discover() if any(c.name == "triton" for c in op.candidates)
+    }

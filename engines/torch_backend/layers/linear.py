@@ -1,0 +1,160 @@
+"""Linear maps: how their weights are kept, which kernel computes them and what each device has of them.
+
+A model declares `LinearWeights` under its checkpoint's names, and calls them through `Linear`: maps of one input side
+by side, with what comes before and after. Unbound, a `Linear` computes in plain torch; `bind` gives it the operators
+of a device.
+
+Shape letters: M tokens, K inputs, N outputs.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.torch_backend.layers.norm import RMSNorm
+from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
+from engines.torch_backend.ops.products import Before, PlainProduct, Product
+from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+
+#: What members of a mesh share: the outputs of a map, whose results stay apart, or its inputs, whose results are summed.
+Shard = Literal["outputs", "inputs"] | None
+
+
+class Precision(Enum):
+    """In how many bits weights may be kept."""
+
+    FULL = auto()  #: as they are stored
+    SCHEME = auto()  #: as the model's quantization says
+    INT8 = auto()  #: in int8 where a kernel reads it, if the model is quantized at all
+
+
+class LinearWeights(nn.Linear):
+    """One map's weights, or a member's share of them. Quantized ones take its place in the model."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        bias: bool = True,
+        precision: Precision = Precision.FULL,
+        shard: Shard = None,
+        mesh: Mesh = SINGLE,
+    ) -> None:
+        """`num_inputs` and `num_outputs` are of all members together. Raises: ValueError if they do not divide."""
+        shared = {"outputs": num_outputs, "inputs": num_inputs, None: mesh.size}[shard]
+        if shared % mesh.size:
+            raise ValueError(f"{mesh.size} devices cannot share {shared} {shard} of a linear map")
+        super().__init__(
+            num_inputs // mesh.size if shard == "inputs" else num_inputs,
+            num_outputs // mesh.size if shard == "outputs" else num_outputs,
+            bias=bias,
+        )
+        self.precision = precision
+
+
+class Stream:
+    """What goes through layers; what one has added waits for the next norm, which may add it in the same pass."""
+
+    def __init__(self, x: Tensor, is_own: bool = False) -> None:
+        """`is_own`: nobody else reads x, which is changed in place. Shapes: (M, C)."""
+        self._x = x
+        self._is_own = is_own
+        self._delta: Tensor | None = None
+
+    def add(self, delta: Tensor) -> None:
+        """Shapes: (M, C)."""
+        self._x, self._delta = self.tensor(), delta
+
+    def tensor(self) -> Tensor:
+        """All of it. Shapes: (M, C)."""
+        if self._delta is not None:
+            self._x = self._x.add_(self._delta) if self._is_own else self._x + self._delta
+            self._delta = None
+        return self._x
+
+    def normed(self, norm: RMSNorm, add_norm: AddNorm) -> Tensor:
+        """All of it, normalised. Shapes: (M, C)."""
+        self._x, y = add_norm(self._x, self._delta, norm.weight, norm.eps)
+        self._delta = None
+        return y
+
+
+class Linear:
+    """Maps of one input, side by side."""
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        *names: str,
+        before: Before | None = None,
+        shard: Shard = None,
+        mesh: Mesh = SINGLE,
+    ) -> None:
+        """`names` are those of `LinearWeights` in `owner`, where loaders may put others in their place."""
+        self._owner = owner
+        self._names = names
+        self._before = before or Before()
+        self._mesh = mesh if shard == "inputs" else SINGLE
+        self._ops: Ops | None = None
+        self._plain: Product = PlainProduct(self._parts, None)
+        self.product: Product = self._plain
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `product` alone computes all that a call does."""
+        return self._mesh.size == 1 and (self.product.takes_before or not self._before)
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on; `dtype` is the engine's."""
+        self._ops = ops
+        dtype = ops.product_dtype(dtype)
+        parts = self._parts()
+        kinds = {getattr(part, "op", "linear_float") for part in parts}
+        self._plain = PlainProduct(self._parts, dtype)
+        bound = ops[kinds.pop()](parts, self._before, dtype) if len(kinds) == 1 else None
+        self.product = bound or self._plain
+
+    def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
+        """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), which is added to `add_to` if it is given."""
+        if isinstance(x, Tensor) and x.dim() > 2:
+            return self(x.flatten(0, -2), add_to).unflatten(0, x.shape[:-1])
+        num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
+        product = self.product if num_tokens <= self.product.max_tokens else self._plain
+        inputs = self._prepare(x, product)
+        if add_to is not None and product.adds and self._mesh.size == 1:
+            return product(inputs, add_to.tensor())
+        y = self._mesh.all_reduce(product(inputs))
+        if add_to is not None:
+            add_to.add(y)
+        return y
+
+    def _prepare(self, x: Tensor | Stream, product: Product) -> Tensor:
+        """What the product is given."""
+        before = self._before
+        if isinstance(x, Stream):
+            if before.norm is None or product.takes_before:
+                return x.tensor()
+            return x.normed(before.norm, self._ops["add_norm"] if self._ops else add_norm)
+        if not before or product.takes_before:
+            return x
+        if before.gate is F.silu and self._ops is not None:
+            return self._ops["gate"](x)
+        return before(x)
+
+    def _parts(self) -> Sequence[nn.Module]:
+        return [_as_linear(self._owner.get_submodule(name)) for name in self._names]
+
+
+def _as_linear(module: nn.Module) -> nn.Module:
+    """Embeddings as the map that is tied to them."""
+    if not isinstance(module, nn.Embedding):
+        return module
+    linear = nn.Linear(*reversed(module.weight.shape), bias=False, device="meta")
+    linear.weight = module.weight
+    return linear

@@ -1,0 +1,63 @@
+"""All layers of a decoder, where kernels compute all of them."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import Span, plan_attention
+from engines.torch_backend.layers.norm import RMSNorm
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.decoder_chain.cpu import build
+from engines.torch_backend.ops.decoder_chain.reference import (
+    CallByCall,
+    CreateChain,
+    LayerProducts,
+)
+from engines.torch_backend.ops.linear_float import OP as LINEAR
+from engines.torch_backend.ops.products import Before, Product, make_float
+from engines.torch_backend.ops.registry import Candidate, Op, Site
+from engines.torch_backend.ops.step_attention import OP as ATTENTION
+
+_SPANS = [Span(0, 1, 2, [7]), Span(1, 1, 90, [5, 0, 3, 9, 8, 2])]
+
+
+def _example(create: CreateChain, site: Site) -> list[Tensor]:
+    """Two layers over kernels that are tried on their own elsewhere."""
+    text = site.text
+    width, inner, heads = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
+    kv = text.num_kv_heads * text.head_dim
+    bind, attention = (op.candidates[0].build(site) for op in (LINEAR, ATTENTION))
+    norm = RMSNorm(width, 1e-5).requires_grad_(False)
+
+    def product(before: Before, *shapes: tuple[int, int]) -> Product:
+        parts = [make_float(site, shape) for shape in shapes]
+        for part in parts:
+            part.weight.div_(8)
+        return bind(parts, before, torch.float32)
+
+    layer = LayerProducts(
+        product(Before(norm=norm), (heads, width), (kv, width), (kv, width)),
+        product(Before(), (width, heads)),
+        product(Before(norm=norm), (inner, width), (inner, width)),
+        product(Before(gate=F.silu), (width, inner)),
+    )
+    plan = plan_attention(_SPANS, 16, torch.float32, site.device)
+    pool = KVCachePool(text, 10, 16, torch.float32, site.device)
+    for stored in (x for number in range(text.num_layers) for x in pool.blocks(number)):
+        stored.copy_(site.numbers(*stored.shape))
+    rotation = RotaryTable(text, 128, torch.float32, site.device).at(torch.tensor([2, 90]))
+    chain = create([layer] * text.num_layers)
+    assert chain is not None
+    x = site.numbers(2, width)
+    chain(x, attention(text, pool, plan, rotation))
+    return [x, *pool.blocks(0), *pool.blocks(1)]
+
+
+OP = Op(
+    "decoder_chain",
+    CallByCall,
+    (Candidate("cpu", build, native.lacks, tolerance=lambda site: 0.0),),
+    _example,
+)

@@ -1,0 +1,70 @@
+"""All layers of a decoder in one call of a C++ kernel, whose threads meet between its parts.
+
+What each part computes is what a call for it alone computes, to the last bit. A call for each part costs Python's time
+between them, which is a tenth of a decode step.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.decoder_chain.reference import Chain, CreateChain, LayerProducts
+from engines.torch_backend.ops.native.library import (
+    BoundProduct,
+    LayersStruct,
+    LayerStruct,
+    Library,
+)
+from engines.torch_backend.ops.registry import Site
+from engines.torch_backend.ops.step_attention.cpu import PagedAttention
+from engines.torch_backend.ops.step_attention.reference import Attend
+
+
+def build(site: Site) -> CreateChain:
+    """The kernel, for layers of which it computes all."""
+    library = native.load(site.level)
+
+    def create(layers: Sequence[LayerProducts]) -> Chain | None:
+        products = [product for layer in layers for product in layer]
+        if not all(isinstance(p, BoundProduct) and p.takes_before for p in products):
+            return None
+        return LayerChain(library, layers)
+
+    return create
+
+
+class LayerChain:
+    """Layers one after another."""
+
+    def __init__(self, library: Library, layers: Sequence[LayerProducts]) -> None:
+        self._library = library
+        self._max_tokens = min(product.max_tokens for layer in layers for product in layer)
+        self._kept = layers  # their memory is read
+        rows = [[part for part in layer if isinstance(part, BoundProduct)] for layer in layers]
+        qkv, out, gate_up, _ = rows[0]
+        self._widths = qkv.num_outputs, out.num_inputs, gate_up.num_outputs
+        structs = (LayerStruct(*(part.address for part in row)) for row in rows)
+        self._structs = (LayerStruct * len(layers))(*structs)
+
+    def can_run(self, x: Tensor, attend: Attend) -> bool:
+        """Whether the kernel computes such a step."""
+        return isinstance(attend, PagedAttention) and len(x) <= self._max_tokens
+
+    def __call__(self, x: Tensor, attend: Attend) -> None:
+        """Shapes: x float32 (N, C), replaced by what it becomes."""
+        assert isinstance(attend, PagedAttention)
+        rooms = [torch.empty(len(x), width) for width in self._widths]
+        for layer, struct in enumerate(self._structs):
+            struct.keys, struct.values = attend.places(layer)
+        step = LayersStruct(
+            ctypes.addressof(self._structs),
+            len(self._structs),
+            attend.address,
+            x.data_ptr(),
+            *(room.data_ptr() for room in rooms),
+            torch.get_num_threads(),
+        )
+        self._library.layers(ctypes.byref(step))

@@ -1,0 +1,93 @@
+"""Products of a few rows with int4 weights, which become numbers in registers, just before they are used.
+
+A program computes some outputs for all rows, so that every weight is read once; sums are kept in float32, and their
+order does not depend on the number of rows beside.
+
+Shape letters: M rows, K inputs, N outputs, G groups of inputs.
+"""
+
+# pyright: reportCallIssue=false
+# The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engines.torch_backend.ops.triton_types import num_stages, product_dtype
+
+_OUTPUTS = 16  # of a program: small, so that even the narrowest product fills the device
+_GROUPS = 4  # of 64 inputs: read together; a weight's row is contiguous
+
+
+@triton.jit
+def _multiply_int4_kernel(
+    x,  # (M, K)
+    pairs,  # (N, K / 2)
+    scale_zero,  # (K / (2 HALF), N, 2)
+    out,  # (M, N)
+    M,
+    N,
+    K,
+    HALF: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """A program computes `BLOCK_N` outputs of all rows, `GROUPS` groups of 2 `HALF` inputs at once."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = (m < M)[:, None]
+    output_mask = (n < N)[:, None]
+    rows = n.to(tl.int64)[:, None] * (K // 2)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, K // (2 * HALF), GROUPS):
+        i = first * HALF + tl.arange(0, GROUPS * HALF)  # of the pair in its row
+        inside = (i < K // 2)[None, :]
+        left_places = x + m[:, None] * K + ((i // HALF) * HALF + i)[None, :]
+        left = tl.load(left_places, mask=row_mask & inside, other=0.0)
+        right = tl.load(left_places + HALF, mask=row_mask & inside, other=0.0)
+        both = tl.load(pairs + rows + i[None, :], mask=output_mask & inside, other=0)
+        groups = first + tl.arange(0, GROUPS)
+        parameters = scale_zero + (groups[None, :] * N + n[:, None]) * 2
+        known = output_mask & (groups < K // (2 * HALF))[None, :]
+        scale = tl.load(parameters, mask=known, other=0.0).to(tl.float32)
+        zero = tl.load(parameters + 1, mask=known, other=0.0).to(tl.float32)
+        scale = _for_each_pair(scale, GROUPS, HALF, BLOCK_N)
+        zero = _for_each_pair(zero, GROUPS, HALF, BLOCK_N)
+        low = ((both & 15).to(tl.float32) - 8.0) * scale + zero
+        high = ((both >> 4).to(tl.float32) - 8.0) * scale + zero
+        total += tl.dot(left.to(PRODUCT), tl.trans(low.to(PRODUCT)), input_precision="ieee")
+        total += tl.dot(right.to(PRODUCT), tl.trans(high.to(PRODUCT)), input_precision="ieee")
+    mask = row_mask & (n < N)[None, :]
+    tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _for_each_pair(x, GROUPS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What belongs to a group, repeated for its pairs. Shapes: (n, GROUPS); returns (n, GROUPS * HALF)."""
+    spread = tl.broadcast_to(x[:, :, None], [BLOCK_N, GROUPS, HALF])
+    return tl.reshape(spread, [BLOCK_N, GROUPS * HALF])
+
+
+def multiply_int4(x: Tensor, pairs: Tensor, scale_zero: Tensor) -> Tensor:
+    """A few rows. Shapes: x (M, K), pairs (N, K / 2), scale_zero (G, N, 2); returns (M, N)."""
+    num_rows, num_inputs = x.shape
+    num_groups, num_outputs, _ = scale_zero.shape
+    out = x.new_empty(num_rows, num_outputs)
+    _multiply_int4_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
+        x.contiguous(),
+        pairs,
+        scale_zero,
+        out,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        HALF=num_inputs // num_groups // 2,
+        GROUPS=min(_GROUPS, triton.next_power_of_2(num_groups)),
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_N=_OUTPUTS,
+        PRODUCT=product_dtype(x.dtype),
+        num_warps=4,
+        num_stages=num_stages(x),
+    )
+    return out

@@ -1,0 +1,64 @@
+"""Linear maps of one input with what is around them, each group in one call of a C++ kernel.
+
+Shape letters: M tokens, K inputs, N outputs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from engines.torch_backend.layers.activation import quick_gelu
+from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.native.library import FLOAT_KINDS, BoundProduct, Weights
+from engines.torch_backend.ops.native.library import Before as Kind
+from engines.torch_backend.ops.native.packed_linear import PackedLinear
+from engines.torch_backend.ops.products import UNLIMITED, Before, Bind, Product
+from engines.torch_backend.ops.registry import Candidate, Site
+
+
+def native_candidate(
+    tolerance: Callable[[Site], float],
+    variants: Callable[[Site], Iterable[Site]] = lambda site: (site,),
+) -> Candidate:
+    """The C++ kernel of a linear operator."""
+    return Candidate("cpu", _build, native.lacks, tolerance, variants)
+
+
+def _build(site: Site) -> Bind:
+    library = native.load(site.level)
+
+    def bind(parts: Sequence[nn.Module], before: Before, dtype: torch.dtype) -> Product | None:
+        weights = [to_weights(part) for part in parts]
+        usable = [part for part in weights if part is not None]
+        if len(usable) < len(parts) or len({part.kind for part in usable}) > 1:
+            return None
+        kind, gain, eps = Kind.NOTHING, None, 0.0
+        if before.norm is not None:
+            kind, gain, eps = Kind.RMS_NORM, before.norm.weight.float(), before.norm.eps
+        elif before.gate is F.silu:
+            kind = Kind.SILU_GATE
+        elif before.activation is quick_gelu:
+            kind = Kind.QUICK_GELU
+        bound = BoundProduct(library, usable, site.bits, kind, gain, eps)
+        bound.takes_before = kind is not Kind.NOTHING or not before
+        bound.max_tokens = site.level.max_float_tokens if usable[0].group == 0 else UNLIMITED
+        return bound
+
+    return bind
+
+
+def to_weights(module: nn.Module) -> Weights | None:
+    """What a kernel reads of a module; None if there is none for it."""
+    if isinstance(module, QuantizedLinear):
+        module = PackedLinear(module)
+    if isinstance(module, PackedLinear):
+        return module.to_weights()
+    if not isinstance(module, nn.Linear) or module.weight.dtype not in FLOAT_KINDS:
+        return None
+    bias = None if module.bias is None else module.bias.float()
+    kind = FLOAT_KINDS[module.weight.dtype]
+    shape = (module.out_features, module.in_features)
+    return Weights(kind, *shape, module.weight.contiguous(), bias=bias)

@@ -1,0 +1,128 @@
+// Linear maps with what is around them: a norm, a gate or an activation before, an addition after. One team of threads
+// for each call from Python.
+#include "step.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "linear.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // less is done before a second thread has woken up
+
+void normalize(const float* x, const float* gain, float eps, int64_t width, float* out) {
+    Floats squares = {};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i < width; i++) rest += x[i] * x[i];
+    const float scale = 1.0f / std::sqrt((sum(squares) + rest) / (float)width + eps);
+    for (i = 0; i < width; i++) out[i] = x[i] * scale * gain[i];
+}
+
+void gate(const float* x, int64_t width, float* out) {
+    const float* factor = x + width;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const Floats value = load(x + i);
+        store(out + i, value / (1.0f + exp(-value)) * load(factor + i));
+    }
+    for (; i < width; i++) out[i] = x[i] / (1.0f + std::exp(-x[i])) * factor[i];
+}
+
+void quick_gelu(const float* x, int64_t width, float* out) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const Floats value = load(x + i);
+        store(out + i, value / (1.0f + exp(value * -1.702f)));
+    }
+    for (; i < width; i++) out[i] = x[i] / (1.0f + std::exp(-1.702f * x[i]));
+}
+
+class Product {
+  public:
+    // The room fits.
+    Product(const Step& step, Workspace& room) : step_(step), linear_(step.linears[0]), room_(room) {
+        for (int32_t i = 0; i < step.count; i++) stride_ += step.linears[i].num_outputs;
+        inputs_ = step.before == NOTHING ? step.x : room.inputs.data();
+        if (linear_.kind < INT8) return;
+        const int64_t num_groups = (linear_.num_inputs + linear_.group - 1) / linear_.group;
+        integers_ = {step.num_tokens,   num_groups,        linear_.group, step.bits, room.integers.data(),
+                     room.scale.data(), room.sum.data()};
+    }
+
+    int num_threads() const {
+        return step_.num_tokens * count_weights(step_) < MIN_PARALLEL_PRODUCTS ? 1 : step_.num_threads;
+    }
+
+    bool prepares() const { return step_.before != NOTHING || linear_.kind >= INT8; }
+
+    // A token's norm or gate, and its integers.
+    void prepare(int64_t token) {
+        const int64_t width = linear_.num_inputs;
+        float* into = room_.inputs.data() + token * width;
+        if (step_.before == RMS_NORM) normalize(step_.x + token * width, step_.gain, step_.eps, width, into);
+        if (step_.before == SILU_GATE) gate(step_.x + token * 2 * width, width, into);
+        if (step_.before == QUICK_GELU) quick_gelu(step_.x + token * width, width, into);
+        if (linear_.kind < INT8) return;
+        const int64_t num_groups = integers_.num_groups, place = token * num_groups;
+        char* integers = (char*)room_.integers.data() + place * linear_.group * (step_.bits / 8);
+        quantize_token(inputs_ + token * width, width, linear_.group, step_.bits, integers,
+                       room_.scale.data() + place, room_.sum.data() + place);
+    }
+
+    void multiply(int thread, int team) const {
+        float* target = step_.y;
+        for (int32_t i = 0; i < step_.count; i++) {
+            const Linear& linear = step_.linears[i];
+            const Share outputs = share_of(linear.num_outputs, TILE, thread, team);
+            const Target into = {target, stride_, step_.adds != 0};
+            if (linear.kind >= INT8) multiply_integers(linear, integers_, into, outputs.start, outputs.stop);
+            else multiply_floats(linear, step_.num_tokens, inputs_, into, outputs.start, outputs.stop);
+            target += linear.num_outputs;
+        }
+    }
+
+  private:
+    const Step& step_;
+    const Linear& linear_;
+    Workspace& room_;
+    Activations integers_ = {};
+    const float* inputs_;
+    int64_t stride_ = 0;
+};
+
+}  // namespace
+
+int64_t count_weights(const Step& step) {
+    int64_t num_outputs = 0;
+    for (int32_t i = 0; i < step.count; i++) num_outputs += step.linears[i].num_outputs;
+    return num_outputs * step.linears[0].num_inputs;
+}
+
+void multiply_in_team(const Step& step, Workspace& room) {
+    Product product(step, room);
+    const int thread = omp_get_thread_num(), team = omp_get_num_threads();
+    if (product.prepares()) {
+        const Share tokens = share_of(step.num_tokens, 1, thread, team);
+        for (int64_t m = tokens.start; m < tokens.stop; m++) product.prepare(m);
+#pragma omp barrier
+    }
+    product.multiply(thread, team);
+}
+
+Workspace& own_room() {
+    static thread_local Workspace room;
+    return room;
+}
+
+extern "C" void vlm_linear(const Step* step) {
+    Workspace& room = own_room();
+    room.fit(*step, step->num_tokens);
+#pragma omp parallel num_threads(Product(*step, room).num_threads())
+    multiply_in_team(*step, room);
+}

@@ -1,0 +1,40 @@
+// What a call for one product shares with a call for all layers. Shape letters: M tokens, K inputs.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "abi.h"
+#include "linear.h"
+
+// Room that a calling thread keeps from call to call.
+struct Workspace {
+    std::vector<float> inputs;
+    std::vector<int16_t> integers;
+    std::vector<float> scale, sum;
+
+    void fit(const Step& step, int64_t num_tokens) {
+        const Linear& linear = step.linears[0];
+        if (step.before != NOTHING) grow(inputs, num_tokens * linear.num_inputs);
+        if (linear.kind < INT8) return;
+        const int64_t num_groups = (linear.num_inputs + linear.group - 1) / linear.group;
+        grow(integers, num_tokens * num_groups * linear.group);
+        grow(scale, num_tokens * num_groups);
+        grow(sum, num_tokens * num_groups);
+    }
+
+  private:
+    template <class T>
+    void grow(std::vector<T>& room, int64_t size) {
+        if ((int64_t)room.size() < size) room.resize(size);
+    }
+};
+
+// That of the calling thread.
+Workspace& own_room();
+
+// Weights that a step multiplies each token with.
+int64_t count_weights(const Step& step);
+
+// Called by every thread of a team; the results are there when all have returned. The room fits.
+void multiply_in_team(const Step& step, Workspace& room);

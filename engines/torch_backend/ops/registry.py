@@ -1,0 +1,212 @@
+"""Operators: what each computes, what may compute it faster, and which of these serves here.
+
+An operator is a folder of this package whose `OP` says all of it: a reference implementation in plain torch,
+candidates for some devices, and an example on which a candidate must give what the reference gives before anybody
+trusts it. `choose` tries them once at the start.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend import ops as package
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.kv_int8 import Int8KVCachePool
+from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
+
+logger = logging.getLogger(__name__)
+
+#: `fast` rounds activations that meet int8 and int4 weights to 8 bits, `exact` to 16; `off` has no C++ kernels.
+CpuKernels = Literal["fast", "exact", "off"]
+REFERENCE = "reference"
+
+#: Shapes on which candidates are tried where no model's are given.
+EXAMPLE_TEXT = TextConfig(
+    vocab_size=8, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=8, num_kv_heads=2,
+    head_dim=16, max_position_embeddings=128,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where operators are to serve, and on which shapes they are tried."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    text: TextConfig = EXAMPLE_TEXT
+    block_size: int = 16
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    cpu_kernels: CpuKernels = "off"
+    level: CpuLevel = field(default_factory=choose_level)
+    stored: torch.dtype | None = None  #: of floating-point weights, if not `dtype`
+    joins: bool = False  #: whether weights that meet one input may be copied side by side
+    interprets: bool = False  #: whether kernels may run in Triton's interpreter
+    seed: int = 0  #: of the numbers of examples
+
+    @property
+    def bits(self) -> int:
+        """Of activations that meet integer weights in C++ kernels."""
+        return 16 if self.cpu_kernels == "exact" else 8
+
+    @property
+    def tolerance(self) -> float:
+        """Difference allowed, as a share of the largest number; an 8-bit step more or less is no error."""
+        rounding = 16 * torch.finfo(self.dtype).eps
+        return max(rounding, 2 / 127) if self.kv_dtype == "int8" else rounding
+
+    def numbers(self, *shape: int, seed: int = 1) -> Tensor:
+        """Within -1..1, without touching the random state."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + seed)
+        values = 2 * torch.rand(shape, generator=generator) - 1
+        return values.to(self.device, self.dtype)
+
+    def pool(self, num_blocks: int = 8) -> KVCachePool:
+        """A layer of written blocks."""
+        text = replace(self.text, num_layers=1)
+        create_pool = Int8KVCachePool if self.kv_dtype == "int8" else KVCachePool
+        pool = create_pool(text, num_blocks, self.block_size, self.dtype, self.device)
+        num_slots = num_blocks * self.block_size
+        heads = (num_slots, text.num_kv_heads, text.head_dim)
+        slots = torch.arange(num_slots, device=self.device)
+        pool.write(0, slots, self.numbers(*heads), self.numbers(*heads, seed=2))
+        return pool
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A faster way to compute an operator."""
+
+    name: str
+    build: Callable[
+        [Site], Any
+    ]  #: a function with the reference's signature; may raise whatever it likes
+    lacks: Callable[[Site], str]  #: why it cannot serve there; empty if it can
+    #: Difference allowed, as a share of the largest number.
+    tolerance: Callable[[Site], float] = lambda site: site.tolerance
+    #: Forms in which it must be right to serve there.
+    variants: Callable[[Site], Iterable[Site]] = lambda site: (site,)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator. `example` calls a function of its signature, and returns all that it gave and changed."""
+
+    name: str
+    reference: Any
+    candidates: tuple[Candidate, ...]
+    example: Callable[[Any, Site], list[Tensor]]
+
+    def complaint(self, candidate: Candidate, site: Site) -> str:
+        """What is wrong with a candidate; empty if nothing is."""
+        return candidate.lacks(site) or next(
+            filter(None, (self._try(candidate, each) for each in candidate.variants(site))), ""
+        )
+
+    def _try(self, candidate: Candidate, site: Site) -> str:
+        try:
+            found = self.example(candidate.build(site), site)
+        except Exception as error:  # compilers and drivers raise whatever they like
+            return f"{type(error).__name__}: {error}"[:500]
+        expected = self.example(self.reference, site)
+        for ours, theirs in zip(found, expected, strict=True):
+            difference = (ours.float() - theirs.float()).abs().max().item()
+            if not difference <= candidate.tolerance(site) * theirs.float().abs().max().item():
+                return f"it is off by {difference:.3g}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """What computes each operator in this process."""
+
+    site: Site
+    chosen: Mapping[str, str]  #: names of candidates, or `REFERENCE`, by operator
+    functions: Mapping[str, Any]
+    registered: Mapping[str, Op]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.functions[name]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether there are C++ kernels, which compute in float32 whatever weights are stored in."""
+        return "cpu" in self.chosen.values()
+
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of torch's products in an engine of that type: beside float32 streams there is what float16 is too small for."""
+        return torch.float32 if self.is_native and dtype is torch.float16 else dtype
+
+    def uses(self, name: str, candidate: str | None = None) -> bool:
+        """Whether that candidate, or any, computes an operator in place of its reference."""
+        found = self.chosen[name]
+        return found != REFERENCE if candidate is None else found == candidate
+
+    def without(self, *names: str) -> "Ops":
+        """The same with references for some operators."""
+        references = {name: self.registered[name].reference for name in names}
+        return replace(
+            self,
+            chosen={**self.chosen, **dict.fromkeys(names, REFERENCE)},
+            functions={**self.functions, **references},
+        )
+
+
+@cache
+def discover() -> tuple[Op, ...]:
+    """The operators of all folders here, by name."""
+    folders = sorted(module.name for module in iter_modules(package.__path__) if module.ispkg)
+    modules = [import_module(f"{package.__name__}.{folder}") for folder in folders]
+    return tuple(module.OP for module in modules if hasattr(module, "OP"))
+
+
+def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None = None) -> Ops:
+    """Of each operator the first candidate that can serve, is right and not switched off, else the reference."""
+    registered = {op.name: op for op in (discover() if ops is None else ops)}
+    chosen = dict.fromkeys(registered, REFERENCE)
+    functions = {name: op.reference for name, op in registered.items()}
+    reasons: dict[str, list[str]] = {}
+    for op in registered.values():
+        for candidate in op.candidates:
+            names = {op.name, f"{op.name}.{candidate.name}"}
+            reason = "switched off" if names & set(disabled) else op.complaint(candidate, site)
+            if not reason:
+                chosen[op.name], functions[op.name] = candidate.name, candidate.build(site)
+                break
+            reasons.setdefault(reason, []).append(f"{op.name}.{candidate.name}")
+            if reason != "switched off" and not candidate.lacks(site):
+                logger.warning("operator %s.%s is not used: %s", op.name, candidate.name, reason)
+    found = ", ".join(f"{name} {chosen[name]}" for name in chosen)
+    left = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    logger.info("operators on %s: %s%s", site.device, found, f" ({left})" if left else "")
+    return Ops(site, chosen, functions, registered)
+
+
+def references(site: Site) -> Ops:
+    """Every operator by its reference."""
+    registered = {op.name: op for op in discover()}
+    functions = {name: op.reference for name, op in registered.items()}
+    return Ops(site, dict.fromkeys(registered, REFERENCE), functions, registered)
+
+
+@cache
+def cpu_ops(mode: CpuKernels, level: CpuLevel | None = None) -> Ops:
+    """Operators on a CPU of a level, by default this machine's; tried once a process."""
+    site = Site(torch.device("cpu"), cpu_kernels=mode, level=level or choose_level())
+    ops = references(site) if mode == "off" else choose(site)
+    if mode != "off" and not ops.is_native:
+        reasons = {
+            c.lacks(site)
+            for op in ops.registered.values()
+            for c in op.candidates
+            if c.name == "cpu"
+        }
+        logger.warning("no CPU kernels, torch computes instead: %s", "; ".join(sorted(reasons)))
+    return ops

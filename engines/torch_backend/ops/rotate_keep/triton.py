@@ -1,0 +1,119 @@
+"""Turn queries and keys by their positions, and keep keys and values in the paged pool, in one launch.
+
+Queries, keys and values are read where the fused product left them, side by side.
+
+Shape letters: N tokens, H query heads, K key/value heads, D head width.
+"""
+
+# pyright: reportCallIssue=false
+# The launcher takes `num_warps` and `num_stages` beside the kernel's own arguments.
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.rotary import RotaryTable
+
+
+@triton.jit
+def _keep(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
+    """Store one head's vector in its slot, and as it will be read from there."""
+    if IS_INT8:
+        scale = tl.maximum(tl.max(tl.abs(x), axis=0) / 127.0, 1.1754943508222875e-38)
+        integers = tl.floor(x / scale + 0.5)
+        tl.store(cell + d, integers.to(tl.int8), mask=inside)
+        tl.store(scale_cell, scale)
+        x = integers * scale
+    else:
+        tl.store(cell + d, x.to(cell.dtype.element_ty), mask=inside)
+    tl.store(out + d, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_keep_kernel(
+    qkv,  # (N, (H + 2 K) D)
+    cosines,  # (positions, D)
+    sines,  # (positions, D), signed
+    positions,  # (N,)
+    slots,  # (N,)
+    query_out,  # (N, H, D)
+    key_out,  # (N, K, D)
+    value_out,  # (N, K, D)
+    key_cache,  # (slots, K, D)
+    value_cache,  # (slots, K, D)
+    key_scales,  # (slots, K)
+    value_scales,  # (slots, K)
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_INT8: tl.constexpr,
+):
+    """A program turns one head of one token; a key's also keeps it and the value beside it."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    row = qkv + token * (H + 2 * K) * D
+    position = tl.load(positions + token).to(tl.int64)
+    dtype = query_out.dtype.element_ty
+    x = tl.load(row + head * D + d, mask=inside, other=0.0).to(tl.float32)
+    rolled = tl.load(row + head * D + (d + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cosines + position * D + d, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sines + position * D + d, mask=inside, other=0.0).to(tl.float32)
+    turned = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
+    if head < H:
+        tl.store(query_out + (token * H + head) * D + d, turned, mask=inside)
+    else:
+        kv_head = head - H
+        cell = tl.load(slots + token).to(tl.int64) * K + kv_head
+        out = (token * K + kv_head) * D
+        value = tl.load(row + (head + K) * D + d, mask=inside, other=0.0).to(tl.float32)
+        _keep(
+            turned.to(tl.float32), key_cache + cell * D, key_scales + cell, key_out + out, d, inside, IS_INT8
+        )  # fmt: skip
+        _keep(
+            value, value_cache + cell * D, value_scales + cell, value_out + out, d, inside, IS_INT8
+        )
+
+
+def rotate_keep(
+    qkv: Tensor,
+    rotary: RotaryTable,
+    positions: Tensor,
+    slots: Tensor,
+    pool: KVCachePool,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turned queries; turned keys and values as they will be read.
+
+    Shapes: qkv (N, (H + 2 K) D), positions and slots (N,); returns (N, H, D) and two (N, K, D).
+    """
+    keys, values = pool.blocks(layer)
+    _, _, num_kv_heads, head_dim = keys.shape
+    num_tokens = qkv.shape[0]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    key, value = (qkv.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
+    scales = pool.scales(layer)
+    _rotate_keep_kernel[(num_tokens, num_heads + num_kv_heads)](
+        qkv.contiguous(),
+        rotary.cos,
+        rotary.sin,
+        positions,
+        slots,
+        query,
+        key,
+        value,
+        keys,
+        values,
+        keys if scales is None else scales[0],
+        values if scales is None else scales[1],
+        H=num_heads,
+        K=num_kv_heads,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        IS_INT8=scales is not None,
+        num_warps=1,
+    )
+    return query, key, value

@@ -1,0 +1,127 @@
+"""A step's attention with the C++ kernel: rotation, keeping, and all sequences in one call.
+
+Shape letters: N new tokens, R sequences with several of them, H query heads, K key/value heads, D head width.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import AttentionPlan, Span
+from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.native.library import FLOAT_KINDS, AttentionStruct, Library
+from engines.torch_backend.ops.registry import Site
+from engines.torch_backend.ops.step_attention.reference import (
+    Attend,
+    CreateAttention,
+    create_attention,
+)
+
+_LANES = 8
+
+
+def build(site: Site) -> CreateAttention:
+    """The kernel where it reads such keys and values, else the reference."""
+    library = native.load(site.level)
+
+    def create(
+        text: TextConfig, pool: KVCachePool, plan: AttentionPlan, rotation: tuple[Tensor, Tensor]
+    ) -> Attend:
+        if not can_attend(text, pool):
+            return create_attention(text, pool, plan, rotation)
+        return PagedAttention(library, text, pool, plan, rotation)
+
+    return create
+
+
+def can_attend(text: TextConfig, pool: KVCachePool) -> bool:
+    """Whether the kernel reads these keys and values."""
+    return text.head_dim % _LANES == 0 and pool.scales(0) is None
+
+
+class PagedAttention:
+    """One step's, for all layers."""
+
+    def __init__(
+        self,
+        library: Library,
+        text: TextConfig,
+        pool: KVCachePool,
+        plan: AttentionPlan,
+        rotation: tuple[Tensor, Tensor],
+    ) -> None:
+        """`rotation` as of `RotaryTable.at`."""
+        self._library = library
+        self._pool = pool
+        self._num_threads = torch.get_num_threads()
+        decodes = plan.spans[: plan.num_decodes]
+        cos, sin = (table.float().contiguous() for table in rotation)
+        lengths = torch.tensor([span.num_context for span in decodes], dtype=torch.int64)
+        blocks = plan.decode_blocks
+        runs, run_table = _runs(plan.spans[plan.num_decodes :], pool.block_size)
+        self._kept = (
+            cos,
+            sin,
+            lengths,
+            blocks,
+            plan.slots,
+            runs,
+            run_table,
+        )  # their memory is read
+        dtype = pool.blocks(0)[0].dtype
+        self._struct = AttentionStruct(
+            kind=FLOAT_KINDS[dtype],
+            num_heads=text.num_heads,
+            num_kv_heads=text.num_kv_heads,
+            head_dim=text.head_dim,
+            num_tokens=plan.spans[-1].stop,
+            num_decodes=plan.num_decodes,
+            block_size=pool.block_size,
+            table_width=0 if blocks is None else blocks.numel() // plan.num_decodes,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=plan.slots.data_ptr(),
+            table=None if blocks is None else blocks.data_ptr(),
+            lengths=lengths.data_ptr(),
+            num_runs=len(runs),
+            run_table_width=run_table.shape[1],
+            runs=runs.data_ptr(),
+            run_table=run_table.data_ptr(),
+        )
+
+    @property
+    def address(self) -> int:
+        """Of what the kernel reads for all layers."""
+        return ctypes.addressof(self._struct)
+
+    def places(self, layer: int) -> tuple[int, int]:
+        """Addresses of a layer's kept keys and values."""
+        keys, values = self._pool.blocks(layer)
+        return keys.data_ptr(), values.data_ptr()
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """Shapes: qkv (N, (H + 2 K) * D), float32, rotated in place; returns (N, H * D)."""
+        keys, values = self._pool.blocks(layer)
+        out = torch.empty(len(qkv), self._struct.num_heads * self._struct.head_dim)
+        self._library.attention(
+            ctypes.byref(self._struct),
+            keys.data_ptr(),
+            values.data_ptr(),
+            qkv.data_ptr(),
+            out.data_ptr(),
+            self._num_threads,
+        )
+        return out
+
+
+def _runs(spans: list[Span], block_size: int) -> tuple[Tensor, Tensor]:
+    """Start, new and computed tokens of each, and its blocks. Shapes: (R, 3), (R, blocks of the longest)."""
+    runs = [(span.start, span.num_new, span.num_computed) for span in spans]
+    num_blocks = [-(-span.num_context // block_size) for span in spans]
+    table = torch.zeros(len(spans), max(num_blocks, default=0), dtype=torch.int64)
+    for row, span, count in zip(table, spans, num_blocks, strict=True):
+        row[:count] = torch.tensor(span.block_ids[:count])
+    return torch.tensor(runs, dtype=torch.int64).view(-1, 3), table

@@ -1,0 +1,27 @@
+"""Candidates in Triton's language, which is imported where it is used alone."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from engines.torch_backend.ops.registry import Candidate, Site
+
+
+def lacks(site: Site) -> str:
+    """Why there are no Triton kernels."""
+    if site.device.type != "cuda" and not site.interprets:
+        return "Triton's kernels are for GPUs"
+    return "" if find_spec("triton") else "triton is not installed"
+
+
+def triton_candidate(
+    operator: str, function: str, adapt: Callable[[Any], Any] = lambda kernel: kernel
+) -> Candidate:
+    """`function` of an operator's `triton.py`."""
+
+    def build(site: Site) -> Any:
+        module = import_module(f"engines.torch_backend.ops.{operator}.triton")
+        return adapt(getattr(module, function))
+
+    return Candidate("triton", build, lacks)

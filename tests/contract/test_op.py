@@ -1,0 +1,136 @@
+"""What every operator promises: a candidate gives what the reference gives, or it is not used, and the log says why."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.torch_backend.ops.cpu_level import LEVELS
+from engines.torch_backend.ops.registry import (
+    EXAMPLE_TEXT,
+    REFERENCE,
+    Candidate,
+    Op,
+    Site,
+    choose,
+    discover,
+)
+from tests.contract.toys import op as toy
+from tests.cpu_levels import RUNNABLE
+from tests.triton_device import DEVICE
+
+OPS = [*discover(), toy.make(adding=toy.by_adding)]
+PAIRS = [(op, candidate) for op in OPS for candidate in op.candidates]
+CPU = torch.device("cpu")
+#: Heads and widths, none of which is the examples' own.
+SHAPES = [(4, 4, 8, 64, 96), (6, 2, 24, 32, 160), (4, 1, 16, 96, 33)]
+
+
+def make_sites(shape: tuple[int, ...], seed: int) -> list[Site]:
+    """All that this machine can be: each level of its CPU, its GPU or what stands for one."""
+    heads, kv_heads, head_dim, hidden, inner = shape
+    text = replace(
+        EXAMPLE_TEXT, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        hidden_size=hidden, intermediate_size=inner,
+    )  # fmt: skip
+    modes: list[Literal["fast", "exact"]] = ["fast", "exact"]
+    native = [
+        Site(CPU, text=text, cpu_kernels=mode, level=level, seed=seed)
+        for level in RUNNABLE
+        for mode in modes
+    ]
+    kinds: list[tuple[torch.dtype, Literal["auto", "int8"]]] = [
+        (torch.float32, "auto"),
+        (torch.bfloat16, "int8"),
+    ]
+    fused = [
+        Site(DEVICE, dtype, text, 8, kv_dtype, joins=True, interprets=True, seed=seed)
+        for dtype, kv_dtype in kinds
+    ]
+    return native + fused
+
+
+@pytest.mark.parametrize(("seed", "shape"), [*enumerate(SHAPES, start=1)], ids=str)
+@pytest.mark.parametrize(("op", "candidate"), PAIRS, ids=lambda each: each.name)
+@torch.inference_mode()
+def test_a_candidate_gives_what_the_reference_gives(
+    op: Op, candidate: Candidate, shape: tuple[int, ...], seed: int
+):
+    sites = [site for site in make_sites(shape, seed) if not candidate.lacks(site)]
+    if not sites or (candidate.name == "torch" and DEVICE.type != "cuda"):
+        pytest.skip("torch's flash attention needs a GPU" if sites else "not for this machine")
+    for site in sites:
+        assert op.complaint(candidate, site) == ""
+
+
+@pytest.mark.parametrize(("op", "candidate"), PAIRS, ids=lambda each: each.name)
+def test_a_candidate_that_cannot_serve_says_why(op: Op, candidate: Candidate):
+    """On a machine that has nothing, unless it needs nothing."""
+    bare = Site(CPU, level=LEVELS[-1])
+    assert candidate.lacks(bare) or not candidate.lacks(replace(bare, joins=True))
+    assert op.complaint(candidate, bare) == candidate.lacks(bare)
+
+
+def test_a_right_candidate_is_chosen_and_logged(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        ops = choose(Site(CPU), ops=[toy.make(adding=toy.by_adding)])
+
+    assert ops.uses("double", "adding")
+    assert ops["double"] is toy.by_adding
+    assert "double adding" in caplog.text
+
+
+def fail(x: Tensor) -> Tensor:
+    raise RuntimeError("no such device function")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda x: 2.1 * x, "it is off by"),
+        (lambda x: x / 0, "it is off by"),
+        (fail, "no such device function"),
+        ("it needs another machine", "it needs another machine"),
+    ],
+    ids=["wrong", "not a number", "fails", "missing"],
+)
+def test_a_wrong_or_missing_candidate_is_refused_and_the_next_one_serves(
+    wrong: Callable[[Tensor], Tensor] | str, words: str, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO):
+        alone = choose(Site(CPU), ops=[toy.make(first=wrong)])
+        behind = choose(Site(CPU), ops=[toy.make(first=wrong, second=toy.by_adding)])
+
+    assert (alone.chosen["double"], behind.chosen["double"]) == (REFERENCE, "second")
+    assert torch.equal(alone["double"](torch.ones(3)), torch.full((3,), 2.0))
+    assert words in caplog.text
+    assert "double.first" in caplog.text
+
+
+@pytest.mark.parametrize(("disabled", "left"), [("double", REFERENCE), ("double.first", "second")])
+def test_what_is_switched_off_is_not_even_tried(
+    disabled: str, left: str, caplog: pytest.LogCaptureFixture
+):
+    calls = []
+
+    def note(x: Tensor) -> Tensor:
+        calls.append(x)
+        return 2 * x
+
+    with caplog.at_level(logging.INFO):
+        ops = choose(Site(CPU), [disabled], [toy.make(first=note, second=toy.by_adding)])
+
+    assert ops.chosen["double"] == left
+    assert not calls
+    assert "double.first: switched off" in caplog.text or "double.first, " in caplog.text
+
+
+def test_references_take_the_place_of_what_a_caller_does_not_want():
+    ops = choose(Site(CPU), ops=[toy.make(first=toy.by_adding)])
+
+    assert not ops.without("double").uses("double")
+    assert ops.without("double")["double"] is toy.double

@@ -1,0 +1,34 @@
+"""A whole operator: doubling. The contract's test registers it; nothing else knows it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.ops.registry import Candidate, Op, Site
+
+Double = Callable[[Tensor], Tensor]
+
+
+def double(x: Tensor) -> Tensor:
+    """Shapes: any, kept."""
+    return 2 * x
+
+
+def _example(double: Double, site: Site) -> list[Tensor]:
+    return [double(site.numbers(3, site.text.hidden_size))]
+
+
+def make(**candidates: Double | str) -> Op:
+    """With candidates that compute so, or that say why they cannot."""
+    return Op("double", double, tuple(_candidate(*item) for item in candidates.items()), _example)
+
+
+def _candidate(name: str, way: Double | str) -> Candidate:
+    reason = way if isinstance(way, str) else ""
+    return Candidate(name, build=lambda site: way, lacks=lambda site: reason)
+
+
+def by_adding(x: Tensor) -> Tensor:
+    """A right candidate."""
+    return torch.add(x, x)

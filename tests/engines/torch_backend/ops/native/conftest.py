@@ -1,0 +1,15 @@
+import pytest
+
+from engines.torch_backend.ops.registry import CpuKernels, Ops
+from tests.cpu_levels import RUNNABLE, ops_of
+
+
+@pytest.fixture(params=RUNNABLE, ids=lambda level: level.name)
+def ops(request: pytest.FixtureRequest, mode: CpuKernels) -> Ops:
+    """Of every level that this machine can run."""
+    return ops_of(mode, request.param)
+
+
+@pytest.fixture(params=["fast", "exact"])
+def mode(request: pytest.FixtureRequest) -> CpuKernels:
+    return request.param

@@ -1,0 +1,102 @@
+"""Attention by the C++ kernel equals its plain reference implementation for every mixture of sequences in a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import Span, paged_attention_by_sequence, plan_attention
+from engines.torch_backend.layers.rotary import RotaryTable, rotate
+from engines.torch_backend.ops.registry import Ops
+from tests.factories_torch import make_text_config
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def make_spans(shares: list[tuple[int, int]]) -> list[Span]:
+    """Spans of (new, computed) tokens, whose blocks lie scattered through a pool of 128."""
+    free = torch.randperm(128, generator=torch.Generator().manual_seed(5)).tolist()
+    spans, start = [], 0
+    for num_new, num_computed in shares:
+        num_blocks = -(-(num_new + num_computed) // BLOCK_SIZE)
+        spans.append(Span(start, num_new, num_computed, [free.pop() for _ in range(num_blocks)]))
+        start += num_new
+    return spans
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (2, 64), (8, 8)])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [(1, 0)],
+        [(1, 3), (1, 64), (1, 200)],
+        [(1, 9), (1, 2), (7, 0), (6, 5)],
+        [(9, 0)],
+        [(2, 190), (100, 3)],
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_the_kernel_and_the_plain_twin_agree(
+    ops: Ops,
+    shares: list[tuple[int, int]],
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+):
+    text = make_text_config(num_heads=8, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    plan = plan_attention(make_spans(shares), BLOCK_SIZE, dtype, CPU)
+    positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in plan.spans])
+    rotation = RotaryTable(text, 256, torch.float32, CPU).at(positions)
+    torch.manual_seed(0)
+    pools = [KVCachePool(text, 128, BLOCK_SIZE, dtype, CPU) for _ in range(2)]
+    pools[0]._data.normal_()
+    pools[1]._data.copy_(pools[0]._data)
+    qkv = torch.randn(len(positions), (8 + 2 * num_kv_heads) * head_dim)
+    sizes = [8, num_kv_heads, num_kv_heads]
+    query, key, value = qkv.view(len(qkv), -1, head_dim).split(sizes, dim=1)
+    expected = paged_attention_by_sequence(
+        pools[1],
+        plan,
+        1,
+        rotate(query, *rotation),
+        rotate(key, *rotation).to(dtype),
+        value.to(dtype),
+    )
+
+    found = ops["step_attention"](text, pools[0], plan, rotation)(1, qkv.clone())
+
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=8 * eps, atol=8 * eps)
+    torch.testing.assert_close(pools[0]._data, pools[1]._data, rtol=2 * eps, atol=eps)
+
+
+@torch.inference_mode()
+def test_a_token_has_the_same_result_in_any_chunk_and_company(ops: Ops):
+    """To the last bit: of prompts and streams alike."""
+    text = make_text_config(num_heads=8, num_kv_heads=2, head_dim=16)
+    rotary = RotaryTable(text, 256, torch.float32, CPU)
+    pool = KVCachePool(text, 128, BLOCK_SIZE, torch.float32, CPU)
+    torch.manual_seed(0)
+    pool._data.normal_()
+    numbers = torch.randn(64, (8 + 2 * 2) * 16)
+
+    def attend(spans: list[Span]) -> Tensor:
+        positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in spans])
+        plan = plan_attention(spans, BLOCK_SIZE, torch.float32, CPU)
+        qkv = torch.cat([numbers[s.num_computed : s.num_context] for s in spans])
+        return ops["step_attention"](text, pool, plan, rotary.at(positions))(1, qkv)
+
+    stream, first, second = make_spans([(1, 40), (33, 0), (21, 30)])
+    all_of_them = attend([stream, first, second])
+
+    assert torch.equal(attend([replace(stream, start=0)]), all_of_them[:1])
+    assert torch.equal(attend([replace(first, start=0)]), all_of_them[1:34])
+    assert torch.equal(attend([replace(second, start=0)]), all_of_them[34:])
+    for start, stop in [(30, 37), (37, 39), (39, 51)]:  # of the second one, again
+        part = Span(0, stop - start, start, second.block_ids)
+        assert torch.equal(attend([part]), all_of_them[34 + start - 30 : 34 + stop - 30])

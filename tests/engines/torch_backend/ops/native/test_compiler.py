@@ -1,0 +1,201 @@
+"""Libraries are compiled once, by whoever comes first, and a machine that cannot is told why."""
+
+import fcntl
+import platform
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL
+from pathlib import Path
+
+import pytest
+
+from engines.torch_backend.ops.cpu_level import LEVELS, CpuLevel
+from engines.torch_backend.ops.native import compiler
+from engines.torch_backend.ops.native.compiler import CannotCompile, compile_library
+from engines.torch_backend.ops.native.library import AbiMismatch, Library
+from engines.torch_backend.ops.registry import cpu_ops
+
+PLAIN = CpuLevel("plain", compiler_flags=())
+KERNELS = Path(compiler.__file__).parent
+X86_LEVELS_ELSEWHERE = [level for level in LEVELS if level.name.startswith("x86") and level.lacks()]
+needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.h").write_text("constexpr int ANSWER = 42;\n")
+    (folder / "answer.cpp").write_text(
+        '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Libraries that were compiled, not found."""
+    made: list[Path] = []
+    compile_really = compiler._compile
+
+    def note(command: list[str], sources: list[Path], library: Path) -> None:
+        made.append(library)
+        compile_really(command, sources, library)
+
+    monkeypatch.setattr(compiler, "_compile", note)
+    return made
+
+
+@needs_compiler
+def test_many_that_start_at_once_compile_once(sources: Path, tmp_path: Path, compiled: list[Path]):
+    with ThreadPoolExecutor(4) as pool:
+        found = set(
+            pool.map(lambda _: compile_library(sources, PLAIN, tmp_path / "cache"), range(4))
+        )
+
+    assert len(found) == len(compiled) == 1
+    assert CDLL(str(found.pop())).answer() == 42
+
+
+@needs_compiler
+def test_a_changed_header_makes_another_library(
+    sources: Path, tmp_path: Path, compiled: list[Path]
+):
+    before = compile_library(sources, PLAIN, tmp_path / "cache")
+    (sources / "answer.h").write_text("constexpr int ANSWER = 43;\n")
+
+    after = compile_library(sources, PLAIN, tmp_path / "cache")
+
+    assert [before, after] == compiled
+    assert CDLL(str(after)).answer() == 43
+
+
+@needs_compiler
+def test_another_level_makes_another_library(sources: Path, tmp_path: Path, compiled: list[Path]):
+    """On one machine, or in a cache that unlike machines share."""
+    other = CpuLevel("other", compiler_flags=())
+
+    plain, others = (
+        compile_library(sources, level, tmp_path / "cache") for level in (PLAIN, other)
+    )
+
+    assert [plain, others] == compiled
+    assert (plain.name.split("-")[0], others.name.split("-")[0]) == ("plain", "other")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("int64_t num_outputs;", "int64_t num_outputs, more;"), "Linear has 56 bytes in abi.h"),
+        (("VLM_ABI = 1", "VLM_ABI = 0"), "the library has interface 0"),
+    ],
+)
+def test_a_library_of_other_structs_is_an_error(
+    tmp_path: Path, change: tuple[str, str], words: str
+):
+    """Not a crash in the middle of a step, nor a machine that silently goes without kernels."""
+    header = (KERNELS / "abi.h").read_text()
+    assert change[0] in header
+    (tmp_path / "abi.h").write_text(header.replace(*change))
+    shutil.copy(KERNELS / "abi.cpp", tmp_path)
+
+    with pytest.raises(AbiMismatch, match=words):
+        Library(compile_library(tmp_path, PLAIN, tmp_path / "cache"))
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+@pytest.mark.parametrize("level", X86_LEVELS_ELSEWHERE, ids=lambda level: level.name)
+def test_integer_products_compile_for_levels_that_this_machine_cannot_run(
+    tmp_path: Path, level: CpuLevel
+):
+    for file in ("integer_linear.cpp", "abi.cpp", "abi.h", "linear.h", "vectors.h"):
+        shutil.copy(KERNELS / file, tmp_path)
+
+    library = compile_library(tmp_path, level, tmp_path / "cache")
+
+    assert library.is_file()
+
+
+@needs_compiler
+def test_a_library_that_is_there_waits_for_nobody(sources: Path, tmp_path: Path):
+    found = compile_library(sources, PLAIN, tmp_path / "cache")
+    with ThreadPoolExecutor(1) as pool, open(found.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        again = pool.submit(compile_library, sources, PLAIN, tmp_path / "cache")
+        try:
+            assert again.result(timeout=20) == found
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty"])
+def test_a_damaged_library_is_made_anew(
+    sources: Path, tmp_path: Path, compiled: list[Path], damage: str
+):
+    found = compile_library(sources, PLAIN, tmp_path / "cache")
+    whole = found.read_bytes()
+    half = len(whole) // 2
+    found.write_bytes(
+        {"cut": whole[:half], "zeros": whole[:half] + bytes(half), "empty": b""}[damage]
+    )
+
+    assert compile_library(sources, PLAIN, tmp_path / "cache") == found
+    assert compiled == [found, found]
+    assert CDLL(str(found)).answer() == 42
+
+
+@needs_compiler
+def test_what_does_not_compile_leaves_nothing_behind(sources: Path, tmp_path: Path):
+    (sources / "answer.cpp").write_text("no C++")
+
+    with pytest.raises(CannotCompile, match=r"answer\.cpp"):
+        compile_library(sources, PLAIN, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_without_a_compiler_it_says_so(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+    with pytest.raises(CannotCompile, match="no C\\+\\+ compiler"):
+        compile_library(sources, PLAIN, tmp_path / "cache")
+
+
+def test_a_machine_without_a_compiler_goes_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(
+        compiler, "_find_compiler", lambda: (_ for _ in ()).throw(CannotCompile("x"))
+    )
+
+    assert not cpu_ops("fast", CpuLevel("without", compiler_flags=())).is_native
+    assert "no CPU kernels, torch computes instead: x" in caplog.text
+
+
+def test_a_processor_without_a_level_goes_without_kernels(caplog: pytest.LogCaptureFixture):
+    cpu_ops.cache_clear()
+    assert not cpu_ops("fast", LEVELS[-1]).is_native
+    assert "none of the instructions" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_named(sources: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(CannotCompile, match="no place for compiled kernels"):
+        compile_library(sources, PLAIN, tmp_path / "file" / "cache")
+
+
+@needs_compiler
+def test_a_cache_that_others_may_write_to_is_refused(sources: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+
+    with pytest.raises(CannotCompile, match="others may write to"):
+        compile_library(sources, PLAIN, cache)
+    assert not list(cache.iterdir())

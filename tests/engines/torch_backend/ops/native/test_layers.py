@@ -1,0 +1,91 @@
+"""All layers in one call give what a call for each part gives."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import Span, plan_attention
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.registry import Ops
+from tests.engines.torch_backend.ops.native.test_attention import BLOCK_SIZE, CPU, make_spans
+from tests.factories_torch import make_model_pair, make_vlm_config
+
+CONFIG = make_vlm_config()
+STEPS = [[(1, 0)], [(1, 3), (1, 17), (1, 30)], [(1, 9), (1, 2), (7, 0), (6, 5)], [(9, 0)]]
+
+
+def make_decoder(ops: Ops) -> Llama:
+    decoder = deepcopy(make_model_pair(CONFIG).ours).language_model
+    decoder.bind(ops, torch.float32)
+    return decoder
+
+
+def pass_step(ops: Ops, decoder: Llama, spans: list[Span], x: Tensor) -> Tensor:
+    """Behind the same noise of earlier tokens each time."""
+    plan = plan_attention(spans, BLOCK_SIZE, torch.float32, CPU)
+    positions = torch.cat([torch.arange(s.num_computed, s.num_context) for s in spans])
+    pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, torch.float32, CPU)
+    pool._data.normal_(generator=torch.Generator().manual_seed(1))
+    rotation = RotaryTable(CONFIG.text, 64, torch.float32, CPU).at(positions)
+    return decoder(x, ops["step_attention"](CONFIG.text, pool, plan, rotation))
+
+
+def make_stream(num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num_tokens, CONFIG.text.hidden_size, generator=generator)
+
+
+@pytest.mark.parametrize("shares", STEPS, ids=str)
+@torch.inference_mode()
+def test_one_call_gives_what_a_call_for_each_part_gives(
+    ops: Ops, shares: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+):
+    decoder, spans = make_decoder(ops), make_spans(shares)
+    x = make_stream(spans[-1].stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(native.load(ops.site.level), "attention", lambda *_: pytest.fail("in parts"))
+        found = pass_step(ops, decoder, spans, x)
+
+    decoder.bind(ops.without("decoder_chain"), torch.float32)
+    assert torch.equal(found, pass_step(ops, decoder, spans, x))
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 5])
+@torch.inference_mode()
+def test_a_team_gives_what_one_thread_gives(ops: Ops, num_threads: int):
+    """Bit by bit, also where some have nothing to do."""
+    decoder, spans = make_decoder(ops), make_spans(STEPS[2])
+    x = make_stream(spans[-1].stop)
+    alone = pass_step(ops, decoder, spans, x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(20):
+            assert torch.equal(pass_step(ops, decoder, spans, x), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_without_a_right_kernel_parts_are_called(ops: Ops):
+    spans = make_spans(STEPS[2])
+    x = make_stream(spans[-1].stop)
+    left = ops.without("decoder_chain")
+
+    found = pass_step(ops, make_decoder(left), spans, x)
+
+    assert torch.equal(found, pass_step(ops, make_decoder(ops), spans, x))
+
+
+def test_a_kernel_that_computes_something_else_is_found_out(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch
+):
+    op = ops.registered["decoder_chain"]
+    assert not op.complaint(op.candidates[0], ops.site)
+    monkeypatch.setattr(native.load(ops.site.level), "layers", lambda *_: None)
+    assert "it is off by" in op.complaint(op.candidates[0], ops.site)

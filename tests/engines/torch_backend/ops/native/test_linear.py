@@ -1,0 +1,217 @@
+"""Products by C++ kernels equal those of their reference implementations, whatever is before and after them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.torch_backend.layers.activation import quick_gelu
+from engines.torch_backend.layers.linear import Linear, Stream
+from engines.torch_backend.layers.norm import RMSNorm
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.ops import native, products
+from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.ops.native.packed_linear import PackedLinear
+from engines.torch_backend.ops.products import Before, PlainProduct
+from engines.torch_backend.ops.registry import CpuKernels, Ops, choose
+from tests.cpu_levels import COMPILED, ops_of
+
+FORMS = ["float32", "bfloat16", "float16", *SCHEMES, "int4 of bfloat16"]
+SHAPES = [(96, 128), (33, 64), (64, 96), (5, 640)]
+TOKENS = [1, 2, 3, 4, 5, 11, 100]
+
+
+def make_numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def make_linear(
+    form: str, shape: tuple[int, int], *, bias: bool = True, seed: int = 0
+) -> nn.Module:
+    """As a loaded model holds it."""
+    linear = nn.Linear(shape[1], shape[0], bias=bias).requires_grad_(False)
+    linear.weight.copy_(make_numbers(*shape, seed))
+    if form in ("float32", "bfloat16", "float16"):
+        linear.weight = nn.Parameter(linear.weight.to(getattr(torch, form)), requires_grad=False)
+        return linear
+    name, _, of = form.partition(" of ")
+    dtype = getattr(torch, of or "float32")
+    scheme = SCHEMES[name]
+    quantized = scheme._create_linear(shape, linear.bias, dtype)
+    assert isinstance(quantized, QuantizedLinear)
+    quantized.load_state_dict(scheme.quantize(linear.weight, dtype), assign=True, strict=False)
+    return PackedLinear(quantized)
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    weight = linear.dequantized() if isinstance(linear, PackedLinear) else linear.weight.float()
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def meant(linear: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, weight_of(linear), linear.bias)
+
+
+def make_map(
+    ops: Ops,
+    parts: list[nn.Module],
+    before: Before | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Linear:
+    """The maps side by side, bound."""
+    owner = nn.ModuleDict({str(place): part for place, part in enumerate(parts)})
+    linear = Linear(owner, *owner, before=before)
+    linear.bind(ops, dtype)
+    return linear
+
+
+def tolerance(form: str, ops: Ops) -> float:
+    if form.startswith("int"):
+        return {8: 1.5e-2, 16: 5e-5}[ops.site.bits]
+    return 2e-6
+
+
+def assert_near(found: Tensor, expected: Tensor, limit: float) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).norm() <= limit * expected.norm()
+
+
+def with_max_float_tokens(ops: Ops, max_tokens: int) -> Ops:
+    level = replace(ops.site.level, max_float_tokens=max_tokens)
+    site = replace(ops.site, level=level)
+    [kernel, *_] = ops.registered["linear_float"].candidates
+    return replace(ops, functions={**ops.functions, "linear_float": kernel.build(site)})
+
+
+def forbid(*_: object) -> Tensor:
+    pytest.fail("somebody else computed it")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_equals_its_reference(
+    ops: Ops, form: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Also of more tokens than the level leaves to it."""
+    linear = make_linear(form, shape)
+    fused = make_map(with_max_float_tokens(ops, 1 << 30), [linear])
+    monkeypatch.setattr(PlainProduct, "__call__", forbid)
+    for num_tokens in TOKENS:
+        x = make_numbers(num_tokens, shape[1], seed=1)
+        assert_near(fused(x), meant(linear, x), tolerance(form, ops))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_is_computed_alike_in_any_company(ops: Ops, form: str):
+    """Bit by bit for integers, whose answers would otherwise depend on who else asks."""
+    fused = make_map(ops, [make_linear(form, (96, 128))])
+    x = make_numbers(11, 128, seed=1)
+    alone = torch.cat([fused(row) for row in x.split(1)])
+    assert_near(alone, fused(x), 0.0 if form.startswith("int") else 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_come_before_and_sums_after(ops: Ops, form: str):
+    parts = [make_linear(form, (48, 64), seed=1), make_linear(form, (17, 64), bias=False, seed=2)]
+    norm = RMSNorm(64, 1e-5).requires_grad_(False)
+    norm.weight.copy_(make_numbers(1, 64, seed=3)[0])
+    fused = make_map(ops, parts, Before(norm=norm))
+    x, before = make_numbers(5, 64, seed=4), make_numbers(5, 65, seed=5)
+    expected = before + torch.cat([meant(part, norm(x)) for part in parts], dim=1)
+    stream = Stream(before.clone(), is_own=True)
+
+    fused(x, add_to=stream)
+
+    assert_near(stream.tensor(), expected, tolerance(form, ops))
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("gate", [F.silu, quick_gelu])
+def test_gates_come_before(ops: Ops, form: str, gate):
+    linear = make_linear(form, (48, 64))
+    x = 8 * make_numbers(5, 128, seed=1)
+    expected = meant(linear, gate(x[:, :64]) * x[:, 64:])
+
+    found = make_map(ops, [linear], Before(gate=gate))(x)
+
+    assert_near(found, expected, tolerance(form, ops))
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_many_tokens_go_to_torch(ops: Ops, form: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "_STRIP_WEIGHTS", 640)
+    linear = make_linear(form, (33, 64))
+    norm = RMSNorm(64, 1e-5).requires_grad_(False)
+    fused = make_map(with_max_float_tokens(ops, 4), [linear], Before(norm=norm))
+    monkeypatch.setattr(type(fused.product), "__call__", forbid)
+    x, before = make_numbers(5, 64, seed=1), make_numbers(5, 33, seed=2)
+    expected = before + meant(linear, norm(x))
+    stream = Stream(before.clone(), is_own=True)
+
+    fused(x, add_to=stream)
+
+    assert_near(stream.tensor(), expected, 2e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("max_tokens", [0, 4, 1 << 30])
+def test_results_may_be_larger_than_float16_holds(ops: Ops, form: str, max_tokens: int, bias: bool):
+    """Whoever computes them, in an engine of float16: weights and activations fit it, their products' sums do not."""
+    linear = make_linear(form, (33, 64), bias=bias)
+    if linear.bias is not None and not form.startswith("int"):
+        linear.bias = nn.Parameter(linear.bias.half(), requires_grad=False)
+    fused = make_map(with_max_float_tokens(ops, max_tokens), [linear], dtype=torch.float16)
+    for num_tokens in (1, 4, 5, 100):
+        x = 20_000 * make_numbers(num_tokens, 64, seed=1).half().float()
+        expected = F.linear(
+            x, weight_of(linear), None if linear.bias is None else linear.bias.float()
+        )
+        assert expected.abs().max() > torch.finfo(torch.float16).max
+        assert_near(fused(x), expected, tolerance(form, ops))
+
+
+def test_unlike_parts_are_computed_by_torch(ops: Ops):
+    parts = [make_linear("int8", (48, 64)), make_linear("float32", (16, 64))]
+    x = make_numbers(3, 64, seed=1)
+    expected = torch.cat([meant(part, x) for part in parts], dim=1)
+
+    assert_near(make_map(ops, parts)(x), expected, 2e-6)
+
+
+@pytest.mark.parametrize("form", SCHEMES)
+def test_packing_keeps_what_the_integers_stand_for(form: str):
+    weight = make_numbers(33, 96)
+    packed = make_linear(form, (33, 96))
+    assert isinstance(packed, PackedLinear)
+    scheme = SCHEMES[form]
+    plain = scheme._create_linear((33, 96), None, torch.float32)
+    assert isinstance(plain, QuantizedLinear)
+    plain.load_state_dict(scheme.quantize(weight, torch.float32), assign=True)
+
+    torch.testing.assert_close(packed.dequantized(), plain.dequantized())
+
+
+def test_a_kernel_that_computes_something_else_is_found_out(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch
+):
+    library = native.load(ops.site.level)
+    for name in ("linear", "attention", "layers", "full_attention"):
+        monkeypatch.setattr(library, name, lambda *_: None)
+
+    assert not choose(ops.site).is_native
+
+
+@pytest.mark.parametrize("level", COMPILED, ids=lambda level: level.name)
+def test_all_kernels_are_right_here(level: CpuLevel, mode: CpuKernels):
+    """Skipped for a level that this machine cannot run; no other test mentions it."""
+    ops = ops_of(mode, level)
+
+    assert native.load(level).level == level.name
+    assert {name for name in ops.chosen if ops.uses(name, "cpu")} == {
+        op.name for op in ops.registered.values() if any(c.name == "cpu" for c in op.candidates)
+    }

@@ -1,0 +1,137 @@
+"""Tower and projector over kernels give what their modules give, at once and in parts, in full and in few bits."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.torch_backend.models.encoding_run import EncodingRun
+from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.ops.native.packed_linear import PackedLinear, pack_int8_beside
+from engines.torch_backend.ops.registry import Ops, cpu_ops
+from tests.factories_torch import make_model_pair, make_vlm_config
+
+ACTIVATIONS = ["quick_gelu", "gelu"]
+
+
+def make_model(hidden_act: str = "quick_gelu", **vision: Any) -> Llava:
+    config = make_vlm_config(vision={"hidden_act": hidden_act, **vision})
+    return deepcopy(make_model_pair(config).ours)
+
+
+def make_pixels(model: Llava, num_images: int = 2) -> Tensor:
+    size = model.config.vision.image_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_images, 3, size, size, generator=generator)
+
+
+def linears_of_tower(model: Llava) -> dict[str, nn.Module]:
+    names = ("vision_tower.", "multi_modal_projector.")
+    kinds = (nn.Linear, PackedLinear)
+    modules = model.named_modules()
+    return {n: m for n, m in modules if n.startswith(names) and isinstance(m, kinds)}
+
+
+def encode(model: Llava, ops: Ops, pixels: Tensor) -> Tensor:
+    model.bind(ops, torch.float32)
+    return model.encode_images(pixels)
+
+
+def plain(model: Llava, pixels: Tensor) -> Tensor:
+    """As the modules compute it."""
+    return encode(model, cpu_ops("off"), pixels)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+@torch.inference_mode()
+def test_in_full_precision_features_are_those_of_the_modules(ops: Ops, hidden_act: str):
+    model = make_model(hidden_act)
+    pixels = make_pixels(model)
+
+    found = encode(model, ops, pixels)
+
+    assert error(found, plain(model, pixels)) < 1e-5
+
+
+@torch.inference_mode()
+def test_matrices_may_be_of_another_type_than_the_rest(ops: Ops):
+    model, meant = make_model(), make_model()
+    for linear, full in zip(
+        linears_of_tower(model).values(), linears_of_tower(meant).values(), strict=True
+    ):
+        assert isinstance(linear, nn.Linear)
+        assert isinstance(full, nn.Linear)
+        linear.weight = nn.Parameter(linear.weight.bfloat16(), requires_grad=False)
+        full.weight.copy_(linear.weight)
+    pixels = make_pixels(model)
+
+    found = encode(model, ops, pixels)
+
+    assert error(found, plain(meant, pixels)) < 1e-5
+
+
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+@torch.inference_mode()
+def test_eight_bits_cost_little(ops: Ops, hidden_act: str):
+    """Against the float weights, and against what the integers stand for."""
+    model = make_model(hidden_act)
+    pixels = make_pixels(model)
+    full = plain(model, pixels)
+    pack_int8_beside(model, ops)
+    modules = plain(model, pixels)
+
+    found = encode(model, ops, pixels)
+
+    assert error(modules, full) < 0.03
+    assert error(found, full) < 0.03
+    assert error(found, modules) < {8: 0.03, 16: 2e-4}[ops.site.bits]
+
+
+def test_only_linear_maps_are_packed_and_the_decoder_is_left(ops: Ops):
+    model = make_model()
+    before = {name for name, _ in model.named_modules()}
+    decoder = {name: value.clone() for name, value in model.language_model.state_dict().items()}
+
+    pack_int8_beside(model, ops)
+
+    packed = linears_of_tower(model)
+    assert {type(module) for module in packed.values()} == {PackedLinear}
+    assert len(packed) == 2 + 4 * len(model.vision_tower.blocks)
+    assert {name for name, _ in model.named_modules()} == before
+    for name, value in model.language_model.state_dict().items():
+        assert torch.equal(value, decoder[name])
+
+
+@torch.inference_mode()
+def test_without_a_right_kernel_the_tower_stays_as_it_is(ops: Ops):
+    model = make_model()
+    left = ops.without("linear_float", "linear_int8", "linear_int4", "image_attention")
+    pixels = make_pixels(model)
+    full = plain(model, pixels)
+
+    pack_int8_beside(model, left)
+
+    assert not any(isinstance(m, PackedLinear) for m in linears_of_tower(model).values())
+    assert error(encode(model, left, pixels), full) < 1e-6
+
+
+@pytest.mark.parametrize("tokens_per_part", [1, 4, 1000])
+@torch.inference_mode()
+def test_in_parts_it_is_the_same(ops: Ops, tokens_per_part: int):
+    model = make_model()
+    pack_int8_beside(model, ops)
+    pixels = make_pixels(model)
+    model.bind(ops, torch.float32)
+    run = EncodingRun(model, pixels, tokens_per_part)
+    while not run.is_done:
+        run.advance()
+
+    assert error(run.features, encode(model, ops, pixels)) < 1e-2
+    assert error(run.features, plain(model, pixels)) < 0.03
