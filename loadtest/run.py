@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime  # noqa: TID251
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile

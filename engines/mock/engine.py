@@ -249,7 +249,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
     engine = BatchingEngine(MockRunner(settings), processor, settings)
     card = ModelCard(
         name=settings.served_name or "mock",
-        created_at=int(time.time()),
+        created_at=int(time.time()),  # noqa: TID251
         max_model_len=engine.max_model_len,
         vocab_size=VOCAB_SIZE,
         image_tokens=processor.image_tokens,

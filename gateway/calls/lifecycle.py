@@ -134,7 +134,7 @@ class Lifecycle:
             plan = surface.plan(request, context, card)
             recorder.priority = plan.priority
             resumes = is_resumable(context, plan)
-            head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)
+            head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:
                 return await self.resume.open(surface, request, plan, head, context, submit)

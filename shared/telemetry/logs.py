@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of JSON."""
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))  # noqa: TID251
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "process": self.process,
@@ -68,7 +68,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of text, and its traceback."""
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))  # noqa: TID251
         fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
         # A message that holds a line break cannot forge a line of its own.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")

@@ -52,7 +52,7 @@ def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Trac
 
 def epoch_ns(elapsed_s: float) -> int:
     """The instant that lies so long back."""
-    return time.time_ns() - round(elapsed_s * NS)
+    return time.time_ns() - round(elapsed_s * NS)  # noqa: TID251
 
 
 def lay_out(

@@ -6,7 +6,7 @@ Called by `vlm bench peers`. What else the machine does falls so on all of them 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime  # noqa: TID251
 from importlib.metadata import version
 from pathlib import Path
 

@@ -69,7 +69,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     processor.max_model_len = engine.max_model_len
     card = ModelCard(
         name=settings.served_name or default_name(settings.model),
-        created_at=int(time.time()),
+        created_at=int(time.time()),  # noqa: TID251
         max_model_len=engine.max_model_len,
         vocab_size=config.text.vocab_size,
         supports_images=processor.image_tokens > 0,
