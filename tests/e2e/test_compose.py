@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from engines.registry import read_settings
 from loadtest.fleet import ROOT
 from shared.settings.load import load_settings
 from tests.e2e.compose_stack import PROFILES
@@ -44,8 +45,11 @@ def test_profiles_add_workers_with_the_real_engine(monkeypatch):
         assert service["image"] == "vlm-fleet:torch"
         assert service["build"]["args"]["ENGINE"] == "torch"
         assert service["networks"]["default"]["aliases"] == ["worker"]
-    assert settings_of("worker-shapes", monkeypatch).engine.device == "auto"
-    assert settings_of("worker-gpu", monkeypatch).engine.device == "cuda"
+    devices = {
+        name: read_settings(settings_of(name, monkeypatch).engine.values()).model_dump()["device"]
+        for name in ("worker-shapes", "worker-gpu")
+    }
+    assert devices == {"worker-shapes": "auto", "worker-gpu": "cuda"}
     [device] = SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
 
@@ -145,7 +149,7 @@ import sys
 sys.modules.update(dict.fromkeys({EXTRA!r}))  # None: an import of them fails
 import gateway.main, worker.main, vlm
 from engines.registry import create_engine
-create_engine({"kind": "mock"}).engine.close()
+create_engine({{"kind": "mock"}}).engine.close()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

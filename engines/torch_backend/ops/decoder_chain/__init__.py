@@ -51,7 +51,9 @@ def _example(create: CreateChain, site: Site) -> list[Tensor]:
     chain = create([layer] * text.num_layers)
     assert chain is not None
     x = site.numbers(2, width)
+    before = x.clone()
     chain(x, attention(text, pool, plan, rotation))
+    assert not torch.equal(x, before), "it computes nothing"
     return [x, *pool.blocks(0), *pool.blocks(1)]
 
 

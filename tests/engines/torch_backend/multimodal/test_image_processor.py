@@ -174,7 +174,7 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(
 ) -> None:
     monkeypatch.setattr(image_decoder, "MAX_PIXELS", 99)
 
-    with pytest.raises(InvalidImage, match="more than 99 pixels"):
+    with pytest.raises(InvalidImage, match="99 pixels"):
         decode_image(to_bytes(make_image(10, 10)))
 
 

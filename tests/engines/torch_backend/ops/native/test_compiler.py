@@ -180,13 +180,13 @@ def test_a_machine_without_a_compiler_goes_without_kernels(
 def test_a_processor_without_a_level_goes_without_kernels(caplog: pytest.LogCaptureFixture):
     cpu_ops.cache_clear()
     assert not cpu_ops("fast", LEVELS[-1]).is_native
-    assert "none of the instructions" in caplog.text
+    assert "instruction set" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_named(sources: Path, tmp_path: Path):
     (tmp_path / "file").touch()
 
-    with pytest.raises(CannotCompile, match="no place for compiled kernels"):
+    with pytest.raises(CannotCompile, match="cannot write compiled kernels"):
         compile_library(sources, PLAIN, tmp_path / "file" / "cache")
 
 

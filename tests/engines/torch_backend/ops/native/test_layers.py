@@ -88,4 +88,4 @@ def test_a_kernel_that_computes_something_else_is_found_out(
     op = ops.registered["decoder_chain"]
     assert not op.complaint(op.candidates[0], ops.site)
     monkeypatch.setattr(native.load(ops.site.level), "layers", lambda *_: None)
-    assert "it is off by" in op.complaint(op.candidates[0], ops.site)
+    assert op.complaint(op.candidates[0], ops.site)
