@@ -1,4 +1,4 @@
-"""The requests that this worker has claimed, from take-off until they are ended or let go.
+"""The requests that this worker has claimed, from their start until they end or are dropped.
 
 Called by the worker's loops, on the event loop. It must not know Redis: what is to be told goes into the
 outbox, what comes in are claims.
@@ -35,7 +35,7 @@ _CODES: tuple[tuple[type[EngineError], ErrorCode], ...] = (
 
 
 class ActiveRequests:
-    """What is in the air. `changed` is set whenever room may have come or the last one may have landed."""
+    """The active requests. `changed` is set when room may have come, or the last one may have ended."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ActiveRequests:
         return list(self._active_requests.values())
 
     def find(self, claim: Claim) -> ActiveRequest | None:
-        """The flight of this very claim, if it is still in the air."""
+        """The active request of this very claim, if it is still active."""
         active = self._active_requests.get(claim.id)
         return active if active is not None and active.claim is claim else None
 
@@ -90,7 +90,7 @@ class ActiveRequests:
         )
 
     async def wait_for_change(self) -> None:
-        """Until room may have come, or the last one may have landed; a step that says nothing changes it too."""
+        """Until room may have come, or the last one may have ended; a step that says nothing changes it too."""
         self.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_AGAIN_S):
@@ -189,7 +189,7 @@ class ActiveRequests:
     def fail(
         self, active: ActiveRequest, code: ErrorCode, message: str, param: str | None = None
     ) -> None:
-        """End a request in an error; it lands when that is published."""
+        """End a request in an error; it is dropped when that is published."""
         self._outbox.post(active, active.failed(code, message, param))
         self._tell(active, code.value)
         self._stop_work(active)

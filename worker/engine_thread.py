@@ -60,7 +60,7 @@ class EngineThread:
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._events: deque[EngineEvent] = deque()
-        self._is_waking = False  # the loop was woken and has not looked at the news yet
+        self._is_waking = False  # the loop was woken and has not taken the events yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None while the engine rests
@@ -138,7 +138,7 @@ class EngineThread:
         return commands
 
     def _tell(self, events: list[EngineEvent]) -> None:
-        """Leave news for the loop; wake it only if an earlier wake-up is not still to come."""
+        """Leave events for the loop; wake it only if an earlier wake-up is not still to come."""
         self._events.extend(events)
         if events and not self._is_waking:
             self._is_waking = True

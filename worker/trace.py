@@ -19,7 +19,7 @@ _IN_ENGINE: Attributes = {"vlm.queue": "engine"}
 
 
 class RequestTracer:
-    """Tells of flights that have ended."""
+    """Traces requests that have ended."""
 
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer

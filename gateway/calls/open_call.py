@@ -1,4 +1,4 @@
-"""One client request in flight: the events of its choices, in order, without gap or duplicate.
+"""One open client request: the events of its choices, in order, without gap or duplicate.
 
 The dispatcher delivers; one consumer receives.
 """
@@ -38,23 +38,23 @@ class ChoiceProgress:
         self.heard_at = time.monotonic()
 
     def accept(self, event: CallEvent) -> CallEvent | None:
-        """The event if it is news, a failure if it contradicts what came before, else None."""
+        """The event if it is new, a failure if it contradicts what came before, else None."""
         if self.is_finished or event.attempt < self.attempt:
             return None
         self.attempt = event.attempt
         return self._accept(event)
 
     def replay(self, log: Sequence[CallEvent]) -> list[CallEvent]:
-        """What is news in the whole log, which holds the accepted events of all attempts in order."""
-        news: list[CallEvent] = []
+        """What is new in the whole log, which holds the accepted events of all attempts in order."""
+        new: list[CallEvent] = []
         for event in log:
             self.attempt = max(self.attempt, event.attempt)
             accepted = None if self.is_finished else self._accept(event)
             if accepted is not None:
-                news.append(accepted)
+                new.append(accepted)
         # What came while the log was on its way may be later than the log.
         self.has_gap = not self.is_finished and self._num_expected > len(self.token_ids)
-        return news
+        return new
 
     def _accept(self, event: CallEvent) -> CallEvent | None:
         match event:
@@ -134,7 +134,7 @@ class OpenCall:
             choice.is_settled = True
 
     def deliver(self, choice: int, event: CallEvent) -> bool:
-        """Take an event from a worker. Returns whether it was news."""
+        """Take an event from a worker. Returns whether it was new."""
         progress = self.choices[choice]
         progress.heard_at = time.monotonic()
         accepted = progress.accept(event)

@@ -67,7 +67,7 @@ class DecodeGraphs:
         self._memory: Any = None  # of torch's allocator, shared by all graphs
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
-        """Whether a step has one new token of each sequence, none of which is a image's."""
+        """Whether a step has one new token of each sequence, none of which is an image's."""
         return len(items) <= self._sizes[-1] and all(
             item.num_new_tokens == 1 and item.samples and not item.images for item in items
         )

@@ -121,7 +121,7 @@ class VisionTower(nn.Module):
         self.block_numbers = [_block_number(config, layer) for layer in feature_layers]
         self.with_class_token = with_class_token
         self.num_heads = config.num_heads
-        self.num_tokens = config.num_patches + 1  #: of a image, T
+        self.num_tokens = config.num_patches + 1  #: of an image, T
         self.clip = VisionTransformer(
             image_size=config.image_size,
             patch_size=config.patch_size,

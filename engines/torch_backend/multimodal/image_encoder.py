@@ -84,7 +84,7 @@ class ImageEncoder:
         return self._model.encode_images(pixels)
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
-        """Where in the flat batch which features belong; a chunk may hold a part of a image."""
+        """Where in the flat batch which features belong; a chunk may hold a part of an image."""
         slots = []
         for item, span in zip(items, spans, strict=True):
             for image in item.images:

@@ -1,4 +1,4 @@
-"""Beside running streams a image is encoded in parts, and nobody waits for it but those who asked about it."""
+"""Beside running streams an image is encoded in parts, and nobody waits for it but those who asked about it."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ NUM_PARTS = count_parts(make_run())
 
 @pytest.mark.parametrize("tokens_per_part", [1, 3, 1000])
 @torch.inference_mode()
-def test_in_parts_a_image_is_encoded_as_at_once(tokens_per_part):
+def test_in_parts_an_image_is_encoded_as_at_once(tokens_per_part):
     size = PAIR.config.vision.image_size
     pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     run = make_run(pixels, tokens_per_part)
@@ -64,7 +64,7 @@ def steps_until_first_token(engine: BatchingEngine, request_id: str) -> int:
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("num_images", [1, 2])
-def test_a_stream_gets_a_token_with_each_part_of_a_image(num_images, cache_bytes):
+def test_a_stream_gets_a_token_with_each_part_of_an_image(num_images, cache_bytes):
     engine = make_streaming_engine(60, encoder_cache_bytes=cache_bytes)
     engine.add(make_request(PAIR.config, "late", [*range(num_images), [9]]))
     assert steps_until_first_token(engine, "late") == num_images * NUM_PARTS
@@ -80,7 +80,7 @@ def test_time_for_images_is_told_and_questions_to_the_cache_are_counted_once():
     assert (engine.stats().num_encoder_queries, engine.stats().num_encoder_hits) == (1, 0)
 
 
-def test_a_image_that_nobody_wants_any_more_is_left():
+def test_an_image_that_nobody_wants_any_more_is_left():
     engine = make_streaming_engine(60)
     engine.add(make_request(PAIR.config, "gone", [1, [9]]))
     engine.step()
@@ -89,7 +89,7 @@ def test_a_image_that_nobody_wants_any_more_is_left():
     assert steps_until_first_token(engine, "late") == NUM_PARTS
 
 
-def test_without_streams_a_image_is_encoded_at_once():
+def test_without_streams_an_image_is_encoded_at_once():
     engine = make_streaming_engine(2)
     engine.add(make_request(PAIR.config, "late", [1, [9]]))
     engine.step()  # the stream's last token
@@ -97,7 +97,7 @@ def test_without_streams_a_image_is_encoded_at_once():
     assert (output.request_id, len(output.token_ids)) == ("late", 1)
 
 
-def test_batch_streams_do_not_keep_a_image_from_being_encoded_at_once():
+def test_batch_streams_do_not_keep_an_image_from_being_encoded_at_once():
     engine = make_engine(PAIR)
     engine.runner.limit_images(0.0)
     stream = make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=20)
@@ -107,7 +107,7 @@ def test_batch_streams_do_not_keep_a_image_from_being_encoded_at_once():
     assert steps_until_first_token(engine, "late") == 0
 
 
-def test_a_prompt_behind_a_image_does_not_wait_for_it():
+def test_a_prompt_behind_an_image_does_not_wait_for_it():
     engine = make_streaming_engine(60, max_mixed_prefill_tokens=3)
     engine.add(make_request(PAIR.config, "image", [1, [9]]))
     engine.add(make_request(PAIR.config, "text", [[1, 2, 3, 4, 5]]))

@@ -1,4 +1,4 @@
-// Attention of a image's tokens to all of its tokens, without a mask.
+// Attention of an image's tokens to all of its tokens, without a mask.
 //
 // Shape letters: B images, t queries, T keys and values of each, H heads, D head width (a multiple of 8).
 #include <algorithm>

@@ -250,7 +250,7 @@ def test_what_needs_the_host_is_not_followed(sampling: dict[str, Any], on_cpu: N
     assert not made.launch(Batch(items)).can_be_followed
 
 
-def test_a_prompt_or_a_image_is_not_decoded(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_or_an_image_is_not_decoded(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
     seen = spy(monkeypatch)
     model = pair("grouped")
     engine = make_engine(model)
