@@ -238,7 +238,10 @@ class Resume:
     async def _find(self, request_id: str, tenant: str) -> StreamRecord:
         """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
         data = await self.queue.recall(request_id)
-        record = _decoder.decode(data) if data is not None else None
+        try:
+            record = _decoder.decode(data) if data is not None else None
+        except msgspec.MsgspecError:  # a gateway of another version wrote it
+            record = None
         if record is None or not hmac.compare_digest(record.tenant, tenant):
             raise _unknown()
         return record

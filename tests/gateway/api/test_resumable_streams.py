@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from shared.blobs.store import ImageStore
+from shared.queue.keys import RedisKeys
 from shared.queue.submit import QueueUnavailable, RequestQueue
 from tests.factories_gateway import (
     CHAT,
@@ -170,6 +171,13 @@ async def test_a_tenant_cannot_read_anothers_stream(gateway, other, worker, chan
 async def test_an_unknown_stream_is_a_404(gateway, name):
     response = await gateway.client.get(f"/v1/streams/{name}")
     assert response.status_code == 404
+
+
+async def test_a_stream_that_another_version_began_is_a_404(gateway, redis, redis_prefix):
+    request_id = "a" * 32
+    await redis.set(RedisKeys(redis_prefix).stream(request_id), b'{"model": "tiny"}', ex=60)
+    response = await gateway.client.get(f"/v1/streams/chatcmpl-{request_id}")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "stream_not_found")
 
 
 @pytest.mark.parametrize(
