@@ -19,25 +19,24 @@ from shared.protocol import (
     ModelCard,
     OutputLogprob,
     Priority,
-    SamplingParams,
     StageTimings,
     Usage,
 )
 
 
-class EngineError(Exception):
-    """Base of all that `Engine.add` may raise; the message is fit for the client's eyes."""
+class RequestError(Exception):
+    """A call that cannot be served, and only that call; the message is fit for the client's eyes."""
 
 
-class PromptTooLong(EngineError):
+class PromptTooLong(RequestError):
     """Prompt and requested output do not fit the model's context or the KV cache."""
 
 
-class InvalidImage(EngineError):
+class InvalidImage(RequestError):
     """An image's bytes cannot be decoded or are of no use to the model."""
 
 
-class InvalidRequest(EngineError):
+class InvalidRequest(RequestError):
     """A parameter that this model cannot honour, such as a biased token outside its vocabulary."""
 
 
@@ -47,21 +46,6 @@ class EngineStartError(Exception):
 
 class UnsupportedCheckpoint(EngineStartError):
     """The checkpoint is not one that the engine can run; the message says why and what would do."""
-
-
-class SequenceFailure(Exception):
-    """A step failed because of one sequence, which alone ends; the others are computed again.
-
-    Raised by a `ModelRunner` before it changes any state of others. The client sees the message.
-    """
-
-    def __init__(self, request_id: str, message: str) -> None:
-        super().__init__(message)
-        self.request_id = request_id
-
-
-class DeviceOutOfMemory(Exception):
-    """A step did not fit the device's memory and computed nothing; a smaller one may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,53 +97,6 @@ class EngineInput(Protocol):
     def priority(self) -> Priority:
         """That of the call."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ImageInput:
-    """An image in a prompt: a run of `num_tokens` tokens from `offset`, some of which are slots.
-
-    `image_hash` identifies it in every cache, together with how it was processed; `pixels` is whatever the runner's
-    own image processor made. Tokens of the run that are no slots, such as line breaks, are embedded as text.
-    """
-
-    offset: int
-    num_tokens: int
-    image_hash: str
-    pixels: Any
-    slots: tuple[tuple[int, int], ...] = ()
-    """Runs of slots as (start, stop) within the image, which its features fill in order. Empty: all of it."""
-    grid: tuple[
-        int, ...
-    ] = ()  #: rows and columns of slots and the like, where positions depend on them
-
-    @property
-    def slot_runs(self) -> tuple[tuple[int, int], ...]:
-        """Where features go, as (start, stop) within the image."""
-        return self.slots or ((0, self.num_tokens),)
-
-    @property
-    def num_slots(self) -> int:
-        """Rows of features that the image has."""
-        return sum(stop - start for start, stop in self.slot_runs)
-
-
-#: Rotary positions of a prompt: R rows of one number a token. Empty: 0, 1, 2 ... in every row.
-Positions = tuple[Sequence[int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A prompt ready for the engine. Output tokens of an earlier attempt come along and are continued."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    images: tuple[ImageInput, ...] = ()
-    output_token_ids: tuple[int, ...] = ()
-    cache_salt: str = ""
-    priority: Priority = Priority.INTERACTIVE
-    positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
 
 
 @dataclass(slots=True)
@@ -222,11 +159,11 @@ class Engine(ABC, Generic[Input]):
 
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
-        """What `add` takes; `images[i]` is the i-th of the task. Thread-safe. Raises: EngineError."""
+        """What `add` takes; `images[i]` is the i-th of the task. Thread-safe. Raises: RequestError."""
 
     @abstractmethod
     def add(self, request: Input) -> None:
-        """Accept a prepared call. Raises: EngineError, and then nothing is queued."""
+        """Accept a prepared call. Raises: RequestError, and then nothing is queued."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

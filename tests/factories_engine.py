@@ -4,10 +4,11 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from engines.base import Engine, EngineOutput, EngineRequest, ImageInput
+from engines.base import Engine, EngineOutput
 from engines.core.blocks import BlockManager
 from engines.core.engine import BatchingEngine
 from engines.core.prefill_limit import PrefillLimit
+from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence

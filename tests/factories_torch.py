@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from engines.base import EngineRequest, ImageInput
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest, ImageInput
 from engines.mock.engine import MockProcessor
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
-from engines.base import EngineError, EngineOutput, InvalidImage, PromptTooLong
+from engines.base import EngineOutput, InvalidImage, PromptTooLong, RequestError
 from shared.protocol import ErrorCode
 from shared.queue.publication import Claim
 from worker.active_request import ActiveRequest
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.25
 
-_CODES: tuple[tuple[type[EngineError], ErrorCode], ...] = (
+_CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (CannotContinue, ErrorCode.WORKER_LOST),
     (ImageUnavailable, ErrorCode.IMAGE_UNAVAILABLE),
     (InvalidImage, ErrorCode.INVALID_IMAGE),
     (PromptTooLong, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-    (EngineError, ErrorCode.INVALID_REQUEST),
+    (RequestError, ErrorCode.INVALID_REQUEST),
 )
 
 
@@ -138,7 +138,7 @@ class ActiveRequests:
             request = await self._preprocessor.prepare(
                 active.call, active.engine_id, active.output_token_ids
             )
-        except EngineError as error:
+        except RequestError as error:
             self._refuse(active, error)
         except Exception:
             logger.exception("could not prepare request %s", active.request_id)
@@ -176,7 +176,7 @@ class ActiveRequests:
         if last.finish_reason is not None:  # the engine has forgotten it already
             del self._by_engine_id[active.engine_id]
 
-    def _refuse(self, active: ActiveRequest, error: EngineError) -> None:
+    def _refuse(self, active: ActiveRequest, error: RequestError) -> None:
         cause = error.cause if isinstance(error, ImageRefused) else error
         code = next(code for kind, code in _CODES if isinstance(cause, kind))
         param = None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from engines.base import Engine, EngineError, EngineInput, EngineOutput, EngineStats, LoadedEngine
+from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Rejected:
     """The engine refused a request."""
 
     request_id: str
-    error: EngineError
+    error: RequestError
 
 
 EngineEvent = Added | Rejected | EngineOutput
@@ -161,7 +161,7 @@ def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:
         return None
     try:
         engine.add(command)
-    except EngineError as error:
+    except RequestError as error:
         return Rejected(command.request_id, error)
     return Added(command.request_id, time.monotonic())
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from engines.base import EngineRequest
 from engines.bench.cost import ModelCost, Work
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
 from engines.core.runner import ModelRunner, RunningStep, StepResult
 from engines.core.sequence import Batch
 
@@ -140,7 +140,7 @@ class Late:
 def run_requests(
     engine: BatchingEngine, counter: WorkCounter, requests: list[EngineRequest]
 ) -> Run:
-    """Add all at once and step until the last token. Raises: EngineError, RuntimeError for a failed request."""
+    """Add all at once and step until the last token. Raises: RequestError, RuntimeError for a failed request."""
     counter.steps = []
     times: dict[str, list[float]] = {request.request_id: [] for request in requests}
     started = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 
-from engines.base import EngineError, EngineStartError
+from engines.base import EngineStartError, RequestError
 from engines.bench.cost import ModelCost
 from engines.bench.machine import Machine, measure_machine, peak_bytes
 from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
@@ -91,7 +91,7 @@ class Bench:
         }
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
-        """One round of one cell. Raises: EngineError."""
+        """One round of one cell. Raises: RequestError."""
         if scenario.is_late:
             return self._run_late(scenario, batch_size)
         requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
@@ -108,7 +108,7 @@ class Bench:
         return run_beside(self.engine, self._counter, streams, late)
 
     def run_all(self) -> list[Row]:
-        """All cells: once unmeasured, then in turn. Raises: EngineError."""
+        """All cells: once unmeasured, then in turn. Raises: RequestError."""
         options = self.options
         cells = [
             (SCENARIOS[name], size) for name in options.scenarios for size in options.batch_sizes
@@ -134,7 +134,7 @@ def run(options: BenchOptions, as_json: bool) -> None:
     try:
         bench = Bench(options)
         rows = bench.run_all()
-    except (EngineStartError, EngineError, ValueError) as error:
+    except (EngineStartError, RequestError, ValueError) as error:
         raise SystemExit(f"bench engine: {error}") from None
     if as_json:
         print(json.dumps(to_json(bench.machine, bench.describe(), rows), indent=2))

@@ -9,7 +9,7 @@ from random import Random
 
 import torch
 
-from engines.base import EngineRequest, ImageInput
+from engines.core.request import EngineRequest, ImageInput
 from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import SamplingParams
 

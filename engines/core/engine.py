@@ -15,17 +15,16 @@ from engines.base import (
     Engine,
     EngineCall,
     EngineOutput,
-    EngineRequest,
     EngineStats,
     InvalidRequest,
     PreparedImage,
     PromptTooLong,
-    SequenceFailure,
 )
 from engines.core.blocks import BlockManager
 from engines.core.generation import Generation
 from engines.core.prefill_limit import PrefillLimit
-from engines.core.runner import ModelRunner, Processor, StepResult, TokenChoice
+from engines.core.request import EngineRequest
+from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings

@@ -8,10 +8,26 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engines.base import Decode, ImageInput, Positions
+from engines.base import Decode
+from engines.core.request import ImageInput, Positions
 from engines.core.sequence import Batch
 from engines.image_decoder import decode_image
 from shared.protocol import ChatMessage
+
+
+class SequenceFailure(Exception):
+    """A step failed because of one sequence, which alone ends; the others are computed again.
+
+    Raised by a `ModelRunner` before it changes any state of others. The client sees the message.
+    """
+
+    def __init__(self, request_id: str, message: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class DeviceOutOfMemory(Exception):
+    """A step did not fit the device's memory and computed nothing; a smaller one may."""
 
 
 @dataclass(slots=True)

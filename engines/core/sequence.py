@@ -6,7 +6,7 @@ Used by scheduler, block manager and runners; knows no tensors, no text, no cloc
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engines.base import EngineRequest, ImageInput, Positions
+from engines.core.request import EngineRequest, ImageInput, Positions
 from shared.protocol import FinishReason, Priority, SamplingParams
 
 #: Newcomers that pass a waiting batch sequence before it counts as one of them.

@@ -5,7 +5,7 @@ Used by the engine, in front of the scheduler.
 
 import logging
 
-from engines.base import DeviceOutOfMemory
+from engines.core.runner import DeviceOutOfMemory
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch
 

@@ -8,9 +8,14 @@ step is under way.
 
 from contextlib import suppress
 
-from engines.base import DeviceOutOfMemory, SequenceFailure
 from engines.core.lookahead import plan_next
-from engines.core.runner import ModelRunner, RunningStep, StepResult
+from engines.core.runner import (
+    DeviceOutOfMemory,
+    ModelRunner,
+    RunningStep,
+    SequenceFailure,
+    StepResult,
+)
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, SequenceStatus
 from engines.core.step_budget import StepBudget

@@ -16,8 +16,9 @@ from random import Random
 
 from PIL import Image
 
-from engines.base import Decode, ImageInput, InvalidImage, LoadedEngine, Progress
+from engines.base import Decode, InvalidImage, LoadedEngine, Progress
 from engines.core.engine import BatchingEngine
+from engines.core.request import ImageInput
 from engines.core.runner import Prompt, StepResult, TokenChoice, Tokenizer
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.image_decoder import FORMATS, decode_image

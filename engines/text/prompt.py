@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engines.base import ImageInput, InvalidRequest
+from engines.base import InvalidRequest
+from engines.core.request import ImageInput
 from engines.core.runner import Prompt
 from engines.text.chat_template import ChatTemplate
 from shared.protocol import ChatMessage, ImagePart, TextPart

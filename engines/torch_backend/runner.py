@@ -10,9 +10,14 @@ import time
 import torch
 from torch import Tensor
 
-from engines.base import DeviceOutOfMemory
 from engines.core.prefill_limit import PrefillLimit
-from engines.core.runner import ComputedStep, RunningStep, StepResult, TokenChoice
+from engines.core.runner import (
+    ComputedStep,
+    DeviceOutOfMemory,
+    RunningStep,
+    StepResult,
+    TokenChoice,
+)
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache

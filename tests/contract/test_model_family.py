@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
 
-from engines.base import EngineRequest
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
 from engines.core.runner import Prompt
 from engines.packages.checkpoint_files import make_tokenizer
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint

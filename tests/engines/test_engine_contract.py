@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 
 import engines.torch_backend  # noqa: F401 - before transformers
-from engines.base import Engine, EngineRequest, InvalidRequest, PromptTooLong
+from engines.base import Engine, InvalidRequest, PromptTooLong
+from engines.core.request import EngineRequest
 from shared.protocol import FinishReason
 from tests import factories_engine, factories_torch
 from tests.factories_engine import Transcript, run_all

@@ -6,7 +6,7 @@ from functools import cache
 
 import httpx
 
-from engines.base import EngineRequest
+from engines.core.request import EngineRequest
 from engines.registry import create_engine
 from shared.protocol import ChatMessage, SamplingParams, TextPart
 from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History, Sight

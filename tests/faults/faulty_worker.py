@@ -12,7 +12,7 @@ import time
 
 import engines.mock.engine
 import vlm
-from engines.base import SequenceFailure
+from engines.core.runner import SequenceFailure
 from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import TextPart, decode_call
 from shared.queue.publication import Publication

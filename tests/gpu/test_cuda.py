@@ -10,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.base import DeviceOutOfMemory, EngineRequest, LoadedEngine
+from engines.base import LoadedEngine
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
+from engines.core.runner import DeviceOutOfMemory
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.registry import create_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint

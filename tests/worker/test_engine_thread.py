@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from engines.base import EngineOutput, EngineRequest
+from engines.base import EngineOutput
+from engines.core.request import EngineRequest
 from shared.protocol import SamplingParams
 from tests.factories_worker import StoppableEngine, load_mock
 from worker.engine_thread import Added, EngineBroken, EngineEvent, EngineThread, Rejected

@@ -16,11 +16,11 @@ from engines.base import (
     Decode,
     Engine,
     EngineCall,
-    EngineError,
     EngineInput,
     InvalidImage,
     InvalidRequest,
     PreparedImage,
+    RequestError,
 )
 from engines.image_decoder import decode_image
 from shared.blobs.store import ImageStore
@@ -38,18 +38,18 @@ NUM_TEXT_THREADS = 2  #: of their own, so that text never waits behind images
 FETCH_PAUSE_S = 0.2
 
 
-class ImageUnavailable(EngineError):
+class ImageUnavailable(RequestError):
     """The bytes of an image are not in the image store."""
 
 
-class CannotContinue(EngineError):
+class CannotContinue(RequestError):
     """The answer was begun by a worker that was lost, and the engine cannot go on with it."""
 
 
-class ImageRefused(EngineError):
+class ImageRefused(RequestError):
     """What is wrong with one of a request's images, and with which (by its index)."""
 
-    def __init__(self, index: int, cause: EngineError) -> None:
+    def __init__(self, index: int, cause: RequestError) -> None:
         super().__init__(str(cause))
         self.index = index
         self.cause = cause
@@ -79,7 +79,7 @@ class Preprocessor:
     async def prepare(
         self, request: Call, engine_id: str, output_token_ids: tuple[int, ...] = ()
     ) -> EngineInput:
-        """The engine's input for a call, known to it as `engine_id`. Raises: EngineError."""
+        """The engine's input for a call, known to it as `engine_id`. Raises: RequestError."""
         task, tenant = request.task, request.tenant
         if output_token_ids and not self._engine.capabilities().can_continue:
             raise CannotContinue(
@@ -102,7 +102,7 @@ class Preprocessor:
             content = await self._prepared.get(
                 image_hash, lambda: self._prepare_image(image, tenant)
             )
-        except EngineError as error:
+        except RequestError as error:
             raise ImageRefused(index, error) from error
         return PreparedImage(image_hash, content)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from engines.base import EngineRequest, ImageInput
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
 from engines.core.sequence import Batch
 from engines.registry import create_engine

@@ -6,8 +6,7 @@ Launched by `cuda_graph`; the engine waits for it.
 import torch
 from torch import Tensor
 
-from engines.base import SequenceFailure
-from engines.core.runner import StepResult, TokenChoice
+from engines.core.runner import SequenceFailure, StepResult, TokenChoice
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.sampling.sampler import NOT_FINITE
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engines.base import Decode, ImageInput
+from engines.base import Decode
+from engines.core.request import ImageInput
 from engines.core.runner import Prompt
 from engines.image_decoder import decode_image
 from engines.packages.checkpoint_json import Fields, shown

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from engines.base import ImageInput
+from engines.core.request import ImageInput
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields

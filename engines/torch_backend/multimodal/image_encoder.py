@@ -11,7 +11,8 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from engines.base import ImageInput, SequenceFailure
+from engines.core.request import ImageInput
+from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.layers.attention import Span
 from engines.torch_backend.models.encoding_run import EncodingRun

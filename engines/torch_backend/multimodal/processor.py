@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.base import Decode, InvalidImage, Positions, UnsupportedCheckpoint
+from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
+from engines.core.request import Positions
 from engines.core.runner import Prompt, Tokenizer
 from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.base import SequenceFailure
-from engines.core.runner import TokenChoice
+from engines.core.runner import SequenceFailure, TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend.sampling.choose import DrawParams, draw, is_limited
 from shared.protocol import SamplingParams

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.base import Decode, ImageInput, Positions
+from engines.base import Decode
+from engines.core.request import ImageInput, Positions
 from engines.core.runner import Prompt
 from engines.packages.checkpoint_json import Fields
 from engines.text.chat_template import LLAVA_TEMPLATE

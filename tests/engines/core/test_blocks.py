@@ -1,7 +1,7 @@
 import pytest
 
-from engines.base import ImageInput
 from engines.core.blocks import BlockManager, hash_block, hash_root
+from engines.core.request import ImageInput
 from engines.core.sequence import Sequence, SequenceStatus
 from tests.factories_engine import make_image, make_sequence
 

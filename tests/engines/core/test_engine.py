@@ -4,17 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.base import (
-    DeviceOutOfMemory,
-    EngineOutput,
-    EngineRequest,
-    InvalidRequest,
-    PromptTooLong,
-    SequenceFailure,
-)
+from engines.base import EngineOutput, InvalidRequest, PromptTooLong
 from engines.core import step_budget
 from engines.core.engine import BatchingEngine
-from engines.core.runner import RunningStep
+from engines.core.request import EngineRequest
+from engines.core.runner import DeviceOutOfMemory, RunningStep, SequenceFailure
 from engines.core.sequence import Batch
 from engines.mock.engine import EOS_ID
 from shared.protocol import FinishReason, Priority

@@ -1,6 +1,6 @@
 """Rotary positions of a request: the family's for the prompt, then one more for each output token."""
 
-from engines.base import EngineRequest
+from engines.core.request import EngineRequest
 from engines.core.sequence import Sequence
 from shared.protocol import SamplingParams
 

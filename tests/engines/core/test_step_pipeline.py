@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engines.base import DeviceOutOfMemory, EngineRequest, SequenceFailure
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
+from engines.core.runner import DeviceOutOfMemory, SequenceFailure
 from engines.core.sequence import Batch
 from engines.mock.engine import EOS_ID, MockProcessor, MockRunner, MockStep, MockTokenizer
 from engines.mock.settings import MockEngineSettings

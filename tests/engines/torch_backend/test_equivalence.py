@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from engines.base import EngineRequest
+from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend import runner

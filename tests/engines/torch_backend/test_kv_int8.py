@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.base import EngineRequest
+from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
 from engines.torch_backend import runner

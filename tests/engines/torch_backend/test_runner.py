@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.base import DeviceOutOfMemory, SequenceFailure
 from engines.core.prefill_limit import PrefillLimit
-from engines.core.runner import StepResult
+from engines.core.runner import DeviceOutOfMemory, SequenceFailure, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings

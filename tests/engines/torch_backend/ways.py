@@ -7,8 +7,8 @@ each request. A way that did not happen (nobody preempted, nothing found in a ca
 from collections.abc import Callable
 from dataclasses import replace
 
-from engines.base import EngineRequest
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
 from engines.torch_backend.sampling.sampler import needs_host
 from tests.factories_torch import run_to_end
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from engines.base import Capabilities, Decode, EngineCall, EngineRequest, PreparedImage
+from engines.base import Capabilities, Decode, EngineCall, PreparedImage
 from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
 from shared.protocol import ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request

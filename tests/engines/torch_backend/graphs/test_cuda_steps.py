@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from engines.base import EngineRequest, SequenceFailure
-from engines.core.runner import StepResult
+from engines.core.request import EngineRequest
+from engines.core.runner import SequenceFailure, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend import runner
 from engines.torch_backend.graphs import cuda_graph, cuda_steps

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from engines.base import EngineRequest, EngineStartError, LoadedEngine
+from engines.base import EngineStartError, LoadedEngine
+from engines.core.request import EngineRequest
 from engines.packages.resolve import ModelUnavailable
 from engines.registry import create_engine
 from engines.torch_backend.loading import load as module

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines.base import SequenceFailure
+from engines.core.runner import SequenceFailure
 from engines.core.sequence import Sequence
 from engines.torch_backend.sampling.choose import NUCLEUS_WIDTH
 from engines.torch_backend.sampling.noise import gumbel_noise, random_bits, signed, stream_key

@@ -1,0 +1,53 @@
+"""What a token-based engine takes: a prompt's token ids, and the images in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.protocol import Priority, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image in a prompt: a run of `num_tokens` tokens from `offset`, some of which are slots.
+
+    `image_hash` identifies it in every cache, together with how it was processed; `pixels` is whatever the runner's
+    own image processor made. Tokens of the run that are no slots, such as line breaks, are embedded as text.
+    """
+
+    offset: int
+    num_tokens: int
+    image_hash: str
+    pixels: Any
+    slots: tuple[tuple[int, int], ...] = ()
+    """Runs of slots as (start, stop) within the image, which its features fill in order. Empty: all of it."""
+    #: Rows and columns of slots and the like, where positions depend on them.
+    grid: tuple[int, ...] = ()
+
+    @property
+    def slot_runs(self) -> tuple[tuple[int, int], ...]:
+        """Where features go, as (start, stop) within the image."""
+        return self.slots or ((0, self.num_tokens),)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of features that the image has."""
+        return sum(stop - start for start, stop in self.slot_runs)
+
+
+#: Rotary positions of a prompt: R rows of one number a token. Empty: 0, 1, 2 ... in every row.
+Positions = tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A prompt ready for the engine. Output tokens of an earlier attempt come along and are continued."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    images: tuple[ImageInput, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    priority: Priority = Priority.INTERACTIVE
+    positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
