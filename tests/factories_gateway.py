@@ -28,8 +28,8 @@ from shared.protocol import (
     Tokens,
     Usage,
 )
-from shared.queue.claims import RequestClaims
-from shared.queue.publication import Claim
+from shared.queue.claim import RequestClaims
+from shared.queue.publish import Claim
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings

@@ -26,10 +26,10 @@ from shared.protocol import (
     decode_log,
     seal,
 )
-from shared.queue.claims import RequestClaims
+from shared.queue.claim import RequestClaims
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import Mailbox
-from shared.queue.publication import Claim, Publication
+from shared.queue.publish import Claim, Publication
 from shared.queue.submit import Bounds, RequestQueue
 from worker.wire import read_claim, to_publication
 

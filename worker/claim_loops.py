@@ -7,7 +7,7 @@ Called by the worker, one loop a coroutine.
 import asyncio
 import time
 
-from shared.queue.claims import RequestClaims
+from shared.queue.claim import RequestClaims
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests

@@ -21,7 +21,7 @@ from engines.base import Decode, Engine, EngineStartError, LoadedEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from shared.blobs.store import ImageStore
-from shared.queue.claims import RequestClaims
+from shared.queue.claim import RequestClaims
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
 from shared.settings.tree import Settings, SettingsError

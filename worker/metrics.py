@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.queue.claims import RequestClaims
+from shared.queue.claim import RequestClaims
 from shared.telemetry.metrics import WORKER_METRICS
 from worker.engine_thread import EngineThread
 

@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 
 from engines.base import LoadedEngine
 from shared.protocol import ErrorCode
-from shared.queue.claims import RequestClaims
-from shared.queue.publication import Claim, Publication
+from shared.queue.claim import RequestClaims
+from shared.queue.publish import Claim, Publication
 from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from shared.protocol import Envelope
-from shared.queue.publication import Claim, Publication
+from shared.queue.publish import Claim, Publication
 from shared.queue.submit import Bounds, RequestState
 
 

@@ -19,9 +19,7 @@ from loadtest.fleet import ROOT
 from shared.blobs.store import ImageStore
 from shared.protocol import Tokens
 from shared.queue import scripts as scripts_module
-from shared.queue.claim_script import ClaimCalls
-from shared.queue.claims import RequestClaims
-from shared.queue.entries import QueueEntries
+from shared.queue.claim import ClaimCalls, QueueEntries, RequestClaims
 from shared.queue.mailbox import Mailbox
 from shared.queue.publish import Publisher
 from shared.queue.registry import Registry

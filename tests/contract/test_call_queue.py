@@ -15,7 +15,7 @@ import pytest
 import shared.redis.embedded
 from shared.protocol import Envelope, seal
 from shared.queue.api import GatewayQueue, WorkerQueue
-from shared.queue.publication import Claim, Publication
+from shared.queue.publish import Claim, Publication
 from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis

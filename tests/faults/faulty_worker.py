@@ -15,8 +15,7 @@ import vlm
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import TextPart, decode_call
-from shared.queue.publication import Publication
-from shared.queue.publish import Publisher
+from shared.queue.publish import Publication, Publisher
 
 #: Output tokens after which the faults of decoding are played.
 FAULT_AT_TOKEN = 5
@@ -71,10 +70,10 @@ class FaultyPublisher(Publisher):
 
 def main() -> None:
     """Run a worker with these faults in it."""
-    import shared.queue.claims  # noqa: PLC0415
+    import shared.queue.claim  # noqa: PLC0415
 
     engines.mock.engine.MockRunner = FaultyRunner
-    shared.queue.claims.Publisher = FaultyPublisher
+    shared.queue.claim.Publisher = FaultyPublisher
     sys.argv = ["vlm", "worker", "--engine", "mock", "--die-with-parent", *sys.argv[1:]]
     vlm.main()
 

@@ -25,7 +25,7 @@ from shared.protocol import (
     Tokens,
 )
 from shared.queue.keys import GROUP
-from shared.queue.publication import CLEARED_AFTER_TOKENS
+from shared.queue.publish import CLEARED_AFTER_TOKENS
 from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids

@@ -30,10 +30,9 @@ from redis import Redis as SyncRedis
 
 import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
-from shared.queue.claim_script import LOSSES_PER_ATTEMPT
-from shared.queue.claims import RequestClaims
+from shared.queue.claim import LOSSES_PER_ATTEMPT, RequestClaims
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
+from shared.queue.publish import CLEARED_AFTER_TOKENS, Claim
 from shared.queue.scripts import CLAIM, ENQUEUE, named
 from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused, RequestQueue
 from shared.redis.client import create_redis

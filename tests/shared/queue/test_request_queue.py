@@ -6,10 +6,9 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.protocol import ErrorCode, Failed, Finished, Started, Tokens, Usage, decode_log
-from shared.queue.claim_script import LOSSES_PER_ATTEMPT, giving_up
-from shared.queue.claims import RequestClaims
+from shared.queue.claim import LOSSES_PER_ATTEMPT, RequestClaims, giving_up
 from shared.queue.keys import GROUP
-from shared.queue.publication import CLEARED_AFTER_TOKENS, Claim
+from shared.queue.publish import CLEARED_AFTER_TOKENS, Claim
 from shared.queue.submit import DuplicateRequest, QueueRefused, QueueUnavailable, RequestQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings

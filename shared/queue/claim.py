@@ -1,5 +1,4 @@
-"""The worker's end of the queue: claim requests, keep their leases, publish their events, give them
-back.
+"""The worker's end of the queue: claim requests, keep their leases, publish their events, give them back.
 
 A claim is one attempt at a request. Its number fences all earlier attempts: what they still send is
 refused.
@@ -8,29 +7,42 @@ refused.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
-from shared.queue.claim_script import ClaimCalls, giving_up, read_claim
-from shared.queue.entries import Entry, QueueEntries
+from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
-from shared.queue.publication import Claim, Publication
-from shared.queue.publish import Publisher, refusals
-from shared.queue.scripts import BEGIN, CANCEL, CLAIM, RELEASE, RENEW, named
+from shared.queue.publish import CLEARED_AFTER_TOKENS, Claim, Publication, Publisher, refusals
+from shared.queue.scripts import AGE, BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW, TAKE, named
 from shared.redis.client import retry_idempotent
-from shared.redis.link import RedisLink, RedisSender
+from shared.redis.link import Command, RedisLink, RedisSender
 
+Entry = tuple[bytes, list[bytes]]
 Replies = Mapping[bytes, list[Any]]  #: of the claim script, by entry
 NO_REPLIES: Replies = MappingProxyType({})
 
-logger = logging.getLogger(__name__)
-
 #: Entries of our own that are idle so long and unknown here: the reply that named them was lost.
 GHOST_AFTER_S = 3.0
+#: Consumers that hold nothing and were not seen so long are forgotten.
+FORGET_AFTER_S = 3600.0
+#: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
+LOSSES_PER_ATTEMPT = 4
+
+_FAILURES = {
+    b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
+    b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that tried the request ended early"),
+    b"kills_workers": (
+        ErrorCode.REQUEST_KILLS_WORKERS,
+        "every worker that ran the request by itself ended early",
+    ),
+}
+
+logger = logging.getLogger(__name__)
 
 
 class RequestClaims:
@@ -275,3 +287,192 @@ class RequestClaims:
 
 def _request_id(fields: Sequence[bytes]) -> str:
     return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray
+
+
+class QueueEntries:
+    """One worker's view of one queue. `num_batch_left` is how long the backlog was when it was last looked at."""
+
+    def __init__(
+        self, sender: RedisSender, reader: RedisLink, keys: RedisKeys, model: str, worker_id: str
+    ) -> None:
+        self._sender = sender
+        self._reader = reader
+        self._worker_id = worker_id
+        self._queue = keys.queue(model)
+        self._batch_keys = (keys.queue(model), keys.backlog(model))
+        self._requests = keys.requests(model)
+        self.num_batch_left = 0
+
+    async def wait(
+        self, count: int, block_s: float, and_then: Command
+    ) -> tuple[Sequence[Entry], Any]:
+        """Up to `count` entries that nobody has read, and what Redis says to `and_then`; waits for the first entry.
+
+        The command stands behind the read, so that Redis does both at once when an entry comes. If it fails, that
+        is its answer. Raises: RedisError.
+        """
+        read = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count)
+        where = ("BLOCK", to_ms(block_s), "STREAMS", self._queue, ">")
+        reply, answer = await self._reader.exchange([(*read, *where), and_then])
+        if isinstance(reply, ResponseError):
+            await self._handle_missing_queue(reply)
+            return [], None
+        if isinstance(reply, Exception):
+            raise reply
+        return (reply[0][1] if reply else []), answer
+
+    async def take(self, count: int) -> Sequence[Entry]:
+        """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError."""
+        arguments = named(requests=self._requests, group=GROUP, worker=self._worker_id, count=count)
+        try:
+            entries, self.num_batch_left = await self._sender.run(TAKE, self._batch_keys, arguments)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return []
+        return entries
+
+    async def age(self, age_s: float) -> None:
+        """Let the oldest batch request into the queue, if it has waited that long. Raises: RedisError."""
+        self.num_batch_left = await self._sender.run(
+            AGE, self._batch_keys, named(requests=self._requests, age_ms=to_ms(age_s))
+        )
+
+    async def look_at_backlog(self) -> None:
+        """Whether there is batch work. Raises: RedisError."""
+        self.num_batch_left = await self._sender.execute("XLEN", self._batch_keys[1])
+
+    async def idle(self, count: int, lease_s: float, held: Set[bytes]) -> Sequence[bytes]:
+        """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
+        # Not XAUTOCLAIM: it gives up after looking at 10 x COUNT entries, which may all be alive.
+        most = count + len(held)
+        command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(lease_s), "-", "+", most)
+        try:
+            idle = await self._sender.execute(*command)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return []
+        me = self._worker_id.encode()
+        others = [i[0] for i in idle if i[1] != me or i[0] not in held]
+        return others[:count]
+
+    async def seize(self, entry_ids: Sequence[bytes], lease_s: float) -> Sequence[Entry]:
+        """Make entries ours whose lease has run out. Raises: RedisError.
+
+        Of several workers that saw the same entry one gets it: taking it resets its idle time.
+        """
+        command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
+        return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
+
+    async def unknown(self, idle_s: float, held: Set[bytes]) -> Sequence[bytes]:
+        """What Redis counts as ours and is not held. Raises: RedisError."""
+        command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", 1000)
+        try:
+            pending = await self._sender.execute(*command, self._worker_id)
+        except ResponseError as error:
+            await self._handle_missing_queue(error)
+            return []
+        return [entry[0] for entry in pending if entry[0] not in held]
+
+    async def find(self, entry_id: bytes) -> Entry | None:
+        """An entry by its id, if it is in the queue. Raises: RedisError."""
+        found = await self._sender.execute("XRANGE", self._queue, entry_id, entry_id)
+        return found[0] if found else None
+
+    async def remove(self, entry_ids: Sequence[bytes]) -> None:
+        """Take entries out of the queue that are no request's. Raises: RedisError."""
+        await self._sender.execute("XACK", self._queue, GROUP, *entry_ids)
+        await self._sender.execute("XDEL", self._queue, *entry_ids)
+
+    async def create_group(self) -> None:
+        """Make the queue and its group, unless they exist. Raises: RedisError."""
+        try:
+            await self._sender.execute("XGROUP", "CREATE", self._queue, GROUP, "0", "MKSTREAM")
+            await self._sender.execute("PEXPIRE", self._queue, to_ms(QUEUE_TTL_S))
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    async def reap(self, leaving: str = "") -> None:
+        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
+        await self._sender.run(
+            REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
+        )
+
+    async def _handle_missing_queue(self, error: ResponseError) -> None:
+        if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            raise error
+        await self.create_group()
+
+
+class ClaimCalls:
+    """Keys and arguments of one worker's calls for one model."""
+
+    def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
+        self._keys = keys
+        self._model = model
+        self._worker_id = worker_id
+        self._max_attempts = max_attempts
+        self._read_nonce = token_hex(8)  # a request comes by a read once, so one is enough
+
+    def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], tuple[bytes, ...]]:
+        """Claim the request of an entry."""
+        keys = [
+            self._keys.queue(self._model),
+            self._keys.request(self._model, request_id),
+            self._keys.log(self._model, request_id),
+        ]
+        return keys, self._arguments(entry_id, token_hex(8), read_nonce=self._read_nonce)
+
+    def of_read(self, last_id: bytes, count: int) -> Command:
+        """Claim up to `count` requests that the read before this command brings; `last_id` came before.
+
+        Answered by triples of entry, request id and reply, or by an error if Redis has forgotten the script.
+        """
+        arguments = self._arguments(
+            last_id,
+            self._read_nonce,
+            count=count,
+            requests=self._keys.requests(self._model),
+            logs=self._keys.log(self._model, ""),
+        )
+        return ("EVALSHA", CLAIM.sha, 1, self._keys.queue(self._model), *arguments)
+
+    def _arguments(self, entry_id: bytes, nonce: str, **others: Any) -> tuple[bytes, ...]:
+        return named(
+            entry=entry_id.decode(),
+            group=GROUP,
+            worker=self._worker_id,
+            nonce=nonce,
+            max_attempts=self._max_attempts,
+            max_losses=LOSSES_PER_ATTEMPT * self._max_attempts,
+            cleared_after=CLEARED_AFTER_TOKENS,
+            **others,
+        )
+
+
+def read_claim(
+    reply: list[Any], entry_id: bytes, request_id: str, max_attempts: int
+) -> tuple[bytes, Claim]:
+    """The verdict and the claim of a reply. Verdicts: ok, expired, kills_workers or exhausted."""
+    verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
+    claim = Claim(
+        id=request_id,
+        reply_to=reply_to.decode(),
+        payload=payload,
+        log=tuple(log),
+        entry_id=entry_id,
+        attempt=attempt,
+        failures=failures,
+        is_last_chance=failures > 0 and failures == max_attempts - 1,
+        waited_s=waited_ms / 1000,
+        remaining_s=remaining_ms / 1000,
+    )
+    return verdict, claim
+
+
+def giving_up(claim: Claim, verdict: bytes) -> Publication:
+    """The end of a call that cannot run any more."""
+    code, message = _FAILURES[verdict]
+    failed = encode(Failed(claim.id, claim.attempt, code, message))
+    reason = "" if verdict == b"expired" else verdict.decode()
+    return Publication(claim, 1, 0, 0, failed, "failed", reason)
