@@ -293,6 +293,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], flo
     return dict(zip(PRECISIONS, map(float, done.stdout.split()), strict=True))
 
 
+@pytest.mark.timeout(600)  # it compiles and loads twelve times; only memory is asserted
 @pytest.mark.parametrize("precision", PRECISIONS, ids="-".join)
 def test_memory_peaks_little_above_the_model(
     peaks: dict[tuple[str, ...], float], precision: tuple[str, ...]
