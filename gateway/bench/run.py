@@ -218,11 +218,12 @@ def run_bare() -> Iterator[Target]:
 
 @contextmanager
 def run_vlm_fleet() -> Iterator[Target]:
-    """The fleet on an engine that takes no time, otherwise with its default settings."""
+    """The fleet on an engine that takes no time, unless the environment says otherwise; else with its defaults."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
         command = ["vlm", "serve", "--engine", "mock", "--host", HOST, "--port", str(port)]
-        with run_server([*command, "--data-dir", data_dir], port, INSTANT) as process:
+        engine = INSTANT | {name: os.environ[name] for name in INSTANT if name in os.environ}
+        with run_server([*command, "--data-dir", data_dir], port, engine) as process:
             model = ask(port, "/v1/models")["data"][0]["id"]
             family = process.children(recursive=True)
             yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})
