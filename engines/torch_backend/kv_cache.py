@@ -8,19 +8,34 @@ Shape letters: K key/value heads, D head width. A block holds `block_size` slots
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engines.base import EngineStartError
-from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.models.config import TextLimits
 from engines.torch_backend.settings import TorchSettings
 
 #: share of the memory left after loading that the pool may take when nobody says
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
 #: of the scales of 8-bit keys and values
 SCALE_DTYPE = torch.float32
+
+
+class KVShape(Protocol):
+    """Layers whose keys and values are alike, and so share a pool."""
+
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_kv_heads(self) -> int: ...  # noqa: D102
+
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
 
 
 class KVCacheTooSmall(EngineStartError):
@@ -40,17 +55,22 @@ def kv_storage_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return torch.int8 if kv_dtype == "int8" else dtype
 
 
-def bytes_per_block(config: TextConfig, block_size: int, storage: torch.dtype) -> int:
+def bytes_per_block(shape: KVShape, block_size: int, storage: torch.dtype) -> int:
     """Bytes of one block: keys and values of every layer, with their scales if they are integers."""
-    num_vectors = 2 * config.num_layers * block_size * config.num_kv_heads
-    num_bytes = num_vectors * config.head_dim * storage.itemsize
+    num_vectors = 2 * shape.num_layers * block_size * shape.num_kv_heads
+    num_bytes = num_vectors * shape.head_dim * storage.itemsize
     return num_bytes + (num_vectors * SCALE_DTYPE.itemsize if storage == torch.int8 else 0)
 
 
 def plan_kv_cache(
-    text: TextConfig, engine: TorchSettings, dtype: torch.dtype, free_bytes: int, device_type: str
+    text: TextLimits,
+    engine: TorchSettings,
+    dtype: torch.dtype,
+    free_bytes: int,
+    device_type: str,
+    shapes: Sequence[KVShape],
 ) -> KVCachePlan:
-    """Size the pool: as told, else for one full batch of whole contexts, within free memory.
+    """Size the pools of these shapes, whose blocks go together: as told, else for one full batch of whole contexts, within free memory.
 
     A context length that nobody asked for is lowered to what fits.
     Raises: KVCacheTooSmall, with the numbers; EngineStartError for a context longer than the model's own.
@@ -61,7 +81,7 @@ def plan_kv_cache(
             f"{text.max_position_embeddings} tokens"
         )
     storage = kv_storage_dtype(engine.kv_dtype, dtype)
-    block_bytes = bytes_per_block(text, engine.block_size, storage)
+    block_bytes = sum(bytes_per_block(shape, engine.block_size, storage) for shape in shapes)
     wanted_len = engine.max_model_len or text.max_position_embeddings
     blocks_per_sequence = math.ceil(wanted_len / engine.block_size)
     if engine.num_kv_blocks is not None:
@@ -91,7 +111,7 @@ class KVCachePool:
 
     def __init__(
         self,
-        config: TextConfig,
+        shape: KVShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -99,8 +119,8 @@ class KVCachePool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self._data = torch.empty(shape, dtype=dtype, device=device)
+        sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        self._data = torch.empty(sizes, dtype=dtype, device=device)
         # views made once: a step takes them for every layer
         self._blocks = [(layer[0], layer[1]) for layer in self._data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]

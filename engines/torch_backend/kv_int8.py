@@ -10,8 +10,7 @@ Shape letters: N tokens, M blocks, K key/value heads, D head width.
 import torch
 from torch import Tensor
 
-from engines.torch_backend.kv_cache import SCALE_DTYPE, KVCachePool
-from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.kv_cache import SCALE_DTYPE, KVCachePool, KVShape
 
 _LARGEST = 127.0
 
@@ -21,14 +20,14 @@ class Int8KVCachePool(KVCachePool):
 
     def __init__(
         self,
-        config: TextConfig,
+        shape: KVShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`dtype` is that of what is written and read."""
-        super().__init__(config, num_blocks, block_size, torch.int8, device)
+        super().__init__(shape, num_blocks, block_size, torch.int8, device)
         self._dtype = dtype
         self._scales = torch.empty(self._data.shape[:-1], dtype=SCALE_DTYPE, device=device)
 

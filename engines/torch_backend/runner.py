@@ -25,7 +25,8 @@ from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
-from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.registry import FamilyModel, FlatStep
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.registry import Ops, cpu_ops
@@ -68,7 +69,8 @@ class TorchRunner:
         free = free_bytes(device)
         if free_before_load is not None:
             free = max(0, min(free, free_before_load - self._weight_bytes))
-        plan = plan_kv_cache(text, config, dtype, free, device.type)
+        shapes = model.kv_shapes
+        plan = plan_kv_cache(text, config, dtype, free, device.type, shapes)
         self.block_size = config.block_size
         self.num_blocks = plan.num_blocks
         self.max_model_len = plan.max_model_len
@@ -76,18 +78,25 @@ class TorchRunner:
         self.model = model.eval()
         self._device = device
         self._dtype = dtype
-        self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
-        is_cuda = self.runs_async = is_served(device)
+        is_native = isinstance(model.language_model, Llama)
+        is_cuda = self.runs_async = is_native and is_served(device)
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
-        self._kv_pool = create_pool(text, num_blocks, self.block_size, dtype, device)
-        self._cuda = (
-            CudaSteps(model.language_model, text, config, self._kv_pool, self._rotary, dtype)
-            if is_cuda
-            else None
-        )
+        self._kv_pools = [
+            create_pool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes
+        ]
+        self._cuda: CudaSteps | None = None
+        self._rotary: RotaryTable | None = None
+        if is_native:
+            self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
+        if is_cuda and self._rotary is not None:
+            [pool] = self._kv_pools
+            decoder = model.language_model
+            self._cuda = CudaSteps(decoder, text, config, pool, self._rotary, dtype)
+        self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
         self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
         model.bind(self._ops, dtype)
+        model.attach(self._kv_pools, self.max_model_len)
         self._limit: PrefillLimit | None = None
         self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
@@ -131,8 +140,9 @@ class TorchRunner:
         self.limit_images(limit.spare_s)
 
     def release(self, request_id: str) -> None:
-        """Let go of the images that a request holds."""
+        """Let go of the images that a request holds, and of what layers keep of it."""
         self._encoder_cache.release(request_id)
+        self.model.release(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
         """Images asked for, found in the cache, and bytes now held."""
@@ -143,14 +153,14 @@ class TorchRunner:
         """Bytes by use."""
         return {
             "weights": self._weight_bytes,
-            "kv_cache": self._kv_pool.num_bytes,
+            "kv_cache": sum(pool.num_bytes for pool in self._kv_pools),
             "encoder_cache": self._encoder_cache.num_bytes,
         }
 
     def close(self) -> None:
         """Free the device. Idempotent; nothing can be run after it."""
         self._encoder_cache.clear()
-        for name in ("model", "_cuda", "_images", "_kv_pool", "_rotary"):
+        for name in ("model", "_cuda", "_images", "_kv_pools", "_rotary"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -215,30 +225,53 @@ class TorchRunner:
                 return StepResult([None] * len(items), vision_s, deferred, late)
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self._device)
-        hidden = self._forward(ordered, plan)
-        sampled = self._sample(ordered, spans, hidden)
+        sampling = [place for place, item in enumerate(ordered) if item.samples]
+        logits = self._logits(ordered, plan, [spans[place].stop - 1 for place in sampling])
         choices: list[TokenChoice | None] = [None] * len(items)
-        for place, choice in zip(order, sampled, strict=True):
-            choices[place] = choice
+        if sampling:
+            sequences = [ordered[place].sequence for place in sampling]
+            positions = [ordered[place].output_position for place in sampling]
+            for place, choice in zip(sampling, sample(logits, sequences, positions), strict=True):
+                choices[order[place]] = choice
         self._images.let_go(ordered)
         return StepResult(choices, vision_s, deferred, late)
 
-    def _forward(self, items: list[ScheduledSequence], plan: AttentionPlan) -> Tensor:
-        """Hidden states of all new tokens. Shapes: returns (N, C)."""
+    @torch.inference_mode()
+    def logits(self, items: list[ScheduledSequence]) -> Tensor:
+        """Scores behind the last token of each share; those of one token come first. Shapes: (shares, vocabulary)."""
+        self._images.encode_missing(items)
+        spans = _to_spans(items)
+        plan = plan_attention(spans, self.block_size, self._dtype, self._device)
+        return self._logits(items, plan, [span.stop - 1 for span in spans])
+
+    def _logits(
+        self, items: list[ScheduledSequence], plan: AttentionPlan, rows: list[int]
+    ) -> Tensor:
+        """Scores behind the new tokens of these rows. Shapes: returns (rows, vocabulary)."""
         if plan.fresh_blocks is not None:
-            self._kv_pool.clear(plan.fresh_blocks)
+            for pool in self._kv_pools:
+                pool.clear(plan.fresh_blocks)
         token_ids, positions = self._token_inputs(items)
-        embeddings = self.model.embed(token_ids, self._images.place(items, plan.spans))
+        images = self._images.place(items, plan.spans)
+        if self._rotary is None:
+            return self.model.logits(FlatStep(items, token_ids, positions, images, plan, rows))
+        embeddings = self.model.embed(token_ids, images)
         if self._cuda is not None:
-            return self._cuda.forward(embeddings, positions, plan)
-        text, rotation = self.model.config.text, self._rotary.at(positions)
-        attend = self._ops["step_attention"](text, self._kv_pool, plan, rotation)
-        return self.model.language_model(embeddings, attend)
+            hidden = self._cuda.forward(embeddings, positions, plan)
+        else:
+            text, rotation = self.model.config.text, self._rotary.at(positions)
+            attend = self._ops["step_attention"](text, self._kv_pools[0], plan, rotation)
+            hidden = self.model.language_model(embeddings, attend)
+        if not rows:
+            return hidden[:0]
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(rows, device=self._device)]
+        return self.model.language_model.logits(hidden)
 
     def _token_inputs(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor]:
         """Ids and positions of all new tokens, in one transfer. Shapes: (N,), and (N,) or (R, N)."""
         token_ids: list[int] = []
-        positions: list[list[int]] = [[] for _ in range(self._rotary.num_rows)]
+        positions: list[list[int]] = [[] for _ in range(self._num_rows)]
         for item in items:
             token_ids += self._tokens_of(item)
             rows = item.sequence.positions(item.start, item.end)
@@ -253,25 +286,6 @@ class TorchRunner:
         choice = self._sampled[item.follows]
         assert choice is not None
         return [choice.token_id]
-
-    def _sample(
-        self, items: list[ScheduledSequence], spans: list[Span], hidden: Tensor
-    ) -> list[TokenChoice | None]:
-        """The next token of each item that has caught up; logits are computed for these alone."""
-        sampling = [place for place, item in enumerate(items) if item.samples]
-        choices: list[TokenChoice | None] = [None] * len(items)
-        if not sampling:
-            return choices
-        if len(sampling) < hidden.shape[0]:
-            rows = torch.tensor([spans[place].stop - 1 for place in sampling], device=self._device)
-            hidden = hidden[rows]
-        logits = self.model.language_model.logits(hidden)
-        sampled = [items[place] for place in sampling]
-        positions = [item.output_position for item in sampled]
-        sampled = sample(logits, [item.sequence for item in sampled], positions)
-        for place, choice in zip(sampling, sampled, strict=True):
-            choices[place] = choice
-        return choices
 
 
 def _to_spans(items: list[ScheduledSequence]) -> list[Span]:

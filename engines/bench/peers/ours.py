@@ -158,7 +158,7 @@ class _SkippingRunner:
 
 def _fill_with_noise(runner: TorchRunner) -> None:
     """Untouched memory is one page of zeros, read from the cache; and it could be anything."""
-    pool, text = runner._kv_pool, runner.model.config.text
+    pool, text = runner._kv_pools[0], runner.model.config.text
     slots = torch.arange(pool.num_blocks * pool.block_size, device=runner._device)
     shape = (len(slots), text.num_kv_heads, text.head_dim)
     noise = torch.randn(shape).to(runner._device, runner._dtype)

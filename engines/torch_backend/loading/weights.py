@@ -22,14 +22,11 @@ from engines.torch_backend.models.registry import (
     FamilyModel,
     ModelConfig,
     ModelFamily,
-    rename_weights,
 )
 from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.native.packed_linear import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.registry import Ops
-
-_MAX_NAMES = 5  # in messages
 
 
 class ModelTooLarge(EngineStartError):
@@ -108,11 +105,8 @@ def load_model(
         form.swap_linears(model, dtype)
     reader = WeightReader(device, dtype, scheme, kept)
     read = _read_all(reader, stored, progress or (lambda share: None))
-    weights = rename_weights(read, family, config)
+    model.take(read, family)
     read.clear()
-    _check_names(weights, dict(model.state_dict()))
-    model.load_state_dict(weights, assign=True)
-    weights.clear()
     started = time.perf_counter()
     if ops is not None and ops.is_native:
         pack_linears(model, ops, dtype)
@@ -181,19 +175,3 @@ def _read_all(
         done += tensor.num_values
         progress(done / total)
     return weights
-
-
-def _check_names(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    missing = sorted(expected.keys() - weights.keys())
-    unexpected = sorted(weights.keys() - expected.keys())
-    for problem, names in (("lacks", missing), ("has unknown", unexpected)):
-        if names:
-            shown = ", ".join(names[:_MAX_NAMES])
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")
-    for name, value in weights.items():
-        if value.shape != expected[name].shape:
-            raise UnsupportedCheckpoint(
-                f"the weight {name} is {tuple(value.shape)} but config.json makes it "
-                f"{tuple(expected[name].shape)}"
-            )

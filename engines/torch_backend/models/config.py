@@ -1,7 +1,7 @@
 """Shapes of the parts that families are made of, as plain data."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from engines.base import UnsupportedCheckpoint as UnsupportedCheckpoint
 
@@ -34,6 +34,16 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+
+class TextLimits(Protocol):
+    """What the engine has to know of any decoder."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_position_embeddings(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.request import ImageInput
+from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
-from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
+from engines.torch_backend.kv_cache import KVCachePool, KVShape
+from engines.torch_backend.layers.attention import AttentionPlan
+from engines.torch_backend.models.config import TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
-from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
 from engines.torch_backend.ops.registry import Ops
 
@@ -30,8 +32,8 @@ class ModelConfig(Protocol):
     """What the engine reads of any family's configuration; the rest is the family's own."""
 
     @property
-    def text(self) -> TextConfig:
-        """The decoder."""
+    def text(self) -> TextLimits:
+        """The decoder: a `TextConfig`, where the runner drives it."""
         ...
 
     @property
@@ -46,6 +48,18 @@ class ImageSlots:
 
     start: int
     features: Tensor  #: (number of slots, C)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatStep:
+    """The new tokens of a step, those of each sequence behind one another."""
+
+    items: list[ScheduledSequence]
+    token_ids: Tensor  #: (N,)
+    positions: Tensor  #: (N,), or (R, N)
+    images: list[ImageSlots]
+    plan: AttentionPlan
+    rows: list[int]  #: the tokens behind which scores are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +86,36 @@ class FamilyModel(nn.Module):
     config: Any  #: keeps `ModelConfig`
     vision_tower: Any  #: of squares, which are encoded in batches or in parts
     multi_modal_projector: Any
-    language_model: Llama
+    language_model: (
+        Any  #: the decoder, where the runner drives a `Llama` over one pool of keys and values
+    )
+    num_position_rows = 1  #: R, where there is no such decoder
 
     def __init__(self) -> None:
         super().__init__()
         self.vision_tower = self.multi_modal_projector = NoTower()
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """The pools of keys and values that it asks for."""
+        return (self.config.text,)
+
+    def attach(self, pools: Sequence[KVCachePool], max_model_len: int) -> None:
+        """Keep keys and values there from now on, of sequences that are never longer."""
+
+    def logits(self, step: FlatStep) -> Tensor:
+        """Scores of a step, where there is no decoder that the runner drives. Shapes: (rows, vocabulary)."""
+        raise NotImplementedError
+
+    def release(self, request_id: str) -> None:
+        """Let go of what is kept of a request beside keys and values. Idempotent."""
+
+    def take(self, weights: dict[str, Tensor], family: "ModelFamily") -> None:
+        """Have a checkpoint's weights. Raises: UnsupportedCheckpoint for names and shapes that do not fit."""
+        renamed = rename_weights(weights, family, self.config)
+        weights.clear()
+        _check_names(renamed, dict(self.state_dict()))
+        self.load_state_dict(renamed, assign=True)
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
@@ -127,6 +166,7 @@ class ModelFamily(Protocol):
         ...
 
 
+_MAX_NAMES = 5  # in messages
 _registered: list[ModelFamily] = []
 
 
@@ -195,3 +235,19 @@ def rename_weights(
             )
         renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])])
     return renamed
+
+
+def _check_names(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    missing = sorted(expected.keys() - weights.keys())
+    unexpected = sorted(weights.keys() - expected.keys())
+    for problem, names in (("lacks", missing), ("has unknown", unexpected)):
+        if names:
+            shown = ", ".join(names[:_MAX_NAMES])
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")
+    for name, value in weights.items():
+        if value.shape != expected[name].shape:
+            raise UnsupportedCheckpoint(
+                f"the weight {name} is {tuple(value.shape)} but config.json makes it "
+                f"{tuple(expected[name].shape)}"
+            )

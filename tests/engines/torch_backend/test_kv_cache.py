@@ -19,7 +19,7 @@ BLOCK_BYTES = bytes_per_block(TEXT, 16, torch.float32)
 
 
 def plan(free: int = 1 << 40, **changes: int):
-    return plan_kv_cache(TEXT, TorchSettings(**changes), torch.float32, free, "cpu")
+    return plan_kv_cache(TEXT, TorchSettings(**changes), torch.float32, free, "cpu", [TEXT])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -67,13 +67,15 @@ def test_it_takes_about_half_of_bfloat16_and_counts_its_scales():
 
 
 def test_more_tokens_fit_the_same_bytes():
+    text = make_text_config(head_dim=128)
     plans = [
         plan_kv_cache(
-            make_text_config(head_dim=128),
+            text,
             TorchSettings(kv_cache_bytes=1 << 20, kv_dtype=kv_dtype),
             torch.bfloat16,
             1 << 40,
             "cpu",
+            [text],
         )
         for kv_dtype in ("auto", "int8")
     ]
