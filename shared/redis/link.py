@@ -36,6 +36,8 @@ MAX_WRITE_BYTES = 256 * 1024
 #: What the kernel may hold of a write. Nobody sees it move, so it has to pass within the time of a command.
 MAX_UNSEEN_BYTES = 512 * 1024
 
+_NOTHING = memoryview(b"")
+
 _ERRORS: dict[str, type[Exception]] = {
     "NOSCRIPT": NoScriptError,
     "OOM": OutOfMemoryError,
@@ -69,7 +71,7 @@ class _Wire(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._timeout_s = 0.0
         self._moved_at = 0.0  #: by the loop's clock: bytes were taken or came
-        self._unwritten = memoryview(b"")
+        self._unwritten = _NOTHING
         self._is_paused = False
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -114,6 +116,7 @@ class _Wire(asyncio.Protocol):
     def fail(self, error: Exception) -> None:
         """Close, and let whoever waits know why."""
         self._hang_up()
+        self._stop_timer()
         self._num_wanted = 0
         self._tell((), error)
 
@@ -125,9 +128,7 @@ class _Wire(asyncio.Protocol):
         hear = self._hear
         if self._num_wanted == 0:
             self._hear = None
-            self._unwritten = memoryview(b"")
-            if self._timer is not None:
-                self._timer.cancel()
+            self._unwritten = _NOTHING
         if hear is not None:
             hear(replies, failure)
 
@@ -135,10 +136,18 @@ class _Wire(asyncio.Protocol):
         """Send commands; `hear` gets their replies, or what went wrong."""
         self._hear = hear
         self._num_wanted = len(packed)
-        self._timeout_s = timeout_s
         self._moved_at = self._loop.time()
-        self._timer = self._loop.call_later(timeout_s, self._look)
-        self._unwritten = memoryview(b"".join(packed) if len(packed) > 1 else packed[0])
+        if timeout_s != self._timeout_s:
+            self._stop_timer()
+            self._timeout_s = timeout_s
+        if self._timer is None:  # else the one of an earlier exchange looks for this one too
+            self._timer = self._loop.call_later(timeout_s, self._look)
+        whole = b"".join(packed) if len(packed) > 1 else packed[0]
+        if len(whole) <= MAX_WRITE_BYTES and not self._is_paused:
+            assert self._transport is not None
+            self._transport.write(whole)
+            return
+        self._unwritten = memoryview(whole)
         self._write()
 
     def _write(self) -> None:
@@ -161,8 +170,16 @@ class _Wire(asyncio.Protocol):
         self._moved_at = self._loop.time()
         self._write()
 
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _look(self) -> None:
         """Give up if nothing has moved; else look again when it could have stood still long enough."""
+        self._timer = None
+        if self._num_wanted == 0:
+            return
         left_s = self._moved_at + self._timeout_s - self._loop.time()
         if left_s > 1e-3:
             self._timer = self._loop.call_later(left_s, self._look)
