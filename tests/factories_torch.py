@@ -157,8 +157,12 @@ def quantize_pair(
     with torch.device("meta"):
         ours = Llava(pair.config)
     scheme.swap_linears(ours, torch.float32)
-    weights = scheme.quantize_state_dict(dict(pair.theirs.state_dict()), torch.float32)
-    ours.load_state_dict(rename_weights(weights, FAMILY, pair.config), assign=True)
+    weights = rename_weights(dict(pair.theirs.state_dict()), FAMILY, pair.config)
+    for name, module in ours.named_modules():
+        if isinstance(module, QuantizedLinear):
+            parts = scheme.quantize(weights.pop(f"{name}.weight"), torch.float32)
+            weights |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    ours.load_state_dict(weights, assign=True)
     theirs = deepcopy(pair.theirs) if same_weights else pair.theirs
     for name, linear in ours.named_modules():
         if same_weights and isinstance(linear, QuantizedLinear):

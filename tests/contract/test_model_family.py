@@ -6,7 +6,7 @@ Each runs from a tiny random checkpoint through the loader. A family of one's ow
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import Prompt
 from engines.packages.checkpoint_files import make_tokenizer
+from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models import llava
@@ -284,6 +285,20 @@ def test_a_user_cannot_spell_an_image(loaded: Loaded) -> None:
     spelled = ask(loaded.processor, ["".join(sorted(typed)) * 2]).token_ids
     controls = {token for token in run if loaded.processor.tokenizer.token_bytes(token) == b""}
     assert all(plain.count(token) == spelled.count(token) for token in controls)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_decoder_takes_few_bits_if_asked(loaded: Loaded, scheme: str) -> None:
+    with registered(loaded.case.family):
+        family, config = find_family(loaded.directory)
+    model = load_model(loaded.directory, family, config, CPU, torch.float32, SCHEMES[scheme])
+
+    def num_bytes(model: FamilyModel) -> int:
+        return sum(value.nbytes for value in model.language_model.state_dict().values())
+
+    assert num_bytes(model) < 0.8 * num_bytes(loaded.model)
+    changed = replace(loaded, model=model)
+    assert all(map(len, ways.run_batched(changed.start, changed.requests()).values()))
 
 
 def test_refusals_name_the_field(loaded: Loaded, tmp_path: Path) -> None:

@@ -1,19 +1,19 @@
 """Weight-only quantization of the decoder's linears: int8 per output channel, int4 per group of inputs.
 
-Used by the loader. A scheme is two functions: `quantize_state_dict` turns weights into what `swap_linears`
-puts in the place of `nn.Linear`. Embeddings, output head, vision tower and projector keep their precision (CPU
-kernels have the last two in int8, see `pack_tower`), and so does a linear whose width no group divides.
+Used by the loader. A scheme is two functions: `quantize` turns a weight into what `swap_linears` puts in the place of
+the layers that ask for it: every `LinearWeights` of `Precision.SCHEME`, whatever its name, whose width groups divide.
 
 Shape letters: K inputs, N outputs, G groups of inputs.
 """
 
-import re
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
 
+from engines.torch_backend.layers.linear import LinearWeights, Precision
 from engines.torch_backend.layers.quantized_linear import (
+    OUTPUT_DIMS,
     Int4Linear,
     Int8Linear,
     QuantizedLinear,
@@ -24,46 +24,27 @@ from engines.torch_backend.ops.cpu_level import CpuLevel
 
 _CHUNK_WEIGHTS = 1 << 18  # quantized at once: what is computed on the way stays small
 
-_DECODER_LINEAR = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight$"
-)
-
 
 class Scheme(ABC):
     """A way to keep the decoder's weights in fewer bits. `name` is what the command line calls it."""
 
     name: str
-    _row_dims: dict[str, int]  #: names of a quantized weight's parts, and which dimension is N
 
-    def applies_to(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a weight, by its name in a checkpoint or in the model, is quantized."""
-        is_decoder = "vision_tower" not in name and _DECODER_LINEAR.search(name) is not None
-        return is_decoder and len(shape) == 2 and self._fits(shape)
-
-    def quantize_state_dict(
-        self, weights: dict[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Replace the weights that the scheme applies to. `dtype` is that of scales and of the others."""
-        quantized: dict[str, Tensor] = {}
-        for name, weight in weights.items():
-            if self.applies_to(name, tuple(weight.shape)):
-                prefix = name.removesuffix("weight")
-                for part, tensor in self.quantize(weight, dtype).items():
-                    quantized[prefix + part] = tensor
-            else:
-                quantized[name] = weight.to(dtype)
-        return quantized
+    def applies_to(self, module: nn.Module) -> bool:
+        """Whether a layer's weights are quantized: if it says so, and they fit."""
+        is_asked = isinstance(module, LinearWeights) and module.precision is Precision.SCHEME
+        return is_asked and self._fits((module.out_features, module.in_features))
 
     def swap_linears(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Put quantized linears in place of those that the scheme applies to, with undefined weights."""
         for name, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear):
-                continue
-            shape = (module.out_features, module.in_features)
-            if self.applies_to(f"{name}.weight", shape):
-                parent, _, child = name.rpartition(".")
-                linear = self._create_linear(shape, module.bias, dtype)
-                setattr(model.get_submodule(parent), child, linear)
+            if self.applies_to(module):
+                model.set_submodule(name, self.create_linear(module, dtype))
+
+    def create_linear(self, linear: nn.Linear, dtype: torch.dtype) -> QuantizedLinear:
+        """What takes the place of a linear, with undefined weights and scales of `dtype`."""
+        shape = (linear.out_features, linear.in_features)
+        return self._create_linear(shape, linear.bias, dtype)
 
     def prepare(self, model: nn.Module, level: CpuLevel) -> None:
         """Bring loaded weights into the form that the fastest correct kernel reads."""
@@ -76,8 +57,8 @@ class Scheme(ABC):
         num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
         chunks = [self._quantize_rows(rows.float(), dtype) for rows in weight.split(num_rows)]
         return {
-            part: torch.cat([chunk[part] for chunk in chunks], dim=self._row_dims[part])
-            for part in self._row_dims
+            part: torch.cat([chunk[part] for chunk in chunks], dim=OUTPUT_DIMS[part])
+            for part in chunks[0]
         }
 
     @abstractmethod
@@ -94,14 +75,13 @@ class Scheme(ABC):
     @abstractmethod
     def _create_linear(
         self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype
-    ) -> nn.Module: ...
+    ) -> QuantizedLinear: ...
 
 
 class Int8Scheme(Scheme):
     """Symmetric, one scale per output channel."""
 
     name = "int8"
-    _row_dims = {"integers": 0, "scale": 0}  # noqa: RUF012 - never changed
 
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """N * K integers and N scales."""
@@ -119,7 +99,7 @@ class Int8Scheme(Scheme):
 
     def _create_linear(
         self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype
-    ) -> nn.Module:
+    ) -> QuantizedLinear:
         return Int8Linear(shape, bias, dtype)
 
 
@@ -127,7 +107,6 @@ class Int4Scheme(Scheme):
     """Asymmetric, a scale and a zero per output channel and group of 64 (or 32) inputs."""
 
     name = "int4"
-    _row_dims = {"pairs": 0, "scale_zero": 1}  # noqa: RUF012 - never changed
 
     def num_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """N * K half bytes, and a scale and a zero for each group."""
@@ -150,7 +129,7 @@ class Int4Scheme(Scheme):
 
     def _create_linear(
         self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype
-    ) -> nn.Module:
+    ) -> QuantizedLinear:
         return Int4Linear(shape, bias, dtype)
 
 

@@ -166,6 +166,10 @@ class Int4Linear(QuantizedLinear):
         return kernel(x, self.pairs, self.group_size, self.scale_zero)
 
 
+#: Dimensions of outputs in the tensors of quantized linears.
+OUTPUT_DIMS = {"integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
+
+
 def choose_group_size(num_inputs: int) -> int | None:
     """Inputs that share a scale; None where no group divides them."""
     return next((size for size in _GROUP_SIZES if num_inputs % size == 0), None)

@@ -7,6 +7,7 @@ is what `--quantization` would have made of the original in the precision in whi
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +21,10 @@ from engines.torch_backend.loading.stored_tensors import (
     TensorWriter,
     list_tensors,
 )
-from engines.torch_backend.loading.weights import WeightReader
+from engines.torch_backend.loading.weights import WeightReader, build_empty
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import QUANT_METHOD
-from engines.torch_backend.models.registry import read_config
+from engines.torch_backend.models.registry import find_family
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -41,13 +42,16 @@ def quantize_checkpoint(
     `config.json` comes last: what was interrupted is no checkpoint. Returns: bytes of the weights before and
     after. Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
-    if read_config(source).quantization is not None:
+    family, config = find_family(source)
+    if config.quantization is not None:
         raise UnsupportedCheckpoint("the checkpoint is already quantized; use the original")
     stored = list_tensors(source)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty")
-    reader = WeightReader(torch.device("cpu"), None, SCHEMES[scheme])
+    model = build_empty(family, config, SCHEMES[scheme], torch.float32)
+    rename = partial(family.rename, config=config)
+    reader = WeightReader(model, rename, SCHEMES[scheme], torch.device("cpu"))
     writer = TensorWriter(target, max_shard_bytes)
     total = sum(tensor.num_values for tensor in stored)
     done = 0

@@ -6,15 +6,17 @@ as `save_pretrained` and downloads do, but not written into. Knows no requests a
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.base import EngineStartError
 from engines.torch_backend.layers.quantization import SCHEMES, Scheme
+from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -22,6 +24,7 @@ from engines.torch_backend.models.registry import (
     FamilyModel,
     ModelConfig,
     ModelFamily,
+    WeightPart,
 )
 from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
@@ -34,22 +37,30 @@ class ModelTooLarge(EngineStartError):
 
 
 class WeightReader:
-    """Reads tensors to a device, and quantizes those that a scheme applies to.
+    """Reads a checkpoint's tensors to a device, each in the form that its layer of the model takes.
 
-    `dtype` None keeps every tensor's own; so do matrices of the types in `kept`, which C++ kernels read as they are
-    stored. `quantize_s` is the part of the time that went into quantizing.
+    `quantize_s` is the part of the time that went into quantizing.
     """
 
     def __init__(
         self,
-        device: torch.device,
-        dtype: torch.dtype | None,
+        model: nn.Module,
+        rename: Callable[[str], str | WeightPart | None],
         scheme: Scheme | None,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
         kept: frozenset[torch.dtype] = frozenset(),
     ) -> None:
+        """`model` may be without weights; it has the linears of `scheme` already.
+
+        `dtype` None keeps every tensor's own; so do matrices of the types in `kept`, which C++ kernels read as they
+        are stored.
+        """
+        self._model = model
+        self._rename = rename
+        self._scheme = scheme
         self._device = device
         self._dtype = dtype
-        self._scheme = scheme
         self._kept = kept
         self.quantize_s = 0.0
 
@@ -58,21 +69,41 @@ class WeightReader:
         value = stored.map()
         if not value.is_floating_point():
             return {stored.name: value.to(self._device)}
-        dtype = self._dtype or value.dtype
-        if self._scheme is None or not self._scheme.applies_to(stored.name, stored.shape):
-            kept = dtype_as_kept(stored, self._kept)
-            return {stored.name: value.to(self._device, kept or dtype)}
+        layer = self._layer_of_weight(stored.name)
+        if self._scheme is None or not isinstance(layer, QuantizedLinear):
+            return {stored.name: value.to(self._device, self._dtype_in(layer, stored))}
         started = time.perf_counter()
-        dtype = value.dtype if value.dtype in self._kept else dtype  # of scales
-        parts = self._scheme.quantize_state_dict({stored.name: value.to(self._device)}, dtype)
+        dtype = self._dtype_in(layer, stored) or value.dtype
+        parts = self._scheme.quantize(value.to(self._device), dtype)
         self.quantize_s += time.perf_counter() - started
-        return parts
+        return {stored.name.removesuffix("weight") + part: parts[part] for part in parts}
 
+    def num_bytes(self, stored: StoredTensor) -> int:
+        """What the tensor takes once it is read."""
+        layer = self._layer_of_weight(stored.name)
+        dtype = self._dtype_in(layer, stored)
+        assert dtype is not None
+        if self._scheme is not None and isinstance(layer, QuantizedLinear):
+            return self._scheme.num_bytes(stored.shape, dtype)
+        return stored.num_bytes(dtype)
 
-def dtype_as_kept(stored: StoredTensor, kept: frozenset[torch.dtype]) -> torch.dtype | None:
-    """The type of a matrix that is used as it is stored; None for what is converted."""
-    is_matrix = len(stored.shape) == 2 and "position_embedding" not in stored.name
-    return stored.float_dtype if is_matrix and stored.float_dtype in kept else None
+    def _layer_of_weight(self, name: str) -> nn.Module | None:
+        """The layer whose `weight` a stored tensor is, or is a part of."""
+        target = self._rename(name)
+        target = target.name if isinstance(target, WeightPart) else target or ""
+        path, _, tensor = target.rpartition(".")
+        if tensor != "weight" or not name.endswith(".weight"):
+            return None
+        try:
+            return self._model.get_submodule(path)
+        except AttributeError:  # an unknown weight, which is named when all are read
+            return None
+
+    def _dtype_in(self, layer: nn.Module | None, stored: StoredTensor) -> torch.dtype | None:
+        """The type of a tensor, or its scales: matrices are multiplied as they are stored, if a kernel can."""
+        is_matrix = isinstance(layer, nn.Linear | nn.Embedding | QuantizedLinear)
+        is_kept = is_matrix and stored.float_dtype in self._kept
+        return stored.float_dtype if is_kept else self._dtype
 
 
 def load_model(
@@ -95,15 +126,13 @@ def load_model(
     `level`, by default this machine's.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
-    stored = list_tensors(directory)
-    kept = stored_dtypes(ops)
-    check_memory(stored, device, dtype, scheme, kept)
-    with torch.device("meta"):
-        model = family.build(config)
     form = choose_form(config, scheme)
-    if form is not None:
-        form.swap_linears(model, dtype)
-    reader = WeightReader(device, dtype, scheme, kept)
+    stored = list_tensors(directory)
+    model = build_empty(family, config, form, dtype)
+    rename = partial(family.rename, config=config)
+    reader = WeightReader(model, rename, form, device, dtype, stored_dtypes(ops))
+    stored = [tensor for tensor in stored if rename(tensor.name) is not None]
+    check_memory(sum(map(reader.num_bytes, stored)), device, dtype, scheme)
     read = _read_all(reader, stored, progress or (lambda share: None))
     model.take(read, family)
     read.clear()
@@ -117,6 +146,17 @@ def load_model(
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()
+
+
+def build_empty(
+    family: ModelFamily, config: Any, scheme: Scheme | None, dtype: torch.dtype
+) -> FamilyModel:
+    """The model with the linears of a scheme, and without weights."""
+    with torch.device("meta"):
+        model = family.build(config)
+    if scheme is not None:
+        scheme.swap_linears(model, dtype)
+    return model
 
 
 def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
@@ -138,16 +178,9 @@ def choose_form(config: ModelConfig, scheme: Scheme | None) -> Scheme | None:
 
 
 def check_memory(
-    stored: Iterable[StoredTensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    scheme: Scheme | None,
-    kept: frozenset[torch.dtype] = frozenset(),
+    needed: int, device: torch.device, dtype: torch.dtype, scheme: Scheme | None
 ) -> None:
-    """Raises: ModelTooLarge, before anything is read."""
-    needed = sum(
-        _num_bytes(tensor, dtype_as_kept(tensor, kept) or dtype, scheme) for tensor in stored
-    )
+    """`needed` in bytes. Raises: ModelTooLarge, before anything is read."""
     available = free_bytes(device)
     if needed > available:
         kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
@@ -156,12 +189,6 @@ def check_memory(
             f"{available / 2**30:.1f} GiB available; try bfloat16, --quantization int8 or int4, "
             "or a smaller model"
         )
-
-
-def _num_bytes(tensor: StoredTensor, dtype: torch.dtype, scheme: Scheme | None) -> int:
-    if scheme is not None and scheme.applies_to(tensor.name, tensor.shape):
-        return scheme.num_bytes(tensor.shape, dtype)
-    return tensor.num_bytes(dtype)
 
 
 def _read_all(

@@ -19,6 +19,7 @@ from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.attention import AttentionPlan
+from engines.torch_backend.layers.quantized_linear import OUTPUT_DIMS
 from engines.torch_backend.models.config import TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
@@ -233,7 +234,8 @@ def rename_weights(
                 f"the checkpoint lacks weights that are joined with {', '.join(found.values())}: "
                 f"{len(found)} of {counts[name]} are there"
             )
-        renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])])
+        dim = OUTPUT_DIMS.get(name.rpartition(".")[2], 0)
+        renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])], dim)
     return renamed
 
 

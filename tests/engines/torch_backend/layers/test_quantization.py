@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.layers import quantized_linear as module
+from engines.torch_backend.layers.linear import LinearWeights, Precision
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
@@ -26,7 +27,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Torch's kernels are never used, or wherever they are right, even where they are slower.
 PLAIN = CpuLevel("plain")
 KERNELS = CpuLevel("kernels", max_torch_int8_tokens=16, max_torch_int4_tokens=16)
-NAME = "language_model.model.layers.0.mlp.up_proj.weight"
 MAX_ERROR = {"int8": 0.01, "int4": 0.12}  # of the weights' own size, root mean square
 
 
@@ -34,21 +34,12 @@ def make_weight(num_outputs: int, num_inputs: int, seed: int = 0) -> Tensor:
     return torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed))
 
 
-class Decoder(nn.Module):
-    """Named as a model's, with one linear to quantize."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-        linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
-        layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up_proj": linear})})
-        self.language_model = nn.ModuleDict(
-            {"model": nn.ModuleDict({"layers": nn.ModuleList([layer])})}
-        )
-
-    @property
-    def linear(self) -> nn.Module:
-        return self.get_submodule(NAME.removesuffix(".weight"))
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
+    linear = LinearWeights(
+        weight.shape[1], weight.shape[0], bias=bias is not None, precision=Precision.SCHEME
+    )
+    linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+    return linear.requires_grad_(False)
 
 
 def quantize(
@@ -59,13 +50,16 @@ def quantize(
     level: CpuLevel = PLAIN,
 ) -> nn.Module:
     """The linear of one weight, as the loader makes it."""
-    decoder = Decoder(weight, bias)
-    weights = SCHEMES[scheme].quantize_state_dict(dict(decoder.state_dict()), dtype)
-    SCHEMES[scheme].swap_linears(decoder, dtype)
-    decoder.load_state_dict(weights, assign=True)
-    decoder.requires_grad_(False)
-    SCHEMES[scheme].prepare(decoder, level)
-    return decoder.linear
+    model = nn.ModuleDict({"any": make_linear(weight, bias)})
+    SCHEMES[scheme].swap_linears(model, dtype)
+    parts = {"weight": weight}
+    if isinstance(model["any"], QuantizedLinear):
+        parts = SCHEMES[scheme].quantize(weight, dtype)
+    if bias is not None:
+        parts["bias"] = bias.to(dtype)
+    model["any"].load_state_dict(parts, assign=True)
+    SCHEMES[scheme].prepare(model.requires_grad_(False), level)
+    return model["any"]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -117,7 +111,7 @@ def test_sums_may_pass_what_float16_holds_on_their_way(
     weight = torch.cat([torch.full((64, 512), 64.0), torch.full((64, 512), -64.0)], dim=1)
     bias = torch.ones(64)
     if scheme == "none":
-        linear = Decoder(weight, bias).half().requires_grad_(False).linear
+        linear = make_linear(weight, bias).half()
     else:
         linear = quantize(scheme, weight, torch.float16, bias, level)
     x = torch.full((num_tokens, 1024), 64.0, dtype=torch.float16)
@@ -203,36 +197,20 @@ def test_a_width_that_no_group_divides_keeps_its_precision() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "language_model.lm_head.weight",
-        "language_model.model.embed_tokens.weight",
-        "language_model.model.layers.0.input_layernorm.weight",
-        "multi_modal_projector.linear_1.weight",
-        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
-        "model.vision_tower.encoder.layers.0.mlp.fc1.weight",
-    ],
-)
-def test_head_embeddings_projector_and_tower_are_left_alone(scheme: str, name: str) -> None:
-    weight = make_weight(64, 64)
+def test_layers_say_what_is_quantized_whatever_their_names(scheme: str) -> None:
+    model = nn.ModuleDict(
+        {
+            "lm_head": LinearWeights(64, 64, precision=Precision.SCHEME),
+            "q_proj": LinearWeights(64, 64),
+            "vision": LinearWeights(64, 64, precision=Precision.INT8),
+            "other": nn.Linear(64, 64),
+            "embed": nn.Embedding(64, 64),
+        }
+    )
 
-    quantized = SCHEMES[scheme].quantize_state_dict({name: weight}, torch.float32)
+    SCHEMES[scheme].swap_linears(model, torch.float32)
 
-    assert quantized.keys() == {name}
-    assert torch.equal(quantized[name], weight)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "language_model.model.layers.11.self_attn.o_proj.weight",
-        "model.language_model.layers.0.mlp.down_proj.weight",
-    ],
-)
-def test_the_decoder_is_found_under_every_naming(scheme: str, name: str) -> None:
-    assert SCHEMES[scheme].applies_to(name, (64, 64))
+    assert [n for n, m in model.items() if isinstance(m, QuantizedLinear)] == ["lm_head"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -40,8 +40,7 @@ def make_linear(
     name, _, of = form.partition(" of ")
     dtype = getattr(torch, of or "float32")
     scheme = SCHEMES[name]
-    quantized = scheme._create_linear(shape, linear.bias, dtype)
-    assert isinstance(quantized, QuantizedLinear)
+    quantized = scheme.create_linear(linear, dtype)
     quantized.load_state_dict(scheme.quantize(linear.weight, dtype), assign=True, strict=False)
     return PackedLinear(quantized)
 
