@@ -1,8 +1,9 @@
-"""Between open client requests and the fleet: enqueues, hears this gateway's mailbox, and hands events out.
+"""Between open client requests and the fleet: queues calls, reads this gateway's mailbox, hands
+events out.
 
-One reader task serves all requests of the process, so ten thousand open streams are one Redis connection. Deadlines are
-kept by a task that waits for nobody; requests of which nothing was heard for long are looked up by another, and a third
-sends cancellations, a bounded number at a time.
+One reader task serves all requests of the process, so ten thousand open streams are one Redis
+connection. Deadlines are kept by a task that waits for nobody; requests that are silent for long
+are looked up by another, and a third sends cancellations, a bounded number at a time.
 """
 
 import asyncio
@@ -76,8 +77,8 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Cancel what is open and end all tasks."""
-        for generation in {generation for generation, _ in self._all_routes()}:
-            generation.close()
+        for call in {call for call, _ in self._all_routes()}:
+            call.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -97,86 +98,87 @@ class Dispatcher:
         return (route for routes in list(self._routes.values()) for route in list(routes))
 
     async def submit(
-        self, requests: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
+        self, calls: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
     ) -> OpenCall:
         """Queue the choices of one request, each of which may come to so many tokens.
 
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
-        for request in requests:
-            if any(not other.is_follower for other, _ in self._routes.get(request.id, ())):
-                raise DuplicateRequest(f"request {request.id} is open")
-        generation = OpenCall(
-            requests[0].model,
-            [request.id for request in requests],
+        for each in calls:
+            if any(not other.is_follower for other, _ in self._routes.get(each.id, ())):
+                raise DuplicateRequest(f"request {each.id} is open")
+        call = OpenCall(
+            calls[0].model,
+            [each.id for each in calls],
             time.monotonic() + timeout_s,
             self._forget,
         )
-        generation.is_resumable = requests[0].is_resumable
-        self._add(generation)
+        call.is_resumable = calls[0].is_resumable
+        self._add(call)
         try:
             await self.queue.enqueue(
-                [seal(request) for request in requests],
+                [seal(each) for each in calls],
                 timeout_s=timeout_s,
                 num_tokens=num_tokens,
-                num_held_tokens=held_tokens(requests[0].task, num_tokens),
+                num_held_tokens=held_tokens(calls[0].task, num_tokens),
                 bounds=bounds,
             )
         except QueueRefused:
-            generation.settle()
-            generation.close()
+            call.settle()
+            call.close()
             raise
         except BaseException:
-            generation.close()
+            call.close()
             raise
-        return generation
+        return call
 
     async def follow(
         self, model: str, request_id: str, *, timeout_s: float, begins_within_s: float
     ) -> OpenCall:
-        """The events of a detached request from its first, whoever queued it; closing this cancels nothing.
+        """The events of a resumable request from its first, whoever queued it.
 
-        `timeout_s`: the longest that it may take, where Redis knows no shorter deadline. `begins_within_s`: how long
-        Redis need not know it. Raises: RedisError, QueueUnavailable.
+        Closing it cancels nothing. `timeout_s`: the longest that it may take, where Redis knows no
+        shorter deadline. `begins_within_s`: how long Redis need not know it. Raises: RedisError,
+        QueueUnavailable.
         """
         await self.mailbox.open([model])
         now = time.monotonic()
-        generation = OpenCall(model, [request_id], now + timeout_s, self._forget)
-        generation.is_resumable = generation.is_follower = True
-        generation.begins_by = now + begins_within_s
-        generation.choices[0].has_gap = True
-        self._add(generation)
+        call = OpenCall(model, [request_id], now + timeout_s, self._forget)
+        call.is_resumable = call.is_follower = True
+        call.begins_by = now + begins_within_s
+        call.choices[0].has_gap = True
+        self._add(call)
         try:
-            await self._look_up([(generation, 0)])
+            await self._look_up([(call, 0)])
         except BaseException:
-            generation.close()
+            call.close()
             raise
-        return generation
+        return call
 
     def fail_all(self, message: str) -> None:
         """End everything that is open with an error."""
-        for generation, choice in self._all_routes():
-            generation.fail(choice, ErrorCode.CANCELLED, message)
+        for call, choice in self._all_routes():
+            call.fail(choice, ErrorCode.CANCELLED, message)
 
     def on_gap(self, model: str) -> None:
         """Some of a model's events may be missing: the logs of its open requests are read again."""
-        for generation, choice in self._all_routes():
-            if generation.model == model:
-                generation.choices[choice].has_gap = True
+        for call, choice in self._all_routes():
+            if call.model == model:
+                call.choices[choice].has_gap = True
 
-    def _add(self, generation: OpenCall) -> None:
-        for choice, progress in enumerate(generation.choices):
-            self._routes.setdefault(progress.request_id, []).append((generation, choice))
+    def _add(self, call: OpenCall) -> None:
+        for choice, progress in enumerate(call.choices):
+            self._routes.setdefault(progress.request_id, []).append((call, choice))
 
-    def _forget(self, generation: OpenCall) -> None:
-        for choice, progress in enumerate(generation.choices):
+    def _forget(self, call: OpenCall) -> None:
+        for choice, progress in enumerate(call.choices):
             routes = self._routes[progress.request_id]
-            routes.remove((generation, choice))
+            routes.remove((call, choice))
             if not routes:
                 del self._routes[progress.request_id]
-        if not generation.is_resumable and (unsettled := generation.unsettled_ids):
-            waiting = self._cancels.setdefault(generation.model, {})
-            waiting.update(dict.fromkeys(unsettled, generation.deadline_at))
+        if not call.is_resumable and (unsettled := call.unsettled_ids):
+            waiting = self._cancels.setdefault(call.model, {})
+            waiting.update(dict.fromkeys(unsettled, call.deadline_at))
             self._has_cancels.set()
 
     # Cancelling
@@ -211,14 +213,14 @@ class Dispatcher:
     # Events
 
     async def _supervise(self, run: Callable[[], Awaitable[None]]) -> None:
-        """Run one of our loops for ever: without any, requests would hang or outlive their deadlines."""
+        """Run one of our loops for ever: without it, requests would hang or miss their deadlines."""
         while True:
             try:
                 await run()
             except Exception:
                 logger.critical("%s broke off; starting it again", run.__name__, exc_info=True)
-                for generation, choice in self._all_routes():
-                    generation.choices[choice].has_gap = True
+                for call, choice in self._all_routes():
+                    call.choices[choice].has_gap = True
                 self._has_cancels.set()
             await asyncio.sleep(_RESTART_PAUSE_S)
 
@@ -236,18 +238,18 @@ class Dispatcher:
         num_dropped = 0
         for event in events:
             is_news = False
-            for generation, choice in self._routes.get(event.request_id, ()):
-                is_news |= self._deliver_one(generation, choice, event)
+            for call, choice in self._routes.get(event.request_id, ()):
+                is_news |= self._deliver_one(call, choice, event)
             num_dropped += not is_news
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
 
-    def _deliver_one(self, generation: OpenCall, choice: int, event: CallEvent) -> bool:
+    def _deliver_one(self, call: OpenCall, choice: int, event: CallEvent) -> bool:
         try:
-            return generation.deliver(choice, event)
+            return call.deliver(choice, event)
         except Exception:
             logger.exception("cannot deliver an event of request %s", event.request_id)
-            generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+            call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
             return False
 
     # Deadlines
@@ -260,9 +262,9 @@ class Dispatcher:
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
-        for generation, choice in self._all_routes():
-            if now > generation.deadline_at + _DEADLINE_GRACE_S:
-                generation.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
+        for call, choice in self._all_routes():
+            if now > call.deadline_at + _DEADLINE_GRACE_S:
+                call.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
 
     # Silence
 
@@ -280,48 +282,51 @@ class Dispatcher:
         while routes := list(islice(silent, MAX_LOOKS)):
             await self._look_up(routes)
 
-    def _is_silent(self, generation: OpenCall, choice: int, now: float) -> bool:
-        progress = generation.choices[choice]
+    def _is_silent(self, call: OpenCall, choice: int, now: float) -> bool:
+        progress = call.choices[choice]
         if progress.is_finished:
             return False
         return progress.has_gap or now - progress.heard_at > self.silence_timeout_s
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
-        """Read the logs of requests again; end those that nobody works on any more. Raises: QueueUnavailable."""
+        """Read the logs of requests again; end those that nobody works on any more.
+
+        Raises: QueueUnavailable.
+        """
         results = await asyncio.gather(
-            *(self._look_up_one(generation, choice) for generation, choice in routes),
+            *(self._look_up_one(call, choice) for call, choice in routes),
             return_exceptions=True,
         )
         unavailable: QueueUnavailable | None = None
-        for (generation, choice), error in zip(routes, results, strict=True):
+        for (call, choice), error in zip(routes, results, strict=True):
             if isinstance(error, QueueUnavailable):
                 unavailable = error
             elif isinstance(error, Exception):
-                request_id = generation.choices[choice].request_id
+                request_id = call.choices[choice].request_id
                 logger.error("cannot read the log of request %s", request_id, exc_info=error)
-                generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+                call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
         if unavailable is not None:
             raise unavailable
 
-    async def _look_up_one(self, generation: OpenCall, choice: int) -> None:
-        progress = generation.choices[choice]
-        model, request_id = generation.model, progress.request_id
+    async def _look_up_one(self, call: OpenCall, choice: int) -> None:
+        progress = call.choices[choice]
+        model, request_id = call.model, progress.request_id
         state = await self.queue.listen(model, request_id, self.mailbox.gateway_id)
-        if state is None and time.monotonic() < generation.begins_by:
+        if state is None and time.monotonic() < call.begins_by:
             return
         if state is None or state.attempt > 0:  # else its log is empty
-            generation.replay(choice, decode_log(await self.queue.events(model, request_id)))
+            call.replay(choice, decode_log(await self.queue.events(model, request_id)))
         else:
             progress.has_gap = False
         progress.heard_at = time.monotonic()
         if state is not None and state.state in ("queued", "running"):
-            if generation.is_follower:
+            if call.is_follower:
                 left_s = max(0.0, state.remaining_s)
-                generation.deadline_at = min(generation.deadline_at, progress.heard_at + left_s)
+                call.deadline_at = min(call.deadline_at, progress.heard_at + left_s)
         elif state is not None and state.state == "cancelled":
-            generation.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
+            call.fail(choice, ErrorCode.CANCELLED, _CANCELLED_MESSAGE)
         else:
-            generation.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
+            call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

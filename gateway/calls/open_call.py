@@ -13,7 +13,7 @@ ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
 
 
 class Gone(Exception):
-    """The generation was closed while somebody waited for its events."""
+    """The call was closed while somebody waited for its events."""
 
 
 class ChoiceProgress:
@@ -100,8 +100,9 @@ class ChoiceProgress:
 
 
 class OpenCall:
-    """The choices of one request. `close` is synchronous and idempotent, and cancels what still runs, unless detached.
+    """The choices of one request.
 
+    `close` is synchronous and idempotent; it cancels what still runs, unless that is resumable.
     Units: `deadline_at` is a reading of `time.monotonic`.
     """
 
@@ -117,7 +118,7 @@ class OpenCall:
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
         self.is_resumable = False  #: it goes on when it is closed
-        self.is_follower = False  #: another generation queued it, and is what metrics count
+        self.is_follower = False  #: another call queued it, and is what metrics count
         self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
         self._on_close = [on_close]
         self._pending: list[ChoiceEvent] = []
