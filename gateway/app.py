@@ -1,17 +1,17 @@
 """The gateway's HTTP application, assembled from the surfaces.
 
-Middleware is pure ASGI only: Starlette's `BaseHTTPMiddleware` hides that a client has left.
-Surfaces are plain ASGI applications too, for speed; the other routes are FastAPI's.
+Surfaces are plain ASGI applications behind one middleware, for speed; the other routes are
+FastAPI's.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.api import SURFACES
 from gateway.api.models import create_model_routes
@@ -19,11 +19,11 @@ from gateway.api.openapi import create_openapi
 from gateway.api.probes import create_probes
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
-from gateway.http.auth import AuthMiddleware, KeyRing
-from gateway.http.context import ContextMiddleware
+from gateway.http.auth import PUBLIC_PATHS, KeyRing
 from gateway.http.errors import ApiError, from_status, unexpected
+from gateway.http.middleware import GatewayMiddleware
 from gateway.http.wrong_keys import WrongKeys
-from gateway.page import PageMiddleware, load_page
+from gateway.page import create_page_routes
 from gateway.services import Services
 from shared.settings.limits import LimitSettings
 from shared.version import package_version
@@ -55,22 +55,23 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
     )
     served = [create(settings.limits) for create in surfaces]
-    endpoints = {
+    apis = {
         surface.path: Endpoint(partial(services.lifecycle.serve, surface)) for surface in served
     }
-    app.add_middleware(SurfaceMiddleware, endpoints=endpoints)
+    page = create_page_routes()
     app.add_middleware(
-        AuthMiddleware,
+        GatewayMiddleware,
         keys=KeyRing(settings.gateway.api_keys),
         wrong_keys=WrongKeys(settings.limits.max_wrong_keys_per_minute),
+        public_paths=PUBLIC_PATHS | {route.path for route in page},
+        apis={path: endpoint.serve for path, endpoint in apis.items()},
         renders={surface.path: surface.error for surface in served},
     )
-    app.add_middleware(PageMiddleware, files=load_page())
-    app.add_middleware(ContextMiddleware)
     app.add_exception_handler(ApiError, _show_api_error)
     app.add_exception_handler(HTTPException, _show_http_error)
     app.add_exception_handler(Exception, _show_unexpected)
-    for path, endpoint in endpoints.items():
+    app.router.routes += page
+    for path, endpoint in apis.items():  # a POST does not come that far: the others are refused
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     by_name = {surface.name: surface for surface in served}
     resume = Endpoint(partial(services.lifecycle.serve_stream, by_name))
@@ -97,22 +98,6 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         await self.serve(scope, receive, send)
-
-
-class SurfaceMiddleware:
-    """Pure ASGI, innermost: serves calls before the router, whose wrappers cost a tenth of them."""
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
-        self.app = app
-        self.endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the surface of this path, or pass the request on to the router."""
-        endpoint = self.endpoints.get(scope["path"]) if scope["type"] == "http" else None
-        if endpoint is not None and scope["method"] == "POST":
-            await endpoint.serve(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
 
 
 async def _show_api_error(request: Request, error: Exception) -> Response:

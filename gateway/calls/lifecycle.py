@@ -24,14 +24,13 @@ from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.key_limits import KeyLimits, possible_tokens
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
-from gateway.calls.recorder import Recorder
+from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.refunds import Refunds, Reservation
-from gateway.calls.resume import Resume, is_resumable
+from gateway.calls.resume import RESUME_HEADERS, Resume, is_resumable
 from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
-from gateway.calls.timings import StageClock, body_timings, timing_headers
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
-from gateway.http.context import RequestContext, context_of
+from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, Headers, InvalidRequest, unavailable, unexpected
 from gateway.http.exchange import ClientGone, Exchange
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
@@ -73,8 +72,8 @@ class Lifecycle:
 
     async def serve(self, surface: Surface, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; every way out is recorded once."""
-        context = context_of(scope)
-        exchange = Exchange(receive, send)
+        exchange = Exchange(scope, receive, send)
+        context = exchange.context
         recorder = Recorder(surface, context, self.metrics)
         if self.tracer is not None:
             recorder.trace(self.tracer)
@@ -98,8 +97,8 @@ class Lifecycle:
         self, surfaces: Mapping[str, Surface], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer a reader who resumes a stream. The request itself is recorded where it came in."""
-        context = context_of(scope)
-        exchange = Exchange(receive, send)
+        exchange = Exchange(scope, receive, send)
+        context = exchange.context
         surface, error = None, None
         try:
             with self.admission:
@@ -133,7 +132,8 @@ class Lifecycle:
                 raise _wrong_task(surface, card)
             plan = surface.plan(request, context, card)
             recorder.priority = plan.priority
-            resumes = is_resumable(context, plan)
+            may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
+            resumes = may_resume and is_resumable(context, plan)
             head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:

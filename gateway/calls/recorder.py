@@ -1,4 +1,8 @@
-"""Everything that is noted of one request: its metrics, its line in the log, its span.
+"""Everything that is noted of one request: its stages, its metrics, its line in the log, its span.
+
+The stages are durations that add up to the end-to-end time. The gateway measures its own by its own
+clock; the worker's come in `StageTimings`. What is left is `relay`: publishing, the mailbox, and
+writing to the socket.
 
 The log never holds the prompt, the answer, a key or an image: the tenant is a short hash of its
 key, the client's `user` too, by which one user's requests are found without naming them. Attributes
@@ -10,22 +14,23 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gateway.calls.models import OTHER
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Surface, Totals
-from gateway.calls.timings import (
-    StageClock,
-    body_timings,
-    slowest,
-    stages_of,
-    timing_headers,
-    ttft_of,
-)
 from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, Headers, Overloaded, from_failed
-from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Priority, Tokens
+from shared.protocol import (
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    Priority,
+    StageTimings,
+    Tokens,
+)
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
 from shared.telemetry.trace_context import trace_id_of
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns
@@ -36,6 +41,37 @@ if TYPE_CHECKING:
 _LARGEST_INT = 2**63 - 1  #: of an attribute; what is beyond it is refused anyway
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StageClock:
+    """The gateway's readings of one request, on `time.perf_counter`."""
+
+    received_at: float
+    image_decode_s: float = 0.0
+    submitted_at: float = 0.0  #: when it was handed to the queue
+    first_text_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def ingest_s(self) -> float:
+        """Received until queued, without the images."""
+        return max(0.0, self.submitted_at - self.received_at - self.image_decode_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Received until the first text, if there was any."""
+        return None if self.first_text_at is None else self.first_text_at - self.received_at
+
+    def stop(self) -> None:
+        """The request has ended; the first call counts."""
+        if self.ended_at is None:
+            self.ended_at = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Received until it ended, or until now."""
+        until = time.perf_counter() if self.ended_at is None else self.ended_at
+        return until - self.received_at
 
 
 class Recorder:
@@ -108,9 +144,16 @@ class Recorder:
                 self._note_tokens(index, event, now)
             elif isinstance(event, Finished):
                 _check(event)
-                self.totals.finished.append(event)
+                self._note_end(event)
             elif isinstance(event, Failed):
                 raise from_failed(event)
+
+    def _note_end(self, event: Finished) -> None:
+        totals = self.totals
+        if not totals.finished:
+            totals.prompt = event.usage
+        totals.finished.append(event)
+        totals.num_output_tokens += event.usage.num_output_tokens
 
     def _note_tokens(self, index: int, event: Tokens, now: float) -> None:
         if event.text and self.clock.first_text_at is None:
@@ -154,13 +197,14 @@ class Recorder:
 
     def account(self, status: int | None) -> None:
         """Log the request, and feed the metrics of a complete answer; nobody waits for it."""
-        self._log(status)
-        if self.outcome == "ok":
-            self._observe()
-
-    def _observe(self) -> None:
         e2e_s = self.clock.elapsed_s()
-        stages = self.stages(e2e_s)
+        stages = self.stages(e2e_s) if self.is_complete else {}
+        if logger.isEnabledFor(logging.INFO):
+            self._log(status, stages, e2e_s)
+        if self.outcome == "ok":
+            self._observe(stages, e2e_s)
+
+    def _observe(self, stages: dict[str, float], e2e_s: float) -> None:
         ttft_s = self.clock.ttft_s
         if ttft_s is not None and not self._is_streamed:
             # Tokens of a whole answer arrive together: the worker knows when it had the first.
@@ -181,9 +225,7 @@ class Recorder:
             )
         )
 
-    def _log(self, status: int | None) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
+    def _log(self, status: int | None, stages: dict[str, float], e2e_s: float) -> None:
         context = self.context
         fields: dict[str, object] = {
             "request_id": context.id, "model": self.model, "outcome": self.outcome, "status": status,
@@ -196,14 +238,13 @@ class Recorder:
             fields["tenant"] = short_hash(context.tenant)
         if self.user:
             fields["user"] = short_hash(self.user)
-        e2e_s = self.clock.elapsed_s()
-        if self.is_complete:
+        if stages:
             prompt = self.totals.prompt
             fields["prompt_tokens"] = prompt.num_prompt_tokens
             fields["image_tokens"] = prompt.num_image_tokens
             fields["cached_tokens"] = prompt.num_cached_tokens
             fields["output_tokens"] = self.totals.num_output_tokens
-            fields.update(body_timings(self.stages(e2e_s), e2e_s))
+            fields.update(body_timings(stages, e2e_s))
         else:
             fields["e2e_s"] = round(e2e_s, 6)
         logger.info("request ended", extra=fields)
@@ -269,3 +310,58 @@ def _check(event: Finished) -> None:
 def short_hash(name: str) -> str:
     """A short name for a user or a tenant: a pseudonym, not a secret."""
     return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+
+
+def stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
+    """All stages in their order (`shared.telemetry.metrics.STAGES`)."""
+    stages = {
+        "ingest": clock.ingest_s,
+        "image_decode": clock.image_decode_s,
+        "queue": worker.queue_s,
+        "preprocess": worker.preprocess_s,
+        "vision": worker.vision_s,
+        "prefill": worker.prefill_s,
+        "decode": worker.decode_s,
+    }
+    stages["relay"] = max(0.0, e2e_s - sum(stages.values()))
+    return stages
+
+
+def ttft_of(stages: dict[str, float]) -> float:
+    """Until the worker had the first token of an answer that is sent whole."""
+    return sum(seconds for name, seconds in stages.items() if name not in ("decode", "relay"))
+
+
+def slowest(timings: list[StageTimings]) -> StageTimings:
+    """Of the choices of one request the one that the client waited for."""
+    if len(timings) == 1:
+        return timings[0]
+    return max(timings, key=_total_s)
+
+
+def _total_s(timings: StageTimings) -> float:
+    return (
+        timings.queue_s
+        + timings.preprocess_s
+        + timings.vision_s
+        + timings.prefill_s
+        + timings.decode_s
+    )
+
+
+def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
+    """The headers that say where the time went. Units: their durations are milliseconds."""
+    entries = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items()]
+    if is_whole:
+        entries.append(f"total;dur={elapsed_s * 1e3:.3f}")
+    return [
+        (b"server-timing", ", ".join(entries).encode()),
+        (b"openai-processing-ms", b"%d" % round(elapsed_s * 1e3)),
+    ]
+
+
+def body_timings(stages: dict[str, float], e2e_s: float) -> dict[str, float]:
+    """The `timings` object of a body: each stage and the whole. Units: seconds."""
+    timings = {f"{name}_s": round(seconds, 6) for name, seconds in stages.items()}
+    timings["e2e_s"] = round(e2e_s, 6)
+    return timings

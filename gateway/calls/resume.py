@@ -28,6 +28,8 @@ from shared.queue.submit import DuplicateRequest, QueueUnavailable, RequestQueue
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
+#: A request without any of these ends when its client leaves.
+RESUME_HEADERS = frozenset({RESUMABLE_HEADER, KEY_HEADER})
 STREAM_PATH = "/v1/streams/"
 
 #: A request that another gateway is just taking in may not be in Redis yet.
@@ -58,13 +60,11 @@ _decoder = msgspec.json.Decoder(StreamRecord)
 
 
 def is_resumable(context: RequestContext, plan: Plan) -> bool:
-    """Whether the request goes on without its client. With a key, its id follows from it.
+    """Whether a request with one of the headers goes on without its client.
 
-    Raises: InvalidRequest.
+    With a key, its id follows from it. Raises: InvalidRequest.
     """
     key = context.headers.get(KEY_HEADER)
-    if key is None and RESUMABLE_HEADER not in context.headers:
-        return False
     wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
     if key is None and not (wants_resume and plan.is_streamed):
         return False

@@ -21,6 +21,8 @@ from shared.protocol import Finished, ModelCard, Priority, Task, Usage
 #: A position, which counts output tokens and then the frames of the end, and the frame's bytes.
 Frame = tuple[int, bytes]
 
+_NO_USAGE = Usage(0)
+
 
 class Request(Protocol):
     """A body that was read and checked."""
@@ -64,19 +66,14 @@ class AnswerHead:
 class Totals:
     """What came of a request, once it is complete."""
 
+    #: How each choice ended.
     finished: list[Finished] = field(default_factory=list)
+    #: The prompt's counts: all choices share it.
+    prompt: Usage = _NO_USAGE
+    #: Output tokens of all choices.
+    num_output_tokens: int = 0
     #: Each stage and the whole, in seconds, where the client asked for them.
     timings: dict[str, float] | None = None
-
-    @property
-    def prompt(self) -> Usage:
-        """The prompt's counts: all choices share it."""
-        return self.finished[0].usage
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens of all choices."""
-        return sum(event.usage.num_output_tokens for event in self.finished)
 
 
 class Answer(Protocol):

@@ -10,16 +10,14 @@ like all the rest: Prometheus can send one (`authorization: credentials_file`).
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pydantic import SecretStr
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http.context import context_of
-from gateway.http.errors import AuthenticationError, Render, send_error
-from gateway.http.wrong_keys import TooManyWrongKeys, WrongKeys
+from gateway.http.errors import AuthenticationError
 from shared.settings.tree import GatewaySettings, SettingsError
 
+#: Of the probes; the chat page's files are public too.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
 
 
@@ -98,36 +96,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class AuthMiddleware:
-    """Pure ASGI: lets nothing pass without a key, but the probes."""
-
-    def __init__(
-        self, app: ASGIApp, keys: KeyRing, wrong_keys: WrongKeys, renders: Mapping[str, Render]
-    ) -> None:
-        """`renders`: paths whose APIs have their own shape of an error."""
-        self.app = app
-        self.renders = renders
-        self.keys = keys
-        self.wrong_keys = wrong_keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 429, or pass the request on with its tenant's cache salt."""
-        if scope["type"] == "lifespan" or scope.get("path") in PUBLIC_PATHS:
-            await self.app(scope, receive, send)
-            return
-        try:
-            context_of(scope).tenant = self._authenticate(scope)
-        except (AuthenticationError, TooManyWrongKeys) as error:
-            await send_error(send, error, self.renders.get(scope["path"]))
-            return
-        await self.app(scope, receive, send)
-
-    def _authenticate(self, scope: Scope) -> str:
-        try:
-            return self.keys.authenticate(scope["headers"])
-        except WrongKey:
-            host, _ = scope.get("client") or ("", 0)
-            self.wrong_keys.count(host)
-            raise

@@ -2,8 +2,11 @@
 two parts of an answer.
 """
 
-from starlette.types import Receive, Send
+from collections.abc import Iterable
 
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.context import SCOPE_KEY, RequestContext
 from gateway.http.errors import Headers
 
 
@@ -14,7 +17,8 @@ class ClientGone(Exception):
 class Exchange:
     """The client's end of one request. What is sent to a client that has left goes nowhere."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.context: RequestContext = scope[SCOPE_KEY]
         self.receive = receive
         self.status: int | None = None  #: what the client was told, if anything
         self._send = send
@@ -32,6 +36,7 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         """Send the status line."""
         self.status = status
+        headers = with_ids(self.context, headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
@@ -42,3 +47,12 @@ class Exchange:
         """Return when the client has left. To be called once the body was read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+
+def with_ids(context: RequestContext, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """An answer's headers, with those that name the request: its id and its span."""
+    shown_id = context.client_id or "req_" + context.id
+    named = [*headers, (b"x-request-id", shown_id.encode())]
+    if context.trace_parent is not None:
+        named.append((b"traceparent", context.trace_parent.encode()))
+    return named

@@ -1,7 +1,8 @@
 """The chat page: a handful of fixed files, read once, that a browser gets without a key.
 
-They hold nothing secret; the page asks its user for the key and sends it with each call of the API. Its policy lets it
-run its own scripts alone and talk to this gateway alone, so that no text of a model or of a client becomes code.
+They hold nothing secret; the page asks its user for the key and sends it with each call of the API.
+Its policy lets it run its own scripts alone and talk to this gateway alone, so that no text of a
+model or of a client becomes code.
 
 Source: Content Security Policy Level 3; Trusted Types; RFC 9110, sections 8.8.3 and 13.1.2.
 """
@@ -10,9 +11,9 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from gateway.http.context import context_of
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 FOLDER = Path(__file__).parent
 POLICY = (
@@ -38,7 +39,10 @@ _SECURITY = [
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file as it goes out. Its tag changes with its bytes, so browsers ask again and rarely load again."""
+    """One file, an ASGI application.
+
+    Its tag changes with its bytes, so browsers ask again and rarely load again.
+    """
 
     body: bytes
     content_type: bytes
@@ -49,8 +53,9 @@ class PageFile:
         known = {tag.strip().removeprefix(b"W/") for tag in if_none_match.split(b",")}
         return self.tag in known or b"*" in known
 
-    async def answer(self, send: Send, if_none_match: bytes) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, or 304. The server leaves the body out where only the head was asked for."""
+        if_none_match = Request(scope).headers.get("if-none-match", "").encode("latin-1")
         headers = [(b"etag", self.tag), (b"cache-control", b"no-cache"), *_SECURITY]
         body = b""
         status = 304
@@ -72,23 +77,12 @@ def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
     return {"/": files.pop("/page/index.html"), **files}
 
 
+def create_page_routes() -> list[Route]:
+    """A route for each file."""
+    return [Route(path, file, methods=["GET"]) for path, file in load_page().items()]
+
+
 def _read(path: Path) -> PageFile:
     body = path.read_bytes()
     tag = b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode()
     return PageFile(body, _TYPES[path.suffix], tag)
-
-
-class PageMiddleware:
-    """Pure ASGI, outside of the keys: answers for the page's files, passes everything else on."""
-
-    def __init__(self, app: ASGIApp, files: dict[str, PageFile]) -> None:
-        self.app = app
-        self.files = files
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file of this path, if it is one and is asked for."""
-        file = self.files.get(scope["path"]) if scope["type"] == "http" else None
-        if file is None or scope["method"] not in ("GET", "HEAD"):
-            await self.app(scope, receive, send)
-        else:
-            await file.answer(send, context_of(scope).headers.get(b"if-none-match", b""))

@@ -1,10 +1,11 @@
 """The one table of limits: every quantity that a client controls.
 
-The fields of `LimitSettings` are an operator's to change, its constants are not; the gateway enforces both,
-the worker looks again. The constants of the module are OpenAI's contract and part of the request's types. All
-are rendered into the OpenAPI document.
+The fields of `LimitSettings` are an operator's to change, its constants are not; the gateway
+enforces both, the worker looks again. The constants of the module are OpenAI's contract and part of
+the request's types. All are rendered into the OpenAPI document.
 """
 
+from functools import cached_property
 from typing import ClassVar
 
 from pydantic import Field
@@ -73,10 +74,11 @@ class LimitSettings(Group):
         default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )
 
-    @property
+    @cached_property
     def max_commas(self) -> int:
         """Commas of a request body: those of its texts, and those between its values.
 
-        They bound what decoding a body builds, however large it is, and are counted as fast as it comes in.
+        They bound what decoding a body builds, however large it is, and are counted as fast as it
+        comes in.
         """
         return self.max_text_chars + _COMMAS_BESIDE_TEXTS

@@ -159,10 +159,15 @@ class GatewayMetrics:
         self._set = MetricSet(GATEWAY_METRICS)
         self.registry = self._set.registry
         self._finished: dict[str, _ModelMetrics] = {}
+        self._outcomes: dict[tuple[str, str], Counter] = {}
 
     def record_outcome(self, model: str, outcome: str) -> None:
         """Count a request's end. `outcome`: ok, followed, cancelled, rejected or an error code."""
-        self._set.counters["vlm_requests_total"].labels(model, outcome).inc()
+        counter = self._outcomes.get((model, outcome))
+        if counter is None:
+            counter = self._set.counters["vlm_requests_total"].labels(model, outcome)
+            self._outcomes[model, outcome] = counter
+        counter.inc()
 
     def record_finished(self, record: RequestRecord) -> None:
         """Observe the latencies and tokens of an answer that is complete."""

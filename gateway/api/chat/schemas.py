@@ -22,24 +22,9 @@ from shared.settings.limits import (
 )
 
 Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
-Neutral = Raw | UnsetType  #: skipped too, and refused by `asks_for_something` unless it is neutral
-
-_MAX_NEUTRAL_BYTES = 256
+Neutral = Raw | UnsetType  #: skipped too, and refused unless it asks for nothing
 
 Detail = Literal["auto", "low", "high"]
-
-
-def asks_for_something(field: Neutral, neutral: tuple[bytes, ...] = ()) -> bool:
-    """Whether an unsupported field holds more than null or one of `neutral`, compact JSON."""
-    if field is UNSET:
-        return False
-    if len(memoryview(field)) > _MAX_NEUTRAL_BYTES:  # nothing is built of what is not small
-        return True
-    try:
-        compact = msgspec.json.encode(msgspec.json.decode(field))
-    except msgspec.DecodeError:  # a number out of range
-        return True
-    return compact not in (b"null", *neutral)
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

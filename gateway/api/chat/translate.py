@@ -18,7 +18,6 @@ from gateway.api.chat.schemas import (
     ContentPart,
     ImageContent,
     InputImageContent,
-    asks_for_something,
 )
 from gateway.calls.surface import Plan
 from gateway.http.body import unsupported
@@ -43,6 +42,7 @@ _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them woul
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
 _EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
 _MAX_TOKEN_ID_DIGITS = 10
+_MAX_NEUTRAL_BYTES = 256
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
 
 
@@ -93,8 +93,20 @@ class Conversation:
 def check_supported(request: ChatCompletionRequest) -> None:
     """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
     for name, neutral in NEUTRAL_VALUES.items():
-        if asks_for_something(getattr(request, name), neutral):
+        value = getattr(request, name)
+        if value is not msgspec.UNSET and _asks_for_something(value, neutral):
             raise unsupported(name)
+
+
+def _asks_for_something(value: msgspec.Raw, neutral: tuple[bytes, ...]) -> bool:
+    """Whether an unsupported field holds more than null or one of `neutral`, compact JSON."""
+    if len(memoryview(value)) > _MAX_NEUTRAL_BYTES:  # nothing is built of what is not small
+        return True
+    try:
+        compact = msgspec.json.encode(msgspec.json.decode(value))
+    except msgspec.DecodeError:  # a number out of range
+        return True
+    return compact not in (b"null", *neutral)
 
 
 def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
@@ -122,7 +134,8 @@ def _add_message(
     conversation: Conversation, message: ChatMessageParam, param: str, limits: LimitSettings
 ) -> None:
     for name in ("audio", "function_call", "tool_calls"):
-        if asks_for_something(getattr(message, name), _EMPTY):
+        value = getattr(message, name)
+        if value is not msgspec.UNSET and _asks_for_something(value, _EMPTY):
             raise unsupported(f"{param}.{name}")
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):

@@ -6,8 +6,9 @@ import logging
 import pytest
 from pydantic import SecretStr
 
-from gateway.http.auth import KeyRing, check_exposure, is_loopback
+from gateway.http.auth import PUBLIC_PATHS, KeyRing, check_exposure, is_loopback
 from gateway.http.errors import AuthenticationError
+from gateway.page import load_page
 from shared.settings.tree import GatewaySettings, SettingsError
 from tests.factories_gateway import CHAT, make_body
 from tests.factories_images import data_url
@@ -59,14 +60,14 @@ async def test_each_key_passes(gateway, worker, changes, scheme, key):
 
 
 @with_keys
-async def test_of_all_routes_only_the_probes_are_public(gateway, worker, changes):
+async def test_of_all_routes_only_the_probes_and_the_page_are_public(gateway, worker, changes):
     paths = {getattr(route, "path", "") for route in gateway.server.config.app.routes}
     paths |= {"/docs", "/redoc", "/openapi.json", "/metrics", "/nowhere", "//healthz", "/healthz/"}
     for path in sorted(paths - {""}):
         for method in ("GET", "POST", "OPTIONS", "HEAD"):
             url = gateway.url + path.replace("{name:path}", "tiny")
             response = await gateway.client.request(method, url)
-            if path in ("/healthz", "/readyz"):
+            if path in PUBLIC_PATHS or path in load_page():
                 assert response.status_code in (200, 405), path
             else:
                 assert response.status_code == 401, (method, path)

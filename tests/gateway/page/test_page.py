@@ -30,7 +30,7 @@ async def test_nothing_else_is_public_with_the_page(gateway, path):
 
 
 async def test_only_reading_is_answered(gateway):
-    assert (await gateway.client.post("/")).status_code == 404
+    assert (await gateway.client.post("/")).status_code == 405
     head = await gateway.client.head("/")
     assert (head.status_code, head.content) == (200, b"")
 
