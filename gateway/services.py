@@ -16,9 +16,9 @@ from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from shared.blobs.store import ImageStore
-from shared.queue.mailbox import Mailbox
+from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
-from shared.queue.submit import RequestQueue
+from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
@@ -40,10 +40,10 @@ class Services:
             settings.limits.max_open_requests, settings.limits.max_open_body_bytes
         )
         self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
-        self.queue = RequestQueue(self._redis, prefix)
+        self.queue = RedisGatewayQueue(self._redis, prefix)
         self.image_store = ImageStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
-        self.mailbox = Mailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
+        self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
         self.models = ModelDirectory(self.registry, self.mailbox.open)
         self.dispatcher = Dispatcher(
             self.queue,

@@ -28,8 +28,8 @@ from shared.protocol import (
     Tokens,
     Usage,
 )
-from shared.queue.claim import RequestClaims
-from shared.queue.publish import Claim
+from shared.queue.api import Claim
+from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
@@ -129,7 +129,7 @@ class Answer:
             end = Finished(last.request_id, last.attempt, last.finish_reason, usage, last.timings)
             events = (*events[:-1], end)
         publication = to_publication(self.claim, number, num_tokens, events)
-        refused = await self.worker.claims.publish([publication])
+        refused = await self.worker.queue.publish([publication])
         self.refused = refused.get(self.request.id)
         if self.refused == "cancelled":
             self.worker.cancelled.set()
@@ -159,7 +159,7 @@ async def say_nothing(answer: Answer) -> None:
     await answer.start()
     while answer.refused is None:
         await asyncio.sleep(0.02)
-        lost = await answer.worker.claims.renew([answer.claim])
+        lost = await answer.worker.queue.renew([answer.claim])
         answer.refused = lost.get(answer.request.id)
     answer.worker.cancelled.set()
 
@@ -174,9 +174,9 @@ class ScriptedWorker:
         self.card = card
         self.registry = Registry(redis, prefix)
         self.images = ImageStore(redis, prefix)
-        self.claims = RequestClaims(
+        self.queue = RedisWorkerQueue(
             redis, redis_blocking, keys_prefix=prefix, model=card.name, worker_id="scripted",
-            lease_s=10.0, max_attempts=3,
+            lease_s=10.0, max_attempts=3, batch_age_s=60.0,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -185,15 +185,15 @@ class ScriptedWorker:
         return [answer.request for answer in self.answers]
 
     async def start(self) -> None:
-        await self.claims.create_group()
+        await self.queue.create_group()
         await self.registry.announce(WorkerRecord("scripted", self.card, "mock"), ttl_s=600)
         self._tasks.append(asyncio.create_task(self._run()))
 
     async def _run(self) -> None:
         while True:
-            claims = await self.claims.read(64, 0.5)
-            if self.claims.entries.num_batch_left:
-                claims += await self.claims.take(64)
+            claims = await self.queue.read(64, 0.5)
+            if self.queue.num_backlog:
+                claims += await self.queue.take(64)
             for claim in claims:
                 answer = Answer(self, claim)
                 self.answers.append(answer)
@@ -203,7 +203,7 @@ class ScriptedWorker:
         for task in self._tasks:
             task.cancel()
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for part in (self.claims, self.registry, self.images):
+        for part in (self.queue, self.registry, self.images):
             await part.close()
         failures = [
             result

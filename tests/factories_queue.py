@@ -26,11 +26,11 @@ from shared.protocol import (
     decode_log,
     seal,
 )
-from shared.queue.claim import RequestClaims
+from shared.queue.api import Bounds, Claim, Publication
+from shared.queue.claim import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.mailbox import Mailbox
-from shared.queue.publish import Claim, Publication
-from shared.queue.submit import Bounds, RequestQueue
+from shared.queue.mailbox import RedisMailbox
+from shared.queue.submit import RedisGatewayQueue
 from worker.wire import read_claim, to_publication
 
 MODEL = "tiny"
@@ -67,7 +67,7 @@ def tokens_of(claim: Claim) -> tuple[int, ...]:
     return tokens
 
 
-async def events_of(queue: RequestQueue, request_id: str) -> tuple[CallEvent, ...]:
+async def events_of(queue: RedisGatewayQueue, request_id: str) -> tuple[CallEvent, ...]:
     return decode_log(await queue.events(MODEL, request_id))
 
 
@@ -86,7 +86,7 @@ def publication(claim: Claim, number: int, index: int, *events: CallEvent) -> Pu
 
 
 async def enqueue(
-    queue: RequestQueue,
+    queue: RedisGatewayQueue,
     *choices: Call,
     timeout_s: float = 60.0,
     num_tokens: int = 1,
@@ -98,7 +98,7 @@ async def enqueue(
     room = Bounds(max_waiting, max_tokens, **bounds)
     envelopes = [seal(choice) for choice in choices]
     held = held_tokens(choices[0].task, num_tokens)
-    await queue.enqueue(
+    await queue.submit(
         envelopes, num_held_tokens=held, timeout_s=timeout_s, num_tokens=num_tokens, bounds=room
     )
 
@@ -109,8 +109,8 @@ class Ends:
     def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str) -> None:
         self.redis, self.redis_blocking, self.prefix = redis, redis_blocking, prefix
         self.keys = RedisKeys(prefix)
-        self.queue = RequestQueue(redis, prefix)
-        self.mailbox = Mailbox(redis_blocking, prefix, GATEWAY)
+        self.queue = RedisGatewayQueue(redis, prefix)
+        self.mailbox = RedisMailbox(redis_blocking, prefix, GATEWAY)
         self._closers: list[Callable[[], Awaitable[None]]] = [
             self.queue.close,
             self.mailbox.close,
@@ -122,15 +122,24 @@ class Ends:
         await enqueue(self.queue, request, **options)
         return request
 
-    def worker(self, worker_id: str, **changes: Any) -> RequestClaims:
-        options: dict[str, Any] = {"model": MODEL, "lease_s": 10.0, "max_attempts": 3, **changes}
-        claims = RequestClaims(
+    def worker(self, worker_id: str, **changes: Any) -> RedisWorkerQueue:
+        options: dict[str, Any] = {
+            "model": MODEL,
+            "lease_s": 10.0,
+            "max_attempts": 3,
+            "batch_age_s": 60.0,
+            **changes,
+        }
+        claims = RedisWorkerQueue(
             self.redis, self.redis_blocking, keys_prefix=self.prefix, worker_id=worker_id, **options
         )
         self._closers.append(claims.close)
         return claims
 
-    async def claim(self, worker: RequestClaims) -> Claim:
+    async def num_open(self) -> int:
+        return (await self.queue.stats(MODEL)).num_open
+
+    async def claim(self, worker: RedisWorkerQueue) -> Claim:
         await worker.create_group()
         [claim] = await worker.read(1, 1.0)
         return claim
@@ -143,7 +152,7 @@ class Ends:
             justid=True,
         )
 
-    async def take_over(self, worker: RequestClaims, claim: Claim) -> Claim:
+    async def take_over(self, worker: RedisWorkerQueue, claim: Claim) -> Claim:
         """The claim of the next worker, after the first one's lease has run out."""
         await self.let_lease_run_out(claim)
         [later] = await worker.reclaim(1)

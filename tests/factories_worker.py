@@ -120,8 +120,8 @@ class RunningWorker:
         async def say_nothing(*args: object, **options: object) -> int:
             return 0
 
-        self.worker.claims.release = say_nothing  # type: ignore[method-assign]
-        self.worker.claims.leave = say_nothing  # type: ignore[method-assign, assignment]
+        self.worker.queue.release = say_nothing  # type: ignore[method-assign]
+        self.worker.queue.leave = say_nothing  # type: ignore[method-assign, assignment]
         with suppress(asyncio.CancelledError):
             await self.task
 
@@ -149,13 +149,13 @@ async def run_worker(
         for close in (images.close, registry.close):
             stack.push_async_callback(close)
         stack.callback(preprocessor.close)
-        claims = ends.worker(
+        queue = ends.worker(
             worker_id, lease_s=worker_settings.lease_s, max_attempts=worker_settings.max_attempts,
-            ghost_after_s=0.5,
+            ghost_after_s=0.5, batch_age_s=worker_settings.batch_age_s,
         )  # fmt: skip
         worker = Worker(
             worker_id, worker_settings, "mock",
-            loaded, thread, claims, registry, preprocessor, tracer,
+            loaded, thread, queue, registry, preprocessor, tracer,
         )  # fmt: skip
         running.append(RunningWorker(worker, loaded.engine, thread))
         try:

@@ -22,7 +22,7 @@ from shared.protocol import (
     Started,
     Tokens,
 )
-from shared.queue.publish import CLEARED_AFTER_TOKENS, Claim
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim
 from worker.wire import read_claim
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from engines.base import EngineOutput, InvalidImage, PromptTooLong, RequestError
 from shared.protocol import ErrorCode
-from shared.queue.publish import Claim
+from shared.queue.api import Claim
 from worker.active_request import ActiveRequest
 from worker.engine_thread import Added, EngineEvent, EngineThread
 from worker.outbox import Outbox

@@ -7,7 +7,7 @@ Called by the worker, one loop a coroutine.
 import asyncio
 import time
 
-from shared.queue.claim import RequestClaims
+from shared.queue.api import WorkerQueue
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
@@ -16,9 +16,6 @@ from worker.repeat import repeat
 
 #: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
 MAX_CLAIMS_PER_READ = 8
-#: Interactive requests that pass batch work before the oldest of it, if it is old enough, queues among them.
-PASSED_PER_AGED = 10
-REAP_EVERY_S = 600.0
 
 
 class ClaimLoops:
@@ -27,17 +24,15 @@ class ClaimLoops:
     def __init__(
         self,
         settings: WorkerSettings,
-        claims: RequestClaims,
+        queue: WorkerQueue,
         engine: EngineThread,
         active_requests: ActiveRequests,
     ) -> None:
         self._settings = settings
-        self._claims = claims
+        self._queue = queue
         self._engine = engine
         self._active_requests = active_requests
         self._batch_waits = asyncio.Event()
-        self._num_passed = 0
-        self._last_reap_at = time.monotonic()
 
     async def claim_requests(self) -> None:
         """Claim what the engine can start soon, and no more."""
@@ -46,30 +41,22 @@ class ClaimLoops:
     async def _claim_once(self) -> None:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
-        claims = await self._claims.read(room, BLOCK_S)
+        claims = await self._queue.read(room, BLOCK_S)
         self._active_requests.start(claims)
-        if self._claims.entries.num_batch_left:
-            await self._let_batch_work_in(len(claims))
-
-    async def _let_batch_work_in(self, num_passed: int) -> None:
-        """Wake the other loop; and of requests that pass batch work, let one in so many take an old one along."""
-        self._batch_waits.set()
-        self._num_passed += num_passed
-        if self._num_passed >= PASSED_PER_AGED:
-            self._num_passed = 0
-            await self._claims.entries.age(self._settings.batch_age_s)
+        if self._queue.num_backlog:
+            self._batch_waits.set()
 
     async def claim_batch_work(self) -> None:
         """Claim batch work while nobody else waits for the room that there is."""
         await repeat(self._claim_batch_once, "claim batch work")
 
     async def _claim_batch_once(self) -> None:
-        while not self._claims.entries.num_batch_left:
+        while not self._queue.num_backlog:
             self._batch_waits.clear()
             await self._batch_waits.wait()
         while (room := self._limit(self._active_requests.batch_room())) == 0:
             await self._active_requests.wait_for_change()
-        self._active_requests.start(await self._claims.take(room))
+        self._active_requests.start(await self._queue.take(room))
 
     def _limit(self, room: int) -> int:
         """A few at a time, and none while a step drags on: others may be quicker."""
@@ -86,18 +73,14 @@ class ClaimLoops:
         """One by one, each as soon as the one before needs to be alone no longer: others try other suspects meanwhile."""
         until = time.monotonic() + self._settings.heartbeat_s
         while self._limit(self._active_requests.room()) and (
-            claims := await self._claims.reclaim(1)
+            claims := await self._queue.reclaim(1)
         ):
             self._active_requests.start(claims)
             while self._active_requests.is_held_up() and time.monotonic() < until:
                 await self._active_requests.wait_for_change()
 
     async def _reclaim_once(self) -> None:
-        await self._claims.entries.look_at_backlog()
-        if self._claims.entries.num_batch_left:
+        self._active_requests.start(await self._queue.reconcile())
+        if self._queue.num_backlog:
             self._batch_waits.set()
         await self._reclaim_in_turn()
-        self._active_requests.start(await self._claims.reconcile())
-        if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
-            self._last_reap_at = time.monotonic()
-            await self._claims.reap()

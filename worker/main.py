@@ -21,7 +21,7 @@ from engines.base import Decode, Engine, EngineStartError, LoadedEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine
 from shared.blobs.store import ImageStore
-from shared.queue.claim import RequestClaims
+from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
 from shared.settings.tree import Settings, SettingsError
@@ -159,7 +159,7 @@ class WorkerProcess:
         blocking_redis = create_redis(settings.redis, blocking=True)
         prefix = settings.redis.key_prefix
         worker_id = worker_name(settings.worker.id)
-        claims = RequestClaims(
+        queue = RedisWorkerQueue(
             redis,
             blocking_redis,
             keys_prefix=prefix,
@@ -167,6 +167,7 @@ class WorkerProcess:
             worker_id=worker_id,
             lease_s=settings.worker.lease_s,
             max_attempts=settings.worker.max_attempts,
+            batch_age_s=settings.worker.batch_age_s,
         )
         images = ImageStore(redis, prefix)
         registry = Registry(redis, prefix)
@@ -181,19 +182,19 @@ class WorkerProcess:
         for close in (
             redis.aclose,
             blocking_redis.aclose,
-            claims.close,
+            queue.close,
             images.close,
             registry.close,
         ):
             stack.push_async_callback(close)
-        self._registry = create_registry(self._engine, claims)
+        self._registry = create_registry(self._engine, queue)
         return Worker(
             worker_id,
             settings.worker,
             settings.engine.kind,
             loaded,
             self._engine,
-            claims,
+            queue,
             registry,
             preprocessor,
             self._create_tracer(stack, worker_id),

@@ -1,15 +1,15 @@
-"""The worker's metrics, read from the engine and the claims when somebody scrapes.
+"""The worker's metrics, read from the engine and the queue when somebody scrapes.
 
 Names and meanings are declared in `shared.telemetry.metrics`; here is only where the numbers come from.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.queue.claim import RequestClaims
+from shared.queue.api import WorkerQueue
 from shared.telemetry.metrics import WORKER_METRICS
 from worker.engine_thread import EngineThread
 
@@ -19,9 +19,9 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 class WorkerCollector(Collector):
     """Every metric of a worker as of now."""
 
-    def __init__(self, engine: EngineThread, claims: RequestClaims) -> None:
+    def __init__(self, engine: EngineThread, queue: WorkerQueue) -> None:
         self._engine = engine
-        self._claims = claims
+        self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
         """One family a metric, in the order of their declaration."""
@@ -46,22 +46,22 @@ class WorkerCollector(Collector):
             "vlm_encoder_cache_bytes": stats.encoder_cache_bytes,
             "vlm_preemptions_total": stats.num_preemptions,
             "vlm_engine_steps_total": stats.num_steps,
-            "vlm_fenced_total": self._claims.num_fenced,
+            "vlm_fenced_total": self._queue.num_fenced,
         }
         labelled: dict[str, Samples] = {
             "vlm_memory_bytes": _by_label(stats.memory_bytes),
             "vlm_startup_seconds": _by_label(stats.startup_s),
-            "vlm_claims_total": _by_label(self._claims.num_claims),
+            "vlm_claims_total": _by_label(self._queue.num_claims),
         }
         return {name: [((), value)] for name, value in plain.items()} | labelled
 
 
-def _by_label(values: dict[str, float] | dict[str, int]) -> Samples:
+def _by_label(values: Mapping[str, float] | Mapping[str, int]) -> Samples:
     return [((label,), value) for label, value in values.items()]
 
 
-def create_registry(engine: EngineThread, claims: RequestClaims) -> CollectorRegistry:
+def create_registry(engine: EngineThread, queue: WorkerQueue) -> CollectorRegistry:
     """A registry with the worker's metrics alone."""
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(engine, claims))
+    registry.register(WorkerCollector(engine, queue))
     return registry

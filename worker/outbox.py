@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from shared.protocol import CallEvent, Failed, Finished, Started, Tokens
-from shared.queue.publish import Publication
+from shared.queue.api import Publication
 from worker.active_request import ActiveRequest, to_delta
 from worker.wire import to_publication
 

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
+from shared.queue.api import QueueUnavailable
+
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.05
@@ -19,7 +21,7 @@ async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float 
     while True:
         try:
             await body()
-        except RedisError as error:
+        except (QueueUnavailable, RedisError) as error:
             if pause_s == 0.0:
                 logger.warning("cannot %s: %s; trying on", name, error)
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or FIRST_PAUSE_S)

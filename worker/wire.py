@@ -17,7 +17,7 @@ from shared.protocol import (
     decode_log,
     encode_events,
 )
-from shared.queue.publish import Claim, Ending, Publication
+from shared.queue.api import Claim, Ending, Publication
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,12 @@ from redis.exceptions import RedisError
 
 from engines.base import LoadedEngine
 from shared.protocol import ErrorCode
-from shared.queue.claim import RequestClaims
-from shared.queue.publish import Claim, Publication
+from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
 from worker.claim_loops import ClaimLoops
 from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
-from worker.gateway_liveness import GatewayLiveness
 from worker.outbox import Outbox
 from worker.prepare.preparer import Preprocessor
 from worker.repeat import repeat
@@ -44,7 +42,7 @@ class Worker:
         kind: str,
         loaded: LoadedEngine,
         engine: EngineThread,
-        claims: RequestClaims,
+        queue: WorkerQueue,
         registry: Registry,
         preprocessor: Preprocessor,
         tracer: RequestTracer | None = None,
@@ -55,17 +53,16 @@ class Worker:
         self._max_num_seqs = loaded.engine.capabilities().max_num_seqs
         self._card = loaded.card
         self._engine = engine
-        self.claims = claims
+        self.queue = queue
         self._registry = registry
         self._outbox = Outbox()
         self._active_requests = ActiveRequests(
             engine, preprocessor, self._outbox, self._max_num_seqs, self._begin, tracer
         )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
-        self._gateway_liveness = GatewayLiveness()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._taking = ClaimLoops(settings, claims, engine, self._active_requests)
+        self._taking = ClaimLoops(settings, queue, engine, self._active_requests)
         self._last_contact_at = 0.0
 
     # Life
@@ -107,8 +104,8 @@ class Worker:
 
     async def _give_back_strays(self) -> None:
         """Others take at once what was being claimed at this moment, rather than after a lease."""
-        with suppress(RedisError):  # there is another try at the end
-            await self.claims.give_back_strays([f.claim for f in self._active_requests.all()])
+        with suppress(QueueUnavailable):  # there is another try at the end
+            await self.queue.leave(keep=[active.claim for active in self._active_requests.all()])
 
     async def _drain(self) -> None:
         logger.info("stopping; %d requests run", len(self._active_requests))
@@ -130,11 +127,12 @@ class Worker:
         active_requests = self._active_requests.all()
         for active in active_requests:
             self._active_requests.forget(active)
-        with suppress(RedisError):
-            released = await self.claims.release([f.claim for f in active_requests], blame=blame)
+        with suppress(QueueUnavailable, RedisError):
+            claims = [active.claim for active in active_requests]
+            released = await self.queue.release(claims, blame=blame)
             if active_requests:
                 logger.info("gave %d of %d requests back", released, len(active_requests))
-            await self.claims.leave()
+            await self.queue.leave()
             await self._registry.withdraw(self.worker_id)
 
     @property
@@ -153,8 +151,8 @@ class Worker:
         """Say that a suspect starts, after Redis is back if it is away. Returns whether it is still ours."""
         while True:
             try:
-                return await self.claims.begin(claim)
-            except RedisError as error:
+                return await self.queue.begin(claim)
+            except QueueUnavailable as error:
                 logger.warning("cannot begin %s: %s; trying on", claim.id, error)
                 await asyncio.sleep(self._settings.heartbeat_s)
 
@@ -164,7 +162,7 @@ class Worker:
 
     async def _publish_once(self) -> None:
         self._unsent = self._unsent or await self._outbox.take()
-        refused = await self.claims.publish(self._unsent)
+        refused = await self.queue.publish(self._unsent)
         sent, self._unsent = self._unsent, []
         for publication in sent:
             active = self._active_requests.find(publication.claim)
@@ -183,7 +181,7 @@ class Worker:
         active_requests = self._active_requests.all()
         if not active_requests or self._is_wedged:
             return
-        refused = await self.claims.renew([active.claim for active in active_requests])
+        refused = await self.queue.renew([active.claim for active in active_requests])
         for active in active_requests:
             if active.request_id in refused and self._active_requests.find(active.claim):
                 self._active_requests.let_go(active, refused[active.request_id])
@@ -191,15 +189,9 @@ class Worker:
 
     async def _cancel_deserted(self) -> None:
         """End what nobody waits for: the requests of gateways that are gone."""
-        waited_for = [f for f in self._active_requests.all() if not f.call.is_resumable]
-        names = {active.call.reply_to for active in waited_for}
-        gone = self._gateway_liveness.note(
-            await self.claims.publisher.listening(names), time.monotonic()
-        )
-        deserted = [active for active in waited_for if active.call.reply_to in gone]
-        if deserted:
-            await self.claims.cancel([active.claim for active in deserted])
-            for active in deserted:
+        waited_for = [f.claim for f in self._active_requests.all() if not f.call.is_resumable]
+        for claim in await self.queue.cancel_deserted(waited_for):
+            if (active := self._active_requests.find(claim)) is not None:
                 self._active_requests.let_go(active, "cancelled")
 
     @property

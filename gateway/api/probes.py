@@ -8,14 +8,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.calls.models import ModelDirectory
 from gateway.http.admission import Admission
-from shared.queue.submit import QueueUnavailable, RequestQueue
+from shared.queue.api import GatewayQueue, QueueUnavailable
 from shared.telemetry.metrics import GatewayMetrics
 
 
 def create_probes(
     admission: Admission,
     models: ModelDirectory,
-    queue: RequestQueue,
+    queue: GatewayQueue,
     metrics: GatewayMetrics,
 ) -> APIRouter:
     """The routes that operators' machines call."""
@@ -45,8 +45,9 @@ def create_probes(
         metrics.set_open_requests(admission.num_open)
         with suppress(QueueUnavailable):
             for name in models.cards:
-                metrics.set_queue_age(name, await queue.age_s(name))
-                metrics.set_queue_depth(name, await queue.depth(name), await queue.backlog(name))
+                stats = await queue.stats(name)
+                metrics.set_queue_age(name, stats.age_s)
+                metrics.set_queue_depth(name, stats.num_open, stats.num_backlog)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router

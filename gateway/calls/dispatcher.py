@@ -17,11 +17,11 @@ import msgspec
 from gateway.calls.key_limits import held_tokens
 from gateway.calls.open_call import OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
-from shared.queue.api import GatewayQueue
-from shared.queue.mailbox import Mailbox
-from shared.queue.submit import (
+from shared.queue.api import (
     Bounds,
     DuplicateRequest,
+    GatewayQueue,
+    Mailbox,
     QueueRefused,
     QueueUnavailable,
 )
@@ -116,7 +116,7 @@ class Dispatcher:
         call.is_resumable = calls[0].is_resumable
         self._add(call)
         try:
-            await self.queue.enqueue(
+            await self.queue.submit(
                 [seal(each) for each in calls],
                 timeout_s=timeout_s,
                 num_tokens=num_tokens,
@@ -138,7 +138,7 @@ class Dispatcher:
         """The events of a resumable request from its first, whoever queued it.
 
         Closing it cancels nothing. `timeout_s`: the longest that it may take, where Redis knows no
-        shorter deadline. `begins_within_s`: how long Redis need not know it. Raises: RedisError,
+        shorter deadline. `begins_within_s`: how long Redis need not know it. Raises:
         QueueUnavailable.
         """
         await self.mailbox.open([model])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gateway.http.errors import Overloaded
 from shared.protocol import ModelCard, Priority, Task, TextPart
-from shared.queue.submit import Bounds, QueueRefused
+from shared.queue.api import Bounds, QueueRefused
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4

@@ -36,7 +36,7 @@ from gateway.http.exchange import ClientGone, Exchange
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.store import ImageStore
 from shared.protocol import Call, ModelCard, Task
-from shared.queue.submit import QueueRefused, QueueUnavailable
+from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
 from shared.telemetry.metrics import GatewayMetrics

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from gateway.http.errors import ApiError, NotFound, Overloaded
 from shared.protocol import PROTOCOL_VERSION, ModelCard, explain_versions
+from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry
 
 _REFRESH_PAUSE_S = 1.0
@@ -54,7 +55,7 @@ class ModelDirectory:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 
     async def refresh(self) -> None:
-        """Ask the registry. Raises: RedisError, OSError."""
+        """Ask the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             workers = await self.registry.workers()
             known = await self.registry.models()
@@ -82,7 +83,7 @@ class ModelDirectory:
         while True:
             try:
                 await self.refresh()
-            except (RedisError, OSError) as error:
+            except (QueueUnavailable, RedisError, OSError) as error:
                 logger.warning("cannot reach Redis: %s", type(error).__name__)
             except Exception:
                 logger.exception("cannot refresh the models")
@@ -91,7 +92,8 @@ class ModelDirectory:
     async def find(self, name: str) -> ModelCard:
         """A model's card.
 
-        Raises: NotFound; Overloaded if its workers speak another version; RedisError, OSError.
+        Raises: NotFound; Overloaded if its workers speak another version; QueueUnavailable,
+        RedisError, OSError.
         """
         card = self.cards.get(name)
         if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
@@ -113,7 +115,7 @@ class ModelDirectory:
     async def _look_again(self) -> None:
         """Refresh once for all who ask meanwhile; they share what comes of it.
 
-        Raises: RedisError, OSError.
+        Raises: QueueUnavailable, RedisError, OSError.
         """
         if self._looking is None:
             self._looking = asyncio.create_task(self.refresh(), context=Context())

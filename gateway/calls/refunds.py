@@ -11,7 +11,8 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shared.queue.submit import QueueUnavailable, RequestQueue
+from shared.queue.api import QueueUnavailable
+from shared.queue.submit import RedisGatewayQueue
 
 PAUSE_S = 0.25
 
@@ -32,7 +33,7 @@ class Reservation:
 class Refunds:
     """The requests of this gateway that are not settled yet. One task, one look at a time."""
 
-    def __init__(self, queue: RequestQueue) -> None:
+    def __init__(self, queue: RedisGatewayQueue) -> None:
         self._queue = queue
         self._open: set[Reservation] = set()
         self._task: asyncio.Task[None] | None = None

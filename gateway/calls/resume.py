@@ -23,7 +23,8 @@ from gateway.http import sse
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest, NotFound
 from shared.protocol import Tokens
-from shared.queue.submit import DuplicateRequest, QueueUnavailable, RequestQueue
+from shared.queue.api import DuplicateRequest, QueueUnavailable
+from shared.queue.submit import RedisGatewayQueue
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
@@ -152,7 +153,7 @@ class Resume:
     """Resumable requests: their records in Redis, and readers of their logs."""
 
     def __init__(
-        self, queue: RequestQueue, dispatcher: Dispatcher, request_timeout_s: float
+        self, queue: RedisGatewayQueue, dispatcher: Dispatcher, request_timeout_s: float
     ) -> None:
         self.queue = queue
         self.dispatcher = dispatcher
@@ -202,7 +203,7 @@ class Resume:
     ) -> Reply:
         """The rest of a stream after the event that `Last-Event-ID` names.
 
-        Raises: InvalidRequest, NotFound, RedisError, QueueUnavailable.
+        Raises: InvalidRequest, NotFound, QueueUnavailable.
         """
         request_id = _call_id(answer_id)
         last_id = _last_event_id(context)
@@ -261,7 +262,7 @@ class Resume:
     async def _follow(self, request_id: str, model: str) -> OpenCall:
         """The events of a request from its first, as its log has them; closing it cancels nothing.
 
-        Raises: RedisError, QueueUnavailable.
+        Raises: QueueUnavailable.
         """
         call = await self.dispatcher.follow(
             model,

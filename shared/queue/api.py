@@ -1,21 +1,118 @@
 """What gateways and workers ask of a queue. The Redis implementation lies beside it.
 
 A queue carries envelopes: it never reads a call or an event. Methods may be called again after an error: a repeated
-call changes nothing. A claim's attempt number fences all earlier attempts.
+call changes nothing. A claim's attempt number fences all earlier attempts. All methods raise QueueUnavailable.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from shared.protocol import Envelope
-from shared.queue.publish import Claim, Publication
-from shared.queue.submit import Bounds, RequestState
+
+#: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
+#: loss of the worker is no evidence against it.
+CLEARED_AFTER_TOKENS = 8
+
+Ending = Literal["finished", "failed"]
+
+
+class QueueError(Exception):
+    """Base of the reasons for which a queue does not do what it is asked."""
+
+
+class QueueRefused(QueueError):
+    """There is no room for the call. `reason` is one of `REASONS`; `wait_s` is 0 where nobody knows."""
+
+    def __init__(self, reason: str, wait_s: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.wait_s = wait_s
+
+
+#: Why a call may be refused: the fleet is full, or one tenant has what it may have.
+REASONS = ("queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens")
+
+
+class DuplicateRequest(QueueError):
+    """A call with this id is known already."""
+
+
+class QueueUnavailable(QueueError):
+    """The queue cannot be reached or takes no more data; nothing is known to have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much of one model's queue there may be for all gateways together; of a tenant 0 means any."""
+
+    max_waiting: int  #: calls of the same priority that nobody works on yet
+    max_tokens: int  #: that all open calls may come to; tenants share them
+    max_tenant_requests: int = 0
+    max_tenant_requests_per_minute: int = 0
+    max_tenant_tokens_per_minute: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """How a call stands. `state`: queued, running, finished, failed or cancelled."""
+
+    state: str
+    attempt: int
+    num_output_tokens: int  #: accepted so far
+    remaining_s: float  #: until the deadline; after the end: until it is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """One model's queue. `age_s`: how long the oldest call waits that no worker has read, without the backlog."""
+
+    num_open: int  #: calls that wait or run
+    num_backlog: int  #: batch calls among them that no worker has been given
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """One attempt at a call. Units: seconds by the queue's clock at the time of the claim."""
+
+    id: str
+    reply_to: str
+    payload: bytes  #: the call, as its gateway encoded it
+    log: tuple[bytes, ...]  #: what earlier attempts have published
+    entry_id: bytes  #: the queue's own
+    attempt: int  #: the fencing token
+    failures: int  #: workers that were lost while they tried it, as far as this counts against it
+    is_last_chance: bool  #: one more failure and the call is given up
+    waited_s: float  #: since it was submitted
+    remaining_s: float  #: until its deadline
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a worker may have died of it."""
+        return self.failures > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """What one publish says about one call; sent again unchanged until the queue has answered.
+
+    `number` counts the publications of the claim from 1; `num_tokens` the output tokens before this one.
+    """
+
+    claim: Claim
+    number: int
+    num_tokens: int
+    num_new_tokens: int  #: output tokens that these events add
+    events: bytes  #: encoded, with commas between
+    ending: Ending | None = None  #: how the call ends, if it does
+    dead_reason: str = ""  #: why the call goes to the dead letters, if it does
 
 
 class GatewayQueue(Protocol):
-    """The gateway's end. All methods raise QueueUnavailable."""
+    """The gateways' end of all models' queues."""
 
-    async def enqueue(
+    async def submit(
         self,
         choices: Sequence[Envelope],
         *,
@@ -24,10 +121,14 @@ class GatewayQueue(Protocol):
         bounds: Bounds,
         num_held_tokens: int = 0,
     ) -> None:
-        """Queue the calls of one request, all or none. Raises: QueueRefused, DuplicateRequest."""
+        """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
+
+        `num_tokens`: what each may come to; `num_held_tokens`: what it counts as towards `max_tokens`, if more,
+        by what its answer takes of the queue's memory. Raises: QueueRefused, DuplicateRequest.
+        """
         ...
 
-    async def cancel(self, model: str, request_ids: list[str]) -> None:
+    async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
         """Cancel calls, whatever their state; unknown and ended ones are ignored."""
         ...
 
@@ -40,12 +141,56 @@ class GatewayQueue(Protocol):
         ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
-        """Every event of a call that was accepted so far, encoded, in order."""
+        """Every event of a call that was accepted so far, encoded, in order: repairs a gap in the mailbox."""
+        ...
+
+    async def stats(self, model: str) -> QueueStats:
+        """How full a model's queue is."""
+        ...
+
+    async def close(self) -> None:
+        """Hang up."""
+        ...
+
+
+class Mailbox(Protocol):
+    """Where the events of one gateway's calls arrive."""
+
+    @property
+    def gateway_id(self) -> str:
+        """The name by which calls say where their events go."""
+        ...
+
+    async def open(self, models: Iterable[str]) -> None:
+        """Take events of these models too."""
+        ...
+
+    def events(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield what workers publish, for ever: the model, and encoded events. Outages raise nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Take no more events, hang up."""
         ...
 
 
 class WorkerQueue(Protocol):
     """One worker's end of one model's queue."""
+
+    @property
+    def num_backlog(self) -> int:
+        """Batch calls that waited when a method of this queue last looked."""
+        ...
+
+    @property
+    def num_claims(self) -> Mapping[str, int]:
+        """Claims made so far: new, reclaimed, reconciled."""
+        ...
+
+    @property
+    def num_fenced(self) -> int:
+        """Publications refused because another worker owns the call."""
+        ...
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
         """Claim up to `count` waiting calls; wait for the first."""
@@ -59,14 +204,40 @@ class WorkerQueue(Protocol):
         """Claim up to `count` calls whose lease has run out."""
         ...
 
+    async def reconcile(self) -> list[Claim]:
+        """Claim what is ours but whose claim never reached us; look at the backlog and tidy up."""
+        ...
+
+    async def begin(self, claim: Claim) -> bool:
+        """Say that a suspect starts to run: from now on a loss is blamed on it. Returns whether it is still ours."""
+        ...
+
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Send events. Returns the calls that were refused, and why: they are no longer this worker's."""
+        """Send events. Returns the calls that were refused, and why: they are no longer this worker's.
+
+        Reasons: gone, cancelled, ended, fenced, gap.
+        """
         ...
 
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
         """Keep the leases. Returns the calls that are no longer ours, and why."""
         ...
 
+    async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Cancel those whose gateway is gone, and return them."""
+        ...
+
     async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
-        """Give calls back for others to take at once; returns how many."""
+        """Give calls back for others to take at once; returns how many.
+
+        `blame`: the attempt counts as a failure of the call, as if the worker had died of it.
+        """
+        ...
+
+    async def leave(self, keep: Iterable[Claim] = ()) -> None:
+        """Give back all that is ours beyond `keep`, and be forgotten once nothing is; call it when nobody claims."""
+        ...
+
+    async def close(self) -> None:
+        """Hang up."""
         ...

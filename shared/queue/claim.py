@@ -6,6 +6,7 @@ refused.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from secrets import token_hex
@@ -16,10 +17,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import ErrorCode, Failed, encode
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
 from shared.queue.keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
-from shared.queue.publish import CLEARED_AFTER_TOKENS, Claim, Publication, Publisher, refusals
+from shared.queue.publish import Publisher, refusals
 from shared.queue.scripts import AGE, BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW, TAKE, named
-from shared.redis.client import retry_idempotent
+from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import Command, RedisLink, RedisSender
 
 Entry = tuple[bytes, list[bytes]]
@@ -30,6 +32,12 @@ NO_REPLIES: Replies = MappingProxyType({})
 GHOST_AFTER_S = 3.0
 #: Consumers that hold nothing and were not seen so long are forgotten.
 FORGET_AFTER_S = 3600.0
+#: How often they are looked for.
+REAP_EVERY_S = 600.0
+#: Interactive calls that pass batch work before the oldest of it, if it is old enough, queues among them.
+PASSED_PER_AGED = 10
+#: A gateway without a mailbox is gone; longer than a living one needs to make it again.
+GONE_AFTER_S = 10.0
 #: A request is given up after so many lost workers for each that counts against it: it is innocent as far as is known.
 LOSSES_PER_ATTEMPT = 4
 
@@ -45,8 +53,8 @@ _FAILURES = {
 logger = logging.getLogger(__name__)
 
 
-class RequestClaims:
-    """One worker's share of one model's queue."""
+class RedisWorkerQueue:
+    """One worker's end of one model's queue: a `WorkerQueue`."""
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class RequestClaims:
         worker_id: str,
         lease_s: float,
         max_attempts: int,
+        batch_age_s: float,
         ghost_after_s: float = GHOST_AFTER_S,
     ) -> None:
         self._keys = RedisKeys(keys_prefix)
@@ -72,19 +81,38 @@ class RequestClaims:
         self._calls = ClaimCalls(self._keys, model, worker_id, max_attempts)
         self._last_read_id = b"0"
         self._ghost_after_s = ghost_after_s
+        self._batch_age_s = batch_age_s
+        self._num_passed = 0
+        self._last_reap_at = time.monotonic()
+        self._liveness = GatewayLiveness()
         self.publisher = Publisher(self._sender, self._keys, model, worker_id)
         self._held: set[bytes] = set()  # entries that this worker knows to be its own
         self.num_claims = Counter({"new": 0, "reclaimed": 0, "reconciled": 0})  #: by kind
 
     @property
     def num_fenced(self) -> int:
-        """Publications refused because another worker owns the request."""
+        """See `WorkerQueue.num_fenced`."""
         return self.publisher.num_fenced
+
+    @property
+    def num_backlog(self) -> int:
+        """See `WorkerQueue.num_backlog`."""
+        return self.entries.num_backlog
 
     # Claiming
 
+    @redis_errors_as(QueueUnavailable)
     async def read(self, count: int, block_s: float) -> list[Claim]:
-        """Claim up to `count` waiting requests; wait for the first. Raises: RedisError."""
+        """See `WorkerQueue.read`. Of calls that pass batch work, one in so many lets an old one of it pass, too."""
+        if self._num_passed >= PASSED_PER_AGED:
+            self._num_passed = 0
+            await self.entries.age(self._batch_age_s)
+        claims = await self._read(count, block_s)
+        if self.num_backlog:
+            self._num_passed += len(claims)
+        return claims
+
+    async def _read(self, count: int, block_s: float) -> list[Claim]:
         claim = self._calls.of_read(self._last_read_id, count)
         entries, answers = await self.entries.wait(count, block_s, claim)
         if entries:
@@ -97,12 +125,17 @@ class RequestClaims:
         others = [entry for entry in entries if entry[0] not in replies]
         return await self._claim_entries([*claimed, *others], "new", count, replies)
 
+    @redis_errors_as(QueueUnavailable)
     async def take(self, count: int) -> list[Claim]:
-        """Claim up to `count` requests, batch ones where nobody else waits; does not wait. Raises: RedisError."""
+        """See `WorkerQueue.take`."""
         return await self._claim_entries(await self.entries.take(count), "new", count)
 
+    @redis_errors_as(QueueUnavailable)
     async def reclaim(self, count: int) -> list[Claim]:
-        """Claim up to `count` requests whose lease has run out. Raises: RedisError."""
+        """See `WorkerQueue.reclaim`."""
+        return await self._reclaim(count)
+
+    async def _reclaim(self, count: int) -> list[Claim]:
         idle = await self.entries.idle(count, self._lease_s, self._held)
         if not idle:
             return []
@@ -111,8 +144,13 @@ class RequestClaims:
             self._held.discard(entry_id)  # it was ours, then another's who lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
+    @redis_errors_as(QueueUnavailable)
     async def reconcile(self) -> list[Claim]:
-        """Claim what Redis counts as ours but whose naming never reached us. Raises: RedisError."""
+        """See `WorkerQueue.reconcile`. Consumers that hold nothing are forgotten now and then."""
+        await self.entries.look_at_backlog()
+        if time.monotonic() - self._last_reap_at > REAP_EVERY_S:
+            self._last_reap_at = time.monotonic()
+            await self.entries.reap()
         entries: list[Entry] = []
         for entry_id in await self.entries.unknown(self._ghost_after_s, self._held):
             found = await self.entries.find(entry_id)
@@ -140,7 +178,7 @@ class RequestClaims:
             try:
                 await self.entries.remove(nudges)
                 if is_released and len(live) < free:
-                    live += await self.reclaim(free - len(live))
+                    live += await self._reclaim(free - len(live))
             except RedisError as error:  # what is claimed already must not get lost
                 logger.warning("could not look at released requests: %s", error)
         return live
@@ -148,7 +186,7 @@ class RequestClaims:
     def _heed(self, kind: bytes) -> bool:
         """Take note of what a nudge says. Returns whether requests were released."""
         if kind == b"batch":
-            self.entries.num_batch_left = max(1, self.entries.num_batch_left)
+            self.entries.num_backlog = max(1, self.entries.num_backlog)
         elif kind != b"nudge":
             logger.error("removing an entry of unknown kind from the queue: %r", kind[:64])
         return kind == b"nudge"
@@ -168,7 +206,7 @@ class RequestClaims:
                 verdict, claim = read_claim(reply, entry_id, request_id, self._max_attempts)
                 if verdict == b"ok":
                     return claim
-                await retry_idempotent(lambda: self.publish([giving_up(claim, verdict)]))
+                await retry_idempotent(lambda: self._publish([giving_up(claim, verdict)]))
         except RedisError as error:
             logger.warning("could not claim %s: %s", request_id, error)
         self._held.discard(entry_id)
@@ -178,17 +216,19 @@ class RequestClaims:
         keys, arguments = self._calls.of_one(entry_id, request_id)
         return await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
 
+    @redis_errors_as(QueueUnavailable)
     async def begin(self, claim: Claim) -> bool:
-        """Say that a suspect starts to run. Returns whether it is still ours. Raises: RedisError.
-
-        Until then a worker's death is not blamed on it: it may wait long for its turn to run alone.
-        """
+        """See `WorkerQueue.begin`. Until then a loss is not blamed on it: it may wait long for its turn to run alone."""
         request = self._keys.request(self._model, claim.id)
         keys, arguments = (request,), named(attempt=claim.attempt)
         return await retry_idempotent(lambda: self._sender.run(BEGIN, keys, arguments)) == 1
 
+    @redis_errors_as(QueueUnavailable)
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Send events; see `Publisher.publish`. Requests that end or are refused are no longer held."""
+        """See `WorkerQueue.publish`. Calls that end or are refused are no longer held."""
+        return await self._publish(publications)
+
+    async def _publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         refused = await self.publisher.publish(publications)
         for publication in publications:
             claim = publication.claim
@@ -198,8 +238,9 @@ class RequestClaims:
 
     # Leases
 
+    @redis_errors_as(QueueUnavailable)
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
-        """Keep the leases. Returns the requests that are no longer ours, and why. Raises: RedisError."""
+        """See `WorkerQueue.renew`."""
         claims = list(claims)
         keys = [self._queue]
         keys += [self._keys.request(self._model, claim.id) for claim in claims]
@@ -215,8 +256,18 @@ class RequestClaims:
         self._held.difference_update(c.entry_id for c in claims if c.id in refused)
         return refused
 
-    async def cancel(self, claims: Sequence[Claim]) -> None:
-        """End requests that nobody waits for any more. Raises: RedisError."""
+    @redis_errors_as(QueueUnavailable)
+    async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]:
+        """See `WorkerQueue.cancel_deserted`."""
+        claims = list(claims)
+        listening = await self.publisher.listening({claim.reply_to for claim in claims})
+        gone = self._liveness.note(listening, time.monotonic())
+        deserted = [claim for claim in claims if claim.reply_to in gone]
+        if deserted:
+            await self._cancel(deserted)
+        return deserted
+
+    async def _cancel(self, claims: Sequence[Claim]) -> None:
         keys = [self._queue, self._keys.backlog(self._model)]
         keys += (self._keys.places(self._model), self._keys.held(self._model))
         for claim in claims:
@@ -226,11 +277,9 @@ class RequestClaims:
             self._held.discard(claim.entry_id)
         await self._sender.run(CANCEL, keys, named(group=GROUP, keep_ms=to_ms(AFTER_END_S)))
 
+    @redis_errors_as(QueueUnavailable)
     async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
-        """Give requests back for others to take at once; returns how many. Raises: RedisError.
-
-        `blame`: the attempt counts as a failure of the request, as if the worker had died of it.
-        """
+        """See `WorkerQueue.release`."""
         claims = list(claims)
         if not claims:
             return 0
@@ -242,19 +291,21 @@ class RequestClaims:
         arguments = named(group=GROUP, released=RELEASED, blame=blame, items=items)
         return await self._sender.run(RELEASE, [self._queue, *requests], arguments)
 
-    async def give_back_strays(self, in_flight: Iterable[Claim]) -> None:
-        """Give back what Redis counts as ours beyond `in_flight`; call it when nobody claims any more.
+    @redis_errors_as(QueueUnavailable)
+    async def leave(self, keep: Iterable[Claim] = ()) -> None:
+        """See `WorkerQueue.leave`.
 
         Whoever interrupts `read`, `reclaim` or `reconcile` does not know how far they came. Commands of one
-        worker are executed in their order, so that Redis knows by now. Raises: RedisError.
+        worker are executed in their order, so that Redis knows by now.
         """
-        self._held.intersection_update([claim.entry_id for claim in in_flight])
+        self._held.intersection_update([claim.entry_id for claim in keep])
         for entry_id in await self.entries.unknown(0.0, self._held):
             entry = await self.entries.find(entry_id)
             if entry is not None and entry[1][0] == b"id":
                 await self._give_back(entry_id, _request_id(entry[1]))
             else:
                 await self.entries.remove([entry_id])
+        await self.entries.reap(self._worker_id)
 
     async def _give_back(self, entry_id: bytes, request_id: str) -> None:
         """Without blame, unless its attempt is another worker's, whose lease had run out."""
@@ -270,15 +321,6 @@ class RequestClaims:
         """Make the queue, unless it exists. Raises: RedisError."""
         await self.entries.create_group()
 
-    async def reap(self, leaving: str = "") -> None:
-        """Forget consumers that hold nothing: old ones, and the one named. Raises: RedisError."""
-        await self.entries.reap(leaving)
-
-    async def leave(self) -> None:
-        """Give back what is still ours, and forget this consumer. Raises: RedisError."""
-        await self.give_back_strays(())
-        await self.reap(self._worker_id)
-
     async def close(self) -> None:
         """Hang up."""
         self._reader.close()
@@ -290,7 +332,7 @@ def _request_id(fields: Sequence[bytes]) -> str:
 
 
 class QueueEntries:
-    """One worker's view of one queue. `num_batch_left` is how long the backlog was when it was last looked at."""
+    """One worker's view of one queue. `num_backlog` is how long the backlog was when it was last looked at."""
 
     def __init__(
         self, sender: RedisSender, reader: RedisLink, keys: RedisKeys, model: str, worker_id: str
@@ -301,7 +343,7 @@ class QueueEntries:
         self._queue = keys.queue(model)
         self._batch_keys = (keys.queue(model), keys.backlog(model))
         self._requests = keys.requests(model)
-        self.num_batch_left = 0
+        self.num_backlog = 0
 
     async def wait(
         self, count: int, block_s: float, and_then: Command
@@ -325,7 +367,7 @@ class QueueEntries:
         """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError."""
         arguments = named(requests=self._requests, group=GROUP, worker=self._worker_id, count=count)
         try:
-            entries, self.num_batch_left = await self._sender.run(TAKE, self._batch_keys, arguments)
+            entries, self.num_backlog = await self._sender.run(TAKE, self._batch_keys, arguments)
         except ResponseError as error:
             await self._handle_missing_queue(error)
             return []
@@ -333,13 +375,13 @@ class QueueEntries:
 
     async def age(self, age_s: float) -> None:
         """Let the oldest batch request into the queue, if it has waited that long. Raises: RedisError."""
-        self.num_batch_left = await self._sender.run(
+        self.num_backlog = await self._sender.run(
             AGE, self._batch_keys, named(requests=self._requests, age_ms=to_ms(age_s))
         )
 
     async def look_at_backlog(self) -> None:
         """Whether there is batch work. Raises: RedisError."""
-        self.num_batch_left = await self._sender.execute("XLEN", self._batch_keys[1])
+        self.num_backlog = await self._sender.execute("XLEN", self._batch_keys[1])
 
     async def idle(self, count: int, lease_s: float, held: Set[bytes]) -> Sequence[bytes]:
         """Up to `count` entries whose lease has run out, without those that this worker is busy with."""
@@ -448,6 +490,26 @@ class ClaimCalls:
             cleared_after=CLEARED_AFTER_TOKENS,
             **others,
         )
+
+
+class GatewayLiveness:
+    """How long each gateway's mailbox has been missing. Units: readings of one monotonic clock.
+
+    A mailbox lives as long as its gateway renews it. Redis may lose it, or let it expire while it was frozen itself;
+    the gateway makes it again within seconds then. Only one that stays away is taken for dead.
+    """
+
+    def __init__(self) -> None:
+        self._missing_since: dict[str, float] = {}
+
+    def note(self, present: Iterable[tuple[str, bool]], now: float) -> set[str]:
+        """Take what was found, by gateway; returns those that are gone. Others are forgotten."""
+        self._missing_since = {
+            gateway: self._missing_since.get(gateway, now)
+            for gateway, is_present in present
+            if not is_present
+        }
+        return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
 
 
 def read_claim(

@@ -11,8 +11,9 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from shared.queue.api import QueueUnavailable
 from shared.queue.keys import MAILBOX_TTL_S, RedisKeys, to_ms
-from shared.redis.client import BLOCK_S
+from shared.redis.client import BLOCK_S, redis_errors_as
 from shared.redis.link import RedisLink, RedisSender
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ def _ignore(model: str) -> None:
     """For callers that do not care about gaps."""
 
 
-class Mailbox:
-    """The mailboxes of one gateway. `on_gap(model)` is called when events of a model may be missing."""
+class RedisMailbox:
+    """The mailboxes of one gateway: a `Mailbox`. `on_gap(model)` is called when events of a model may be missing."""
 
     def __init__(
         self,
@@ -47,8 +48,9 @@ class Mailbox:
         self._opened = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
 
+    @redis_errors_as(QueueUnavailable)
     async def open(self, models: Iterable[str]) -> None:
-        """Create the mailboxes of these models, unless they are open. Raises: RedisError."""
+        """Create the mailboxes of these models, unless they are open."""
         for model in models:
             key = self._keys.mailbox(model, self.gateway_id)
             if key in self._last_ids:

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from shared.queue.api import Claim, Publication
 from shared.queue.keys import (
     AFTER_END_S,
     DEAD_TTL_S,
@@ -16,70 +16,6 @@ from shared.queue.keys import (
 )
 from shared.queue.scripts import FINISH, PUBLISH, named
 from shared.redis.link import RedisSender
-
-#: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
-#: loss of the worker is no evidence against it.
-CLEARED_AFTER_TOKENS = 8
-
-Ending = Literal["finished", "failed"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Claim:
-    """One attempt at a call. Units: seconds by Redis's clock at the time of the claim."""
-
-    id: str
-    reply_to: str
-    payload: bytes  #: the call, as its gateway encoded it
-    log: tuple[bytes, ...]  #: what earlier attempts have published
-    entry_id: bytes
-    attempt: int  #: the fencing token
-    failures: int  #: workers that were lost while they tried it, as far as this counts against it
-    is_last_chance: bool  #: one more failure and the call is given up
-    waited_s: float  #: since it was enqueued
-    remaining_s: float  #: until its deadline
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether a worker may have died of it."""
-        return self.failures > 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Publication:
-    """What one publish says about one call; sent again unchanged until Redis has answered.
-
-    `number` counts the publications of the claim from 1; `num_tokens` the output tokens before this one.
-    """
-
-    claim: Claim
-    number: int
-    num_tokens: int
-    num_new_tokens: int  #: output tokens that these events add
-    events: bytes  #: encoded, with commas between
-    ending: Ending | None = None  #: how the call ends, if it does
-    dead_reason: str = ""  #: why the call goes to the dead letters, if it does
-
-    def to_item(self) -> dict[str, Any]:
-        """The publish script's view of it."""
-        return {
-            "attempt": self.claim.attempt,
-            "number": self.number,
-            "index": self.num_tokens,
-            "count": self.num_new_tokens,
-        }
-
-    def to_ending(self) -> dict[str, Any]:
-        """The finish script's view of it. A failure ends a call wherever its tokens stand."""
-        return {
-            "id": self.claim.id,
-            "entry": self.claim.entry_id.decode(),
-            "attempt": self.claim.attempt,
-            "state": self.ending,
-            "index": self.num_tokens if self.ending == "finished" else None,
-            "count": self.num_new_tokens,
-            "reason": self.dead_reason,
-        }
 
 
 class Publisher:
@@ -128,7 +64,7 @@ class Publisher:
         keys = [self._keys.mailbox(self._model, reply_to)]
         for item in batch:
             keys += self._request_keys(item.claim)
-        items = [item.to_item() for item in batch]
+        items = [_to_item(item) for item in batch]
         events = [item.events for item in batch]
         arguments = named(*events, max_entries=MAX_MAILBOX_ENTRIES, items=items)
         verdicts = await self._sender.run(PUBLISH, keys, arguments)
@@ -148,7 +84,7 @@ class Publisher:
             max_entries=MAX_MAILBOX_ENTRIES,
             dead_ttl_ms=to_ms(DEAD_TTL_S),
             max_dead=MAX_DEAD_ENTRIES,
-            items=[item.to_ending() for item in batch],
+            items=[_to_ending(item) for item in batch],
         )
         verdicts = await self._sender.run(FINISH, keys, arguments)
         return self._refused(batch, verdicts)
@@ -160,6 +96,30 @@ class Publisher:
     def _refused(self, batch: list[Publication], verdicts: list[bytes]) -> dict[str, str]:
         self.num_fenced += verdicts.count(b"fenced")
         return refusals([item.claim for item in batch], verdicts)
+
+
+def _to_item(publication: Publication) -> dict[str, Any]:
+    """The publish script's view of it."""
+    return {
+        "attempt": publication.claim.attempt,
+        "number": publication.number,
+        "index": publication.num_tokens,
+        "count": publication.num_new_tokens,
+    }
+
+
+def _to_ending(publication: Publication) -> dict[str, Any]:
+    """The finish script's view of it. A failure ends a call wherever its tokens stand."""
+    claim = publication.claim
+    return {
+        "id": claim.id,
+        "entry": claim.entry_id.decode(),
+        "attempt": claim.attempt,
+        "state": publication.ending,
+        "index": publication.num_tokens if publication.ending == "finished" else None,
+        "count": publication.num_new_tokens,
+        "reason": publication.dead_reason,
+    }
 
 
 def refusals(claims: Sequence[Claim], verdicts: Sequence[bytes]) -> dict[str, str]:

@@ -3,76 +3,39 @@
 Calls of one loop turn travel in one write.
 """
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from secrets import token_hex
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from shared.protocol import Envelope, Priority
+from shared.queue.api import (
+    Bounds,
+    DuplicateRequest,
+    QueueRefused,
+    QueueStats,
+    QueueUnavailable,
+    RequestState,
+)
 from shared.queue.keys import AFTER_DEADLINE_S, AFTER_END_S, GROUP, QUEUE_TTL_S, RedisKeys, to_ms
 from shared.queue.scripts import CANCEL, ENQUEUE, FORGET_LOST, LISTEN, SETTLE, named
-from shared.redis.client import retry_idempotent
+from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
 
 _MAX_FORGOTTEN = 100  #: at once
 
 
-class QueueError(Exception):
-    """Base of the reasons for which a request is not in the queue."""
-
-
-class QueueRefused(QueueError):
-    """The fleet has no place for it. `reason` is one of `REASONS`; `wait_s` is 0 where nobody knows."""
-
-    def __init__(self, reason: str, wait_s: float) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.wait_s = wait_s
-
-
-#: Why a request may be refused: the fleet is full, or one tenant has what it may have.
-REASONS = ("queue_full", "open_tokens", "key_open", "key_share", "key_requests", "key_tokens")
-
-
-class DuplicateRequest(QueueError):
-    """A request with this id is known already."""
-
-
-class QueueUnavailable(QueueError):
-    """Redis cannot be reached or takes no more data; nothing is known to be queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How much of one model's queue there may be for all gateways together; of a tenant 0 means any."""
-
-    max_waiting: int  #: requests of the same priority that nobody works on yet
-    max_tokens: int  #: that all open requests may come to; tenants share them
-    max_tenant_requests: int = 0
-    max_tenant_requests_per_minute: int = 0
-    max_tenant_tokens_per_minute: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RequestState:
-    """How a request stands. `state`: queued, running, finished, failed or cancelled."""
-
-    state: str
-    attempt: int
-    num_output_tokens: int  #: accepted so far
-    remaining_s: float  #: until the deadline; after the end: until it is forgotten
-
-
-class RequestQueue:
-    """All models' queues under one key prefix."""
+class RedisGatewayQueue:
+    """All models' queues under one key prefix: a `GatewayQueue`."""
 
     def __init__(self, redis: Redis, keys_prefix: str) -> None:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
 
-    async def enqueue(
+    @redis_errors_as(QueueUnavailable)
+    async def submit(
         self,
         choices: Sequence[Envelope],
         *,
@@ -81,18 +44,11 @@ class RequestQueue:
         bounds: Bounds,
         num_held_tokens: int = 0,
     ) -> None:
-        """Queue the choices of one request, all or none; their deadline is `timeout_s` from now by Redis's clock.
-
-        `num_tokens`: what each may come to; `num_held_tokens`: what it counts as towards `max_tokens`, if more,
-        by what its answer takes of Redis's memory. Raises: QueueRefused, DuplicateRequest, QueueUnavailable.
-        """
+        """See `GatewayQueue.submit`."""
         keys, arguments = self._to_call(choices, timeout_s, num_tokens, num_held_tokens, bounds)
-        try:
+        verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
+        if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
-            if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
-                verdict = await retry_idempotent(lambda: self._sender.run(ENQUEUE, keys, arguments))
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
         if verdict[0] == b"duplicate":
             raise DuplicateRequest(f"request {choices[0].id} exists already")
         if verdict[0] != b"ok":
@@ -143,20 +99,16 @@ class RequestQueue:
         keys = self._keys
         return [keys.queue(model), keys.backlog(model), keys.places(model), keys.held(model)]
 
-    async def cancel(self, model: str, request_ids: list[str]) -> None:
-        """Cancel requests, whatever their state; unknown and ended ones are ignored.
-
-        Raises: QueueUnavailable.
-        """
+    @redis_errors_as(QueueUnavailable)
+    async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
+        """See `GatewayQueue.cancel`."""
         keys = self._shared_keys(model)
         for request_id in request_ids:
             keys += (self._keys.request(model, request_id), self._keys.log(model, request_id))
         arguments = named(group=GROUP, keep_ms=to_ms(AFTER_END_S))
-        try:
-            await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
+        await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
 
+    @redis_errors_as(QueueUnavailable)
     async def settle(
         self,
         model: str,
@@ -173,53 +125,48 @@ class RequestQueue:
         keys = [self._keys.rates(model, tenant)]
         keys += [self._keys.request(model, request_id) for request_id in request_ids]
         arguments = named(tokens_per_minute=tokens_per_minute, taken_tokens=num_taken)
-        try:
-            return await retry_idempotent(lambda: self._sender.run(SETTLE, keys, arguments)) == 1
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
+        return await retry_idempotent(lambda: self._sender.run(SETTLE, keys, arguments)) == 1
 
+    @redis_errors_as(QueueUnavailable)
     async def state(self, model: str, request_id: str) -> RequestState | None:
-        """How a request stands; None if Redis knows nothing of it. Raises: QueueUnavailable."""
+        """See `GatewayQueue.state`."""
         key = self._keys.request(model, request_id)
-        fields = await self._ask("HMGET", key, "state", "attempt", "tokens")
-        ttl_ms = await self._ask("PTTL", key)
+        fields, ttl_ms = await asyncio.gather(  # in one write
+            self._ask("HMGET", key, "state", "attempt", "tokens"), self._ask("PTTL", key)
+        )
         if fields[0] is None or ttl_ms < 0:
             return None
         return _to_state(fields[0], int(fields[1]), int(fields[2]), ttl_ms)
 
+    @redis_errors_as(QueueUnavailable)
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
-        """How a request stands, as `state`; while it is open, its events go to this gateway's mailbox too.
-
-        Raises: QueueUnavailable.
-        """
-        keys = (self._keys.request(model, request_id),)
-        try:
-            arguments = named(gateway=gateway_id)
-            found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, arguments))
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
+        """See `GatewayQueue.listen`."""
+        keys, arguments = (self._keys.request(model, request_id),), named(gateway=gateway_id)
+        found = await retry_idempotent(lambda: self._sender.run(LISTEN, keys, arguments))
         return _to_state(*found) if found else None
 
+    @redis_errors_as(QueueUnavailable)
     async def events(self, model: str, request_id: str) -> list[bytes]:
-        """Every event of a request that was accepted so far, encoded, in order: repairs a gap in the mailbox.
-
-        Raises: QueueUnavailable.
-        """
+        """See `GatewayQueue.events`."""
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
 
-    async def age_s(self, model: str) -> float:
-        """How long the oldest request waits that no worker has read; 0 without one. Raises: QueueUnavailable.
+    @redis_errors_as(QueueUnavailable)
+    async def stats(self, model: str) -> QueueStats:
+        """See `GatewayQueue.stats`."""
+        num_given, num_backlog, age_s = await asyncio.gather(
+            self._ask("XLEN", self._keys.queue(model)),
+            self._ask("XLEN", self._keys.backlog(model)),
+            self._age_s(model),
+        )
+        return QueueStats(num_given + num_backlog, num_backlog, age_s)
 
-        Batch work in the backlog is not in the queue yet.
-        """
+    async def _age_s(self, model: str) -> float:
         queue = self._keys.queue(model)
         try:
-            pending = await retry_idempotent(lambda: self._sender.execute("XPENDING", queue, GROUP))
+            pending = await self._ask("XPENDING", queue, GROUP)
             begin = b"(" + pending[2] if pending[2] else "-"  # what was read and ended is deleted
         except ResponseError:  # no worker has ever read
             begin = "-"
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
         entries = await self._ask("XRANGE", queue, begin, "+", "COUNT", 10)
         oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]  # no nudge
         if not oldest:
@@ -228,36 +175,28 @@ class RequestQueue:
         added_at = int(oldest[0].partition(b"-")[0]) / 1000
         return max(0.0, int(seconds) + int(microseconds) / 1e6 - added_at)
 
+    @redis_errors_as(QueueUnavailable)
     async def remember(self, request_id: str, note: bytes, ttl_s: float) -> bool:
         """Keep a gateway's note on a request; False if there is one already. Raises: QueueUnavailable.
 
         Sent once: if only the reply is lost, the request counts as sent before, and is followed.
         """
         command = ("SET", self._keys.stream(request_id), note, "NX", "PX", to_ms(ttl_s))
-        try:
-            return await self._sender.execute(*command) is not None
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
+        return await self._sender.execute(*command) is not None
 
+    @redis_errors_as(QueueUnavailable)
     async def recall(self, request_id: str) -> bytes | None:
         """The note on a request, if there is one. Raises: QueueUnavailable."""
         return await self._ask("GET", self._keys.stream(request_id))
 
+    @redis_errors_as(QueueUnavailable)
     async def forget(self, request_id: str) -> None:
         """Drop the note on a request. Raises: QueueUnavailable."""
         await self._ask("DEL", self._keys.stream(request_id))
 
-    async def depth(self, model: str) -> int:
-        """Requests in a model's queue, waiting and running. Raises: QueueUnavailable."""
-        num_given = await self._ask("XLEN", self._keys.queue(model))
-        return num_given + await self.backlog(model)
-
-    async def backlog(self, model: str) -> int:
-        """Batch requests that no worker has been given. Raises: QueueUnavailable."""
-        return await self._ask("XLEN", self._keys.backlog(model))
-
+    @redis_errors_as(QueueUnavailable)
     async def open(self) -> None:
-        """Connect now rather than at the first request. Raises: RedisError."""
+        """Connect now rather than at the first request."""
         await self._sender.execute("TIME")
 
     async def close(self) -> None:
@@ -265,10 +204,7 @@ class RequestQueue:
         await self._sender.close()
 
     async def _ask(self, *command: str | bytes | int):
-        try:
-            return await retry_idempotent(lambda: self._sender.execute(*command))
-        except RedisError as error:
-            raise QueueUnavailable(str(error)) from error
+        return await retry_idempotent(lambda: self._sender.execute(*command))
 
 
 def _to_state(state: bytes, attempt: int, num_tokens: int, ttl_ms: int) -> RequestState:

@@ -6,13 +6,14 @@ before a long blocking read returns. Nothing here knows keys or what scripts mea
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from shared.settings.tree import RedisSettings
 
@@ -20,6 +21,7 @@ from shared.settings.tree import RedisSettings
 BLOCK_S = 2.0
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 #: The call may not have reached Redis, or its reply was lost: safe to repeat if it is idempotent.
 TRANSIENT = (ConnectionError, TimeoutError)
@@ -51,3 +53,19 @@ async def retry_idempotent(
         except TRANSIENT:
             await asyncio.sleep(random.random() * min(longest_pause_s, 0.02 * 2**attempt))
     return await call()
+
+
+def redis_errors_as(kind: Callable[[str], Exception]) -> Callable[[Function], Function]:
+    """Make a coroutine function raise `kind` where Redis fails, so that its callers need not know Redis."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await function(*args, **kwargs)
+            except RedisError as error:
+                raise kind(str(error)) from error
+
+        return cast(Function, call)
+
+    return decorate

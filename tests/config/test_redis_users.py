@@ -19,12 +19,12 @@ from loadtest.fleet import ROOT
 from shared.blobs.store import ImageStore
 from shared.protocol import Tokens
 from shared.queue import scripts as scripts_module
-from shared.queue.claim import ClaimCalls, QueueEntries, RequestClaims
-from shared.queue.mailbox import Mailbox
+from shared.queue.claim import ClaimCalls, QueueEntries, RedisWorkerQueue
+from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.registry import Registry
 from shared.queue.scripts import Script
-from shared.queue.submit import RequestQueue
+from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.link import RedisSender
 from shared.settings.tree import RedisSettings
@@ -116,7 +116,7 @@ async def leave_early(gateway: RunningGateway) -> None:
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         await anext(response.aiter_lines())
     async with asyncio.timeout(20):
-        while await gateway.services.queue.depth(MODEL):
+        while (await gateway.services.queue.stats(MODEL)).num_open:
             await asyncio.sleep(0.02)
 
 
@@ -239,11 +239,11 @@ async def test_a_gateway_with_a_wrong_password_says_that_it_is_not_ready(server)
 #: What each kind of process calls of the code that speaks to Redis, besides the sending itself.
 CALLED = {
     "gateway": (
-        *(RequestQueue, Mailbox, ImageStore.put_all, ImageStore._put, ImageStore.release),
+        *(RedisGatewayQueue, RedisMailbox, ImageStore.put_all, ImageStore._put, ImageStore.release),
         *(Registry.workers, Registry.models, Registry._members),
     ),
     "worker": (
-        *(RequestClaims, QueueEntries, Publisher, ClaimCalls, ImageStore.get),
+        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimCalls, ImageStore.get),
         *(Registry.announce, Registry.withdraw),
     ),
 }
@@ -310,13 +310,13 @@ async def connect(server: RedisWithUsers, user: str) -> AsyncIterator[tuple[Redi
 @asynccontextmanager
 async def open_queue(
     server: RedisWithUsers,
-) -> AsyncIterator[tuple[RequestQueue, ImageStore, RequestClaims]]:
+) -> AsyncIterator[tuple[RedisGatewayQueue, ImageStore, RedisWorkerQueue]]:
     """What a gateway and a worker hold of the queue, each as its own user."""
     async with connect(server, "gateway") as (gateway, _), connect(server, "worker") as workers:
-        queue, images = RequestQueue(gateway, "vlm"), ImageStore(gateway, "vlm")
-        claims = RequestClaims(
+        queue, images = RedisGatewayQueue(gateway, "vlm"), ImageStore(gateway, "vlm")
+        claims = RedisWorkerQueue(
             *workers, keys_prefix="vlm", model=factories_queue.MODEL, worker_id="w",
-            lease_s=10.0, max_attempts=3,
+            lease_s=10.0, max_attempts=3, batch_age_s=60.0,
         )  # fmt: skip
         try:
             yield queue, images, claims

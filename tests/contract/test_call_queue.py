@@ -14,9 +14,15 @@ import pytest
 
 import shared.redis.embedded
 from shared.protocol import Envelope, seal
-from shared.queue.api import GatewayQueue, WorkerQueue
-from shared.queue.publish import Claim, Publication
-from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused
+from shared.queue.api import (
+    Bounds,
+    Claim,
+    DuplicateRequest,
+    GatewayQueue,
+    Publication,
+    QueueRefused,
+    WorkerQueue,
+)
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings
@@ -96,7 +102,7 @@ async def opened(request, redis_program) -> AsyncIterator[OpenQueue]:
 async def submit(opened: OpenQueue, payload: bytes = b"any bytes: \x00\xff", **room) -> Envelope:
     envelope = seal(make_request())._replace(payload=payload)
     bounds = Bounds(**room) if room else ROOM
-    await opened.queue.enqueue([envelope], timeout_s=60, num_tokens=1, bounds=bounds)
+    await opened.queue.submit([envelope], timeout_s=60, num_tokens=1, bounds=bounds)
     return envelope
 
 
@@ -188,7 +194,7 @@ async def test_a_cancelled_call_is_nobodys(opened):
 async def test_a_known_id_and_a_full_queue_are_refused(opened):
     envelope = await submit(opened)
     with pytest.raises(DuplicateRequest):
-        await opened.queue.enqueue([envelope], timeout_s=60, num_tokens=1, bounds=ROOM)
+        await opened.queue.submit([envelope], timeout_s=60, num_tokens=1, bounds=ROOM)
     with pytest.raises(QueueRefused) as refused:
         await submit(opened, max_waiting=1, max_tokens=10)
     assert refused.value.reason == "queue_full"

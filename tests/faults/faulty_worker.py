@@ -15,7 +15,8 @@ import vlm
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import TextPart, decode_call
-from shared.queue.publish import Publication, Publisher
+from shared.queue.api import Publication
+from shared.queue.publish import Publisher
 
 #: Output tokens after which the faults of decoding are played.
 FAULT_AT_TOKEN = 5

@@ -3,9 +3,9 @@
 import asyncio
 
 from shared.protocol import Call, Finished, Priority, SamplingParams
+from shared.queue.claim import PASSED_PER_AGED
 from tests.factories_queue import make_request
 from tests.factories_worker import Answers, run_worker, token_ids
-from worker.claim_loops import PASSED_PER_AGED
 
 SLOW = {"decode_s": 0.01, "num_output_tokens": 200}
 

@@ -22,7 +22,7 @@ from shared.protocol import (
     encode,
     encode_call,
 )
-from shared.queue.publish import Claim
+from shared.queue.api import Claim
 from tests.factories_queue import make_request
 from worker.active_request import ActiveRequest
 from worker.outbox import Outbox

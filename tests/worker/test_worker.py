@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-import worker.gateway_liveness
+import shared.queue.claim
 from shared.blobs.store import ImageStore
 from shared.protocol import (
     ChatMessage,
@@ -24,8 +24,8 @@ from shared.protocol import (
     TextPart,
     Tokens,
 )
+from shared.queue.api import CLEARED_AFTER_TOKENS
 from shared.queue.keys import GROUP
-from shared.queue.publish import CLEARED_AFTER_TOKENS
 from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
 from tests.factories_worker import run_worker, text, token_ids
@@ -117,7 +117,7 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
             assert failed.param == param
             assert failed.message
         assert isinstance((await answers.end(await ends.enqueue()))[-1], Finished)
-    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.num_open() == 0
     await store.close()
 
 
@@ -173,7 +173,7 @@ async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_seco
 
 
 async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, monkeypatch):
-    monkeypatch.setattr(worker.gateway_liveness, "GONE_AFTER_S", 0.2)
+    monkeypatch.setattr(shared.queue.claim, "GONE_AFTER_S", 0.2)
     async with run_worker(ends, mock=SLOW) as running:
         deserted = await ends.enqueue(make_request(reply_to="gone", sampling=LONG))
         detached = make_request(reply_to="gone", sampling=LONG, is_resumable=True)
@@ -320,7 +320,7 @@ async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
             events = await answers.end(request)
             assert isinstance(events[-1], Finished)
             assert {event.attempt for event in events} == {1}
-        assert a.worker.claims.num_fenced == b.worker.claims.num_fenced == 0
+        assert a.worker.queue.num_fenced == b.worker.queue.num_fenced == 0
 
 
 async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monkeypatch):
@@ -333,7 +333,7 @@ async def test_a_stop_in_the_middle_of_a_claim_delays_nobody(ends, answers, monk
             claimed.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(first.worker.claims, "_claim_entries", keep_claims)
+        monkeypatch.setattr(first.worker.queue, "_claim_entries", keep_claims)
         request = await ends.enqueue()
         await asyncio.wait_for(claimed.wait(), 5.0)
         async with run_worker(ends, "second"):
@@ -412,7 +412,7 @@ async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answer
 
 async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeypatch):
     async with run_worker(ends, mock={"decode_s": 0.002, "num_output_tokens": 200}) as running:
-        sender = running.worker.claims._sender
+        sender = running.worker.queue._sender
         run = sender.run
         is_out = False
 
@@ -441,13 +441,13 @@ async def test_consecutive_tokens_share_an_event_when_publishing_is_slow(
     ends, answers, monkeypatch
 ):
     async with run_worker(ends) as running:
-        publish = running.worker.claims.publish
+        publish = running.worker.queue.publish
 
         async def publish_slowly(publications):
             await asyncio.sleep(0.05)
             return await publish(publications)
 
-        monkeypatch.setattr(running.worker.claims, "publish", publish_slowly)
+        monkeypatch.setattr(running.worker.queue, "publish", publish_slowly)
         request = await ends.enqueue(make_request(sampling=LONG))
         events = await answers.end(request)
 
@@ -498,7 +498,7 @@ async def test_nothing_is_left_in_redis_without_an_expiry(ends, answers):
     assert [key for key in keys if await ends.redis.ttl(key) < 0] == []
     pending = await ends.redis.xpending(ends.keys.queue(MODEL), GROUP)
     assert pending["pending"] == 0
-    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.num_open() == 0
 
 
 @pytest.mark.parametrize(

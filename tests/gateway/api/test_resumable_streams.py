@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from shared.blobs.store import ImageStore
+from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys
-from shared.queue.submit import QueueUnavailable, RequestQueue
+from shared.queue.submit import RedisGatewayQueue
 from tests.factories_gateway import (
     CHAT,
     Answer,
@@ -276,18 +277,18 @@ async def test_readers_of_a_lost_request_are_told(
 
 
 @contextmanager
-def unavailable(queue: RequestQueue, *, is_queued: bool):
+def unavailable(queue: RedisGatewayQueue, *, is_queued: bool):
     """Redis fails as a request is queued: before it was, or just after."""
-    enqueue = queue.enqueue
+    submit = queue.submit
 
     async def fail(*arguments, **options) -> None:
         if is_queued:
-            await enqueue(*arguments, **options)
+            await submit(*arguments, **options)
         raise QueueUnavailable("no reply")
 
-    queue.enqueue = fail
+    queue.submit = fail
     yield
-    queue.enqueue = enqueue
+    queue.submit = submit
 
 
 async def test_a_retry_joins_what_was_queued_though_nobody_knew(gateway, other, worker):
@@ -355,15 +356,15 @@ async def test_a_retry_before_the_first_is_queued_does_not_disturb_it(gateway, w
     script = Paced(worker)
     script.go(6)
     queue = gateway.services.queue
-    enqueue, may_queue, num_waiting = queue.enqueue, asyncio.Event(), 0
+    submit, may_queue, num_waiting = queue.submit, asyncio.Event(), 0
 
-    async def wait_and_enqueue(*arguments, **options) -> None:
+    async def wait_and_submit(*arguments, **options) -> None:
         nonlocal num_waiting
         num_waiting += 1
         await may_queue.wait()
-        await enqueue(*arguments, **options)
+        await submit(*arguments, **options)
 
-    queue.enqueue = wait_and_enqueue
+    queue.submit = wait_and_submit
     key = {"idempotency-key": "order-74"}
     first = asyncio.create_task(gateway.chat(headers=key))
     while not num_waiting:

@@ -8,8 +8,9 @@ import pytest
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
 from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Started, Tokens, Usage
-from shared.queue.mailbox import Mailbox
-from shared.queue.submit import Bounds, DuplicateRequest, QueueUnavailable, RequestQueue
+from shared.queue.api import Bounds, DuplicateRequest, QueueUnavailable
+from shared.queue.mailbox import RedisMailbox
+from shared.queue.submit import RedisGatewayQueue
 from shared.telemetry.metrics import GatewayMetrics
 from tests.factories_gateway import MODEL, Answer, make_body, say_hello
 from tests.factories_queue import GATEWAY, make_request
@@ -224,8 +225,8 @@ ROOM = Bounds(max_waiting=100_000, max_tokens=10**9)
 @pytest.fixture
 async def dispatcher(redis, redis_blocking, redis_prefix):
     """A gateway's dispatcher without the rest; nobody works on what it queues."""
-    queue = RequestQueue(redis, redis_prefix)
-    mailbox = Mailbox(redis_blocking, redis_prefix, GATEWAY)
+    queue = RedisGatewayQueue(redis, redis_prefix)
+    mailbox = RedisMailbox(redis_blocking, redis_prefix, GATEWAY)
     dispatcher = Dispatcher(queue, mailbox, GatewayMetrics(), silence_timeout_s=0.2)
     dispatcher.start()
     yield dispatcher
@@ -305,7 +306,7 @@ async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatch
     for generation in generations:
         generation.close()
     async with asyncio.timeout(15):
-        while await dispatcher.queue.depth(generations[0].model):
+        while (await dispatcher.queue.stats(generations[0].model)).num_open:
             await asyncio.sleep(0.02)
     assert max(sizes) <= 500
     assert most_running == 1

@@ -15,7 +15,7 @@ from gateway.calls.key_limits import (
 )
 from gateway.http.errors import Overloaded
 from shared.protocol import ModelCard, Priority, SamplingParams
-from shared.queue.submit import REASONS, QueueRefused
+from shared.queue.api import REASONS, QueueRefused
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import (
     CARD,

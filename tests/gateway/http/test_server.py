@@ -222,7 +222,7 @@ async def test_redis_is_connected_before_the_first_request(gateway, redis_server
         raise OSError("no file descriptor is left")
 
     monkeypatch.setattr(RedisLink, "_connect", refuse)
-    assert await gateway.services.queue.depth("tiny") == 0
+    assert (await gateway.services.queue.stats("tiny")).num_open == 0
     assert await gateway.services.image_store.get("0" * 64) is None
 
 

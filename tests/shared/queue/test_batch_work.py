@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shared.protocol import Call, Priority
-from shared.queue.submit import QueueRefused
+from shared.queue.api import QueueRefused
 from tests.factories_queue import (
     MODEL,
     Ends,
@@ -42,7 +42,7 @@ async def test_batch_work_is_given_in_order_after_all_interactive_work(ends):
 
     assert [call_of(claim) for claim in first] == interactive  # the nudge was the third
     assert [call_of(claim) for claim in second + third] == batch
-    assert worker.entries.num_batch_left == 0
+    assert worker.num_backlog == 0
 
 
 async def test_a_worker_that_waits_hears_of_batch_work(ends):
@@ -52,7 +52,7 @@ async def test_a_worker_that_waits_hears_of_batch_work(ends):
     await enqueue_batch(ends, 2)
 
     assert await asyncio.wait_for(reading, 10.0) == []
-    assert worker.entries.num_batch_left > 0
+    assert worker.num_backlog > 0
     assert len(await worker.take(8)) == 2
     assert await ends.redis.xlen(ends.keys.queue(MODEL)) == 2  # no nudge stays
 
@@ -64,7 +64,7 @@ async def test_a_read_for_interactive_work_leaves_batch_work_alone(ends):
 
     assert await worker.read(8, 0.01) == []
     assert await worker.read(8, 0.01) == []
-    assert await ends.queue.backlog(MODEL) == await ends.queue.depth(MODEL) == 2
+    assert (await ends.queue.stats(MODEL)).num_backlog == await ends.num_open() == 2
 
 
 async def test_batch_work_cancelled_while_it_waits_is_never_given(ends):
@@ -86,7 +86,7 @@ async def test_batch_work_that_redis_has_forgotten_is_not_given(ends):
     await ends.redis.delete(ends.keys.request(MODEL, request.id))
 
     assert await worker.take(8) == []
-    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.num_open() == 0
 
 
 async def test_batch_work_that_waited_long_enough_queues_among_the_interactive(ends):
@@ -113,7 +113,7 @@ async def test_batch_work_that_is_younger_stays_behind(ends):
 
     await worker.entries.age(60.0)
 
-    assert worker.entries.num_batch_left == 1
+    assert worker.num_backlog == 1
     assert await worker.read(8, 0.01) == []
 
 
@@ -135,7 +135,7 @@ async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends
     assert (later.attempt, call_of(later).priority) == (2, Priority.BATCH)
     assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
 
-    assert await ends.queue.depth(MODEL) == 0
+    assert await ends.num_open() == 0
     assert await ends.redis.exists(ends.keys.places(MODEL), ends.keys.held(MODEL)) == 0
 
 
@@ -169,4 +169,4 @@ async def test_batch_work_that_redis_has_forgotten_is_not_counted_as_waiting(end
     await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
     with pytest.raises(QueueRefused, match="queue_full"):
         await enqueue(ends.queue, make_request(priority=Priority.BATCH), max_waiting=1)
-    assert await ends.queue.backlog(MODEL) == 1
+    assert (await ends.queue.stats(MODEL)).num_backlog == 1

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+import shared.queue.claim
 from shared.protocol import (
     ErrorCode,
     Failed,
@@ -17,8 +18,10 @@ from shared.protocol import (
     Tokens,
     encode,
 )
-from shared.queue.submit import QueueRefused, QueueUnavailable, RequestQueue
+from shared.queue.api import QueueRefused, QueueUnavailable
+from shared.queue.submit import RedisGatewayQueue
 from tests.factories_queue import (
+    GATEWAY,
     MODEL,
     Ends,
     call_of,
@@ -31,22 +34,22 @@ from tests.factories_queue import (
 
 
 @pytest.fixture
-async def gateways(redis: Redis, redis_prefix: str) -> AsyncIterator[list[RequestQueue]]:
+async def gateways(redis: Redis, redis_prefix: str) -> AsyncIterator[list[RedisGatewayQueue]]:
     """Three gateways, which know nothing of each other."""
-    queues = [RequestQueue(redis, redis_prefix) for _ in range(3)]
+    queues = [RedisGatewayQueue(redis, redis_prefix) for _ in range(3)]
     yield queues
     for queue in queues:
         await queue.close()
 
 
-async def refusal(queue: RequestQueue, **options) -> QueueRefused:
+async def refusal(queue: RedisGatewayQueue, **options) -> QueueRefused:
     tenant = options.pop("tenant", "")
     with pytest.raises(QueueRefused) as refused:
         await enqueue(queue, make_request(tenant=tenant), **options)
     return refused.value
 
 
-async def admit_all(gateways: list[RequestQueue], count: int, **options) -> list[str]:
+async def admit_all(gateways: list[RedisGatewayQueue], count: int, **options) -> list[str]:
     """The reasons of those refused, of so many that come at once at each gateway."""
     answers = await asyncio.gather(
         *(enqueue(q, make_request(), **options) for q in gateways for _ in range(count)),
@@ -74,7 +77,7 @@ async def test_choices_are_queued_all_or_none(ends):
     await enqueue(ends.queue, *choices, max_waiting=3)
     with pytest.raises(QueueRefused):
         await enqueue(ends.queue, *(make_request() for _ in range(2)), max_waiting=4)
-    assert await ends.queue.depth(MODEL) == 3
+    assert await ends.num_open() == 3
     worker = ends.worker("a")
     await worker.create_group()
     assert [call_of(claim) for claim in await worker.read(8, 1.0)] == choices
@@ -85,8 +88,10 @@ async def test_a_request_alone_is_never_too_much(ends):
 
 
 @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "deserted"])
-async def test_every_end_gives_the_place_back(ends, how):
-    request = await ends.enqueue(num_tokens=7)
+async def test_every_end_gives_the_place_back(ends, how, monkeypatch):
+    monkeypatch.setattr(shared.queue.claim, "GONE_AFTER_S", 0.0)
+    reply_to = "gone" if how == "deserted" else GATEWAY
+    request = await ends.enqueue(make_request(reply_to=reply_to), num_tokens=7)
     worker = ends.worker("a")
     claim = await ends.claim(worker)
     assert await ends.redis.hgetall(ends.keys.held(MODEL)) == {
@@ -103,7 +108,7 @@ async def test_every_end_gives_the_place_back(ends, how):
         elif how == "cancelled":
             await ends.queue.cancel(MODEL, [request.id])
         else:
-            await worker.cancel([claim])
+            assert await worker.cancel_deserted([claim]) == [claim]
 
     assert await ends.redis.exists(ends.keys.held(MODEL), ends.keys.places(MODEL)) == 0
     await ends.enqueue(num_tokens=7, max_tokens=7)
@@ -144,7 +149,7 @@ async def test_a_full_memory_refuses_whether_or_not_a_place_has_expired(ends):
 
     assert await ends.redis.zrange(places, 0, -1) == [place]
     assert await ends.redis.hgetall(held) == before
-    assert await ends.queue.depth(MODEL) == 1
+    assert await ends.num_open() == 1
 
 
 async def test_a_minute_is_earned_back_with_time(ends):

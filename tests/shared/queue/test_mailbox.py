@@ -8,7 +8,7 @@ import pytest
 import shared.queue.mailbox
 from shared.protocol import ErrorCode, Failed, decode_events, encode
 from shared.queue.keys import RedisKeys
-from shared.queue.mailbox import Mailbox
+from shared.queue.mailbox import RedisMailbox
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 
@@ -17,8 +17,8 @@ from shared.settings.tree import RedisSettings
 async def open_mailbox(redis_blocking, redis_prefix):
     opened = []
 
-    def create(**options) -> Mailbox:
-        opened.append(Mailbox(redis_blocking, redis_prefix, "g", **options))
+    def create(**options) -> RedisMailbox:
+        opened.append(RedisMailbox(redis_blocking, redis_prefix, "g", **options))
         return opened[-1]
 
     yield create
@@ -91,7 +91,7 @@ async def test_a_model_opened_while_the_reader_connects_is_heard_at_once(
     async with await asyncio.start_unix_server(serve, path):
         # With a name and a password, connecting takes an exchange.
         client = create_redis(RedisSettings(url=f"unix://default:any@{path}"), blocking=True)
-        mailbox = Mailbox(client, redis_prefix, "g")
+        mailbox = RedisMailbox(client, redis_prefix, "g")
         await mailbox.open(["m"])
         waiting = asyncio.create_task(names(mailbox.events(), 1))
         await asyncio.wait_for(is_connecting.wait(), 5.0)

@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from shared.queue.api import QueueUnavailable
 from shared.queue.keys import GROUP
-from shared.queue.submit import QueueUnavailable, RequestQueue
+from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
 from tests.factories_queue import MODEL
@@ -23,9 +24,9 @@ async def read(ends, count: int) -> None:
 
 
 async def test_where_nothing_waits_it_is_nothing(ends):
-    assert await ends.queue.age_s(MODEL) == 0.0
+    assert (await ends.queue.stats(MODEL)).age_s == 0.0
     await ends.worker("a").create_group()
-    assert await ends.queue.age_s(MODEL) == 0.0
+    assert (await ends.queue.stats(MODEL)).age_s == 0.0
 
 
 @pytest.mark.parametrize("has_workers", [False, True])
@@ -34,7 +35,7 @@ async def test_it_is_the_age_of_the_oldest(ends, has_workers):
         await ends.worker("a").create_group()
     await add(ends, 60.0)
     await add(ends, 20.0)
-    assert await ends.queue.age_s(MODEL) == pytest.approx(60.0, abs=5)
+    assert (await ends.queue.stats(MODEL)).age_s == pytest.approx(60.0, abs=5)
 
 
 async def test_what_a_worker_has_taken_does_not_wait(ends):
@@ -42,15 +43,15 @@ async def test_what_a_worker_has_taken_does_not_wait(ends):
     for age_s in (90.0, 60.0, 30.0):
         await add(ends, age_s)
     await read(ends, 2)
-    assert await ends.queue.age_s(MODEL) == pytest.approx(30.0, abs=5)
+    assert (await ends.queue.stats(MODEL)).age_s == pytest.approx(30.0, abs=5)
     await read(ends, 1)
-    assert await ends.queue.age_s(MODEL) == 0.0
+    assert (await ends.queue.stats(MODEL)).age_s == 0.0
 
 
 async def test_without_redis_nobody_knows(redis_prefix):
     client = create_redis(RedisSettings(url="unix:///nonexistent/redis.sock"))
-    queue = RequestQueue(client, redis_prefix)
+    queue = RedisGatewayQueue(client, redis_prefix)
     with pytest.raises(QueueUnavailable):
-        await queue.age_s(MODEL)
+        await queue.stats(MODEL)
     await queue.close()
     await client.aclose()

@@ -31,11 +31,11 @@ from redis import Redis as SyncRedis
 
 import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
-from shared.queue.claim import LOSSES_PER_ATTEMPT, RequestClaims
+from shared.queue.api import CLEARED_AFTER_TOKENS, Bounds, Claim, DuplicateRequest, QueueRefused
+from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.publish import CLEARED_AFTER_TOKENS, Claim
 from shared.queue.scripts import CLAIM, ENQUEUE, named
-from shared.queue.submit import Bounds, DuplicateRequest, QueueRefused, RequestQueue
+from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.redis.link import RedisSender
@@ -78,13 +78,13 @@ class Modelled:
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
-    lost_by: RequestClaims | None = None  #: who claimed it by a read whose reply was lost
+    lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
 
     @property
     def is_live(self) -> bool:
         return self.state in ("queued", "running")
 
-    def claim(self, worker: RequestClaims) -> None:
+    def claim(self, worker: RedisWorkerQueue) -> None:
         if self.state == "running" and self.has_begun and self.lost_by is not worker:
             self.losses += 1
             is_cleared = self.num_tokens - self.num_claimed_tokens >= CLEARED_AFTER_TOKENS
@@ -106,7 +106,7 @@ class Modelled:
 class Hand:
     """A claim in a worker's hands, which may be a zombie's."""
 
-    worker: RequestClaims
+    worker: RedisWorkerQueue
     claim: Claim
     num_tokens: int
     number: int = 0
@@ -137,14 +137,17 @@ class QueueMachine(RuleBasedStateMachine):
     async def _open(self) -> None:
         options = PatientRedis(url=self.server.url)
         self.redis, self.blocking = create_redis(options), create_redis(options, blocking=True)
-        self.queue, self.sender = RequestQueue(self.redis, self.prefix), RedisSender(self.redis)
+        self.queue, self.sender = (
+            RedisGatewayQueue(self.redis, self.prefix),
+            RedisSender(self.redis),
+        )
         self.closers = [self.queue.close, self.sender.close]
         self.workers = {name: self._worker(name) for name in WORKERS}
 
-    def _worker(self, name: str) -> RequestClaims:
-        worker = RequestClaims(
+    def _worker(self, name: str) -> RedisWorkerQueue:
+        worker = RedisWorkerQueue(
             self.redis, self.blocking, keys_prefix=self.prefix, model=MODEL, worker_id=name,
-            lease_s=60.0, max_attempts=MAX_ATTEMPTS, ghost_after_s=0.0,
+            lease_s=60.0, max_attempts=MAX_ATTEMPTS, batch_age_s=60.0, ghost_after_s=0.0,
         )  # fmt: skip
         self.closers.append(worker.close)
         return worker

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.blobs.store import ImageStore
-from shared.queue.submit import RequestQueue
+from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis, retry_idempotent
 from shared.redis.link import RedisLink, RedisSender
 from shared.settings.tree import RedisSettings
@@ -62,7 +62,7 @@ async def test_many_images_at_once_each_have_their_time(redis_server, redis_pref
 
 async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_prefix):
     async with slow_redis(redis_server, 3e6) as redis:
-        queue = RequestQueue(redis, redis_prefix)
+        queue = RedisGatewayQueue(redis, redis_prefix)
         names = [f"request-{number:05}-{'x' * 24}" for number in range(28_700)]
         await asyncio.gather(
             *(queue.cancel("m", names[first : first + 16]) for first in range(0, len(names), 16))

@@ -1,6 +1,6 @@
 """Which gateways are gone: those whose mailbox stays away, not those whose mailbox was lost once."""
 
-from worker.gateway_liveness import GONE_AFTER_S, GatewayLiveness
+from shared.queue.claim import GONE_AFTER_S, GatewayLiveness
 
 
 def test_a_gateway_is_gone_when_its_mailbox_stays_away():
