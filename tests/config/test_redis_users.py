@@ -38,7 +38,14 @@ from tests.factories_gateway import (
     run_gateway_on_socket,
 )
 from tests.factories_images import data_url
-from tests.factories_queue import events_of, make_delta, make_finished, make_request, publication
+from tests.factories_queue import (
+    events_of,
+    make_delta,
+    make_finished,
+    make_request,
+    publication,
+    wait_until_written,
+)
 from tests.faults.processes import Process
 
 USERS = (FOLDER / "users.acl").read_text().replace("\\\n", "")
@@ -347,6 +354,9 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
             await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
             for name in sorted(waiting):
                 await factories_queue.enqueue(queue, make_request(id=name))
+            if how == signal.SIGKILL:
+                with server.client("admin") as admin:
+                    wait_until_written(admin)
             server.end(how)
             server.start()
             assert keys_that_never_expire(server) == []

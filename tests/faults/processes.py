@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings
+from tests.factories_queue import wait_until_written
 
 ROOT = Path(__file__).parent.parent.parent
 WITHIN_S = 120.0  #: for anything to happen at all, on a machine with much else to do
@@ -126,7 +128,10 @@ class Processes:
         return process, found[0]
 
     def kill_redis(self) -> None:
+        """Without a word; what it acknowledged is in its file."""
         assert self.server.pid is not None
+        with SyncRedis(unix_socket_path=str(self.server.socket_path)) as client:
+            wait_until_written(client)
         os.kill(self.server.pid, signal.SIGKILL)
         self.server.stop()
 

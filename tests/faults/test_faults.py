@@ -31,6 +31,7 @@ async def test_a_worker_killed_in_decode_is_not_noticed_by_any_client(fleet):
 
 
 async def test_a_failing_sequence_fails_alone(fleet):
+    await fleet.some_worker()
     text = fleet.name("!raise")
     async with playing(fleet, [text, fleet.name(), fleet.name()]) as clients:
         pass
@@ -40,6 +41,7 @@ async def test_a_failing_sequence_fails_alone(fleet):
 
 async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
     """P7, and what gateway and Redis hold is what they held before."""
+    await fleet.some_worker()
     async with playing(fleet, [fleet.name() for _ in range(4)]):
         pass
     before = Resources.of(fleet.gateway.pid)
@@ -55,6 +57,7 @@ async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
 
 async def test_a_redis_that_is_killed_in_mid_stream_loses_nothing(fleet):
     """P4: what it had acknowledged is in its file; streams pause and go on."""
+    await fleet.some_worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=120) as clients:
         await tokens_seen(fleet, clients, texts, 10)

@@ -49,6 +49,7 @@ from tests.factories_queue import (
     make_request,
     publication,
     tokens_of,
+    wait_until_written,
 )
 
 IS_LONG = bool(os.environ.get("FAULTS_LONG"))
@@ -396,8 +397,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Killed without a word; what was acknowledged is in the file."""
         self.has_restarted = True
         assert self.server.pid is not None
-        while self.eye.info("persistence")["aof_buffer_length"]:
-            pass  # Redis holds writes back for up to 2 s while the disk is busy
+        wait_until_written(self.eye)
         os.kill(self.server.pid, signal.SIGKILL)
         self.server.stop()
         self.server.start()
