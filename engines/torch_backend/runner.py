@@ -92,7 +92,7 @@ class TorchRunner:
         if is_cuda and self._rotary is not None:
             [pool] = self._kv_pools
             decoder = model.language_model
-            self._cuda = CudaSteps(decoder, text, config, pool, self._rotary, dtype)
+            self._cuda = CudaSteps(decoder, decoder.text, config, pool, self._rotary, dtype)
         self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
         self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
         model.bind(self._ops, dtype)
@@ -259,7 +259,7 @@ class TorchRunner:
         if self._cuda is not None:
             hidden = self._cuda.forward(embeddings, positions, plan)
         else:
-            text, rotation = self.model.config.text, self._rotary.at(positions)
+            text, rotation = self.model.language_model.text, self._rotary.at(positions)
             attend = self._ops["step_attention"](text, self._kv_pools[0], plan, rotation)
             hidden = self.model.language_model(embeddings, attend)
         if not rows:

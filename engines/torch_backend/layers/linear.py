@@ -9,7 +9,6 @@ Shape letters: M tokens, K inputs, N outputs.
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,7 @@ from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
 from engines.torch_backend.ops.products import Before, PlainProduct, Product
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh
-
-#: What members of a mesh share: the outputs of a map, whose results stay apart, or its inputs, whose results are summed.
-Shard = Literal["outputs", "inputs"] | None
+from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Share
 
 
 class Precision(Enum):
@@ -43,19 +39,46 @@ class LinearWeights(nn.Linear):
         *,
         bias: bool = True,
         precision: Precision = Precision.FULL,
-        shard: Shard = None,
-        mesh: Mesh = SINGLE,
+        share: Share = WHOLE,
     ) -> None:
         """`num_inputs` and `num_outputs` are of all members together. Raises: ValueError if they do not divide."""
-        shared = {"outputs": num_outputs, "inputs": num_inputs, None: mesh.size}[shard]
-        if shared % mesh.size:
-            raise ValueError(f"{mesh.size} devices cannot share {shared} {shard} of a linear map")
+        size = share.mesh.size
+        shared = {"outputs": num_outputs, "inputs": num_inputs, None: size}[share.of]
+        if shared % size:
+            raise ValueError(f"{size} devices cannot share {shared} {share.of} of a linear map")
         super().__init__(
-            num_inputs // mesh.size if shard == "inputs" else num_inputs,
-            num_outputs // mesh.size if shard == "outputs" else num_outputs,
+            num_inputs // size if share.of == "inputs" else num_inputs,
+            num_outputs // size if share.of == "outputs" else num_outputs,
             bias=bias,
         )
         self.precision = precision
+        self.share = share
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of all members together."""
+        num_outputs = self.share.mesh.size if self.share.of == "outputs" else 1
+        num_inputs = self.share.mesh.size if self.share.of == "inputs" else 1
+        return self.out_features * num_outputs, self.in_features * num_inputs
+
+
+class VocabEmbedding(nn.Embedding):
+    """Embeddings of tokens; members share the vocabulary, if it divides."""
+
+    def __init__(self, num_tokens: int, width: int, mesh: Mesh = SINGLE) -> None:
+        self.share = Share(mesh, None if num_tokens % mesh.size else "outputs")
+        self._count = num_tokens // mesh.size if self.share.of else num_tokens
+        super().__init__(self._count, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Shapes: (N,); returns (N, C)."""
+        mesh = self.share.mesh
+        if mesh.size == 1 or self.share.of is None:
+            return super().forward(input)
+        local = input - mesh.rank * self._count
+        is_own = (local >= 0) & (local < self._count)
+        rows = super().forward(local.clamp(0, self._count - 1))
+        return mesh.all_reduce(rows.masked_fill(~is_own[:, None], 0))
 
 
 class Stream:
@@ -93,14 +116,19 @@ class Linear:
         owner: nn.Module,
         *names: str,
         before: Before | None = None,
-        shard: Shard = None,
-        mesh: Mesh = SINGLE,
+        gathers: bool = False,
     ) -> None:
-        """`names` are those of `LinearWeights` in `owner`, where loaders may put others in their place."""
+        """`names` are those of `LinearWeights` in `owner`, where loaders may put others in their place.
+
+        Sums over shares of inputs are added up; shares of outputs stay apart, unless it `gathers`.
+        """
         self._owner = owner
         self._names = names
         self._before = before or Before()
-        self._mesh = mesh if shard == "inputs" else SINGLE
+        share: Share = getattr(owner.get_submodule(names[0]), "share", WHOLE)
+        is_joined = share.of == "inputs" or (share.of == "outputs" and gathers)
+        self._mesh: Mesh = share.mesh if is_joined else SINGLE
+        self._join = self._mesh.all_gather if gathers else self._mesh.all_reduce
         self._ops: Ops | None = None
         self._plain: Product = PlainProduct(self._parts, None)
         self.product: Product = self._plain
@@ -129,7 +157,7 @@ class Linear:
         inputs = self._prepare(x, product)
         if add_to is not None and product.adds and self._mesh.size == 1:
             return product(inputs, add_to.tensor())
-        y = self._mesh.all_reduce(product(inputs))
+        y = self._join(product(inputs))
         if add_to is not None:
             add_to.add(y)
         return y

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from engines.base import UnsupportedCheckpoint
 from engines.torch_backend.layers.linear import LinearWeights, Precision
 from engines.torch_backend.layers.quantized_linear import (
-    OUTPUT_DIMS,
     Int4Linear,
     Int8Linear,
     QuantizedLinear,
@@ -21,6 +21,7 @@ from engines.torch_backend.layers.quantized_linear import (
     pack_pairs,
 )
 from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.parallel.mesh import DIMS
 
 _CHUNK_WEIGHTS = 1 << 18  # quantized at once: what is computed on the way stays small
 
@@ -33,7 +34,7 @@ class Scheme(ABC):
     def applies_to(self, module: nn.Module) -> bool:
         """Whether a layer's weights are quantized: if it says so, and they fit."""
         is_asked = isinstance(module, LinearWeights) and module.precision is Precision.SCHEME
-        return is_asked and self._fits((module.out_features, module.in_features))
+        return is_asked and self._fits(module.whole_shape)
 
     def swap_linears(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Put quantized linears in place of those that the scheme applies to, with undefined weights."""
@@ -41,10 +42,12 @@ class Scheme(ABC):
             if self.applies_to(module):
                 model.set_submodule(name, self.create_linear(module, dtype))
 
-    def create_linear(self, linear: nn.Linear, dtype: torch.dtype) -> QuantizedLinear:
-        """What takes the place of a linear, with undefined weights and scales of `dtype`."""
-        shape = (linear.out_features, linear.in_features)
-        return self._create_linear(shape, linear.bias, dtype)
+    @abstractmethod
+    def create_linear(self, linear: LinearWeights, dtype: torch.dtype) -> QuantizedLinear:
+        """What takes the place of a linear, with undefined weights and scales of `dtype`.
+
+        Raises: UnsupportedCheckpoint if members of its mesh cannot share such weights.
+        """
 
     def prepare(self, model: nn.Module, level: CpuLevel) -> None:
         """Bring loaded weights into the form that the fastest correct kernel reads."""
@@ -57,7 +60,7 @@ class Scheme(ABC):
         num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
         chunks = [self._quantize_rows(rows.float(), dtype) for rows in weight.split(num_rows)]
         return {
-            part: torch.cat([chunk[part] for chunk in chunks], dim=OUTPUT_DIMS[part])
+            part: torch.cat([chunk[part] for chunk in chunks], dim=DIMS[part][0])
             for part in chunks[0]
         }
 
@@ -71,11 +74,6 @@ class Scheme(ABC):
     @abstractmethod
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parts of some outputs' float32 weights. Shapes: weight (n, K)."""
-
-    @abstractmethod
-    def _create_linear(
-        self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype
-    ) -> QuantizedLinear: ...
 
 
 class Int8Scheme(Scheme):
@@ -97,10 +95,10 @@ class Int8Scheme(Scheme):
         integers = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return {"integers": integers, "scale": scale}
 
-    def _create_linear(
-        self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype
-    ) -> QuantizedLinear:
-        return Int8Linear(shape, bias, dtype)
+    def create_linear(self, linear: LinearWeights, dtype: torch.dtype) -> QuantizedLinear:
+        """Every output can be shared, and every input."""
+        shape = (linear.out_features, linear.in_features)
+        return Int8Linear(shape, linear.bias, dtype, linear.share)
 
 
 class Int4Scheme(Scheme):
@@ -127,10 +125,17 @@ class Int4Scheme(Scheme):
         pairs = pack_pairs(integers.round_().add_(8).clamp_(0, 15).to(torch.uint8))
         return {"pairs": pairs, "scale_zero": torch.stack([scale.t(), zero.t()], 2).contiguous()}
 
-    def _create_linear(
-        self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype
-    ) -> QuantizedLinear:
-        return Int4Linear(shape, bias, dtype)
+    def create_linear(self, linear: LinearWeights, dtype: torch.dtype) -> QuantizedLinear:
+        """Groups stay whole. Raises: UnsupportedCheckpoint."""
+        _, num_inputs = linear.whole_shape
+        group = choose_group_size(num_inputs) or num_inputs
+        if linear.in_features % group:
+            raise UnsupportedCheckpoint(
+                f"{linear.share.mesh.size} devices cannot share {num_inputs} int4 inputs in groups of "
+                f"{group}; use --quantization int8"
+            )
+        shape = (linear.out_features, linear.in_features)
+        return Int4Linear(shape, linear.bias, dtype, group, linear.share)
 
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (Int8Scheme(), Int4Scheme())}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.torch_backend.ops.cpu_level import CpuLevel
+from engines.torch_backend.parallel.mesh import WHOLE, Share
 
 _CHUNK_WEIGHTS = (
     1 << 19
@@ -29,10 +30,11 @@ class QuantizedLinear(nn.Module, ABC):
     bias: nn.Parameter | None
     op: str  #: name of the operator that multiplies with such weights
 
-    def __init__(self, bias: Tensor | None) -> None:
+    def __init__(self, bias: Tensor | None, share: Share) -> None:
         super().__init__()
         self.bias = nn.Parameter(bias) if bias is not None else None
         self.max_kernel_tokens = 0  #: up to here torch's kernel computes
+        self.share = share
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (M, K); returns (M, N)."""
@@ -80,8 +82,14 @@ class Int8Linear(QuantizedLinear):
     integers: Tensor
     scale: Tensor
 
-    def __init__(self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(bias)
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        share: Share = WHOLE,
+    ) -> None:
+        super().__init__(bias, share)
         self.register_buffer("integers", torch.empty(shape, dtype=torch.int8, device="meta"))
         self.register_buffer("scale", torch.empty(shape[0], dtype=dtype, device="meta"))
 
@@ -114,10 +122,18 @@ class Int4Linear(QuantizedLinear):
     pairs: Tensor
     scale_zero: Tensor
 
-    def __init__(self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(bias)
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        group_size: int | None = None,
+        share: Share = WHOLE,
+    ) -> None:
+        """`group_size` None: the largest that divides the inputs."""
+        super().__init__(bias, share)
         num_outputs, num_inputs = shape
-        self.group_size = choose_group_size(num_inputs) or num_inputs
+        self.group_size = group_size or choose_group_size(num_inputs) or num_inputs
         groups = (num_inputs // self.group_size, num_outputs, 2)
         pairs = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
         self.register_buffer("pairs", pairs)
@@ -164,10 +180,6 @@ class Int4Linear(QuantizedLinear):
         """Torch's kernel, without the bias. Shapes: (M, K); returns (M, N)."""
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
         return kernel(x, self.pairs, self.group_size, self.scale_zero)
-
-
-#: Dimensions of outputs in the tensors of quantized linears.
-OUTPUT_DIMS = {"integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
 
 
 def choose_group_size(num_inputs: int) -> int | None:

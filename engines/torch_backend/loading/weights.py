@@ -7,6 +7,7 @@ as `save_pretrained` and downloads do, but not written into. Knows no requests a
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from engines.torch_backend.ops.cpu_level import CpuLevel, choose_level
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.native.packed_linear import pack_int8_beside, pack_linears
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import SINGLE, WHOLE, Mesh, Share
 
 
 class ModelTooLarge(EngineStartError):
@@ -65,45 +67,53 @@ class WeightReader:
         self.quantize_s = 0.0
 
     def read(self, stored: StoredTensor) -> dict[str, Tensor]:
-        """The tensor by its name, or its quantized parts by theirs."""
-        value = stored.map()
-        if not value.is_floating_point():
-            return {stored.name: value.to(self._device)}
-        layer = self._layer_of_weight(stored.name)
-        if self._scheme is None or not isinstance(layer, QuantizedLinear):
-            return {stored.name: value.to(self._device, self._dtype_in(layer, stored))}
+        """The tensor by its name, or its quantized parts by theirs; of a mesh's member its share of them."""
+        layer, name = self._find(stored.name)
+        share, prefix, value = _share(layer), stored.name.removesuffix(name), stored.map()
+        dtype = self._dtype_in(layer, stored) if value.is_floating_point() else value.dtype
+        if self._scheme is None or not _is_quantized(layer, name):
+            return {stored.name: share.cut(name, value).to(self._device, dtype)}
         started = time.perf_counter()
-        dtype = self._dtype_in(layer, stored) or value.dtype
-        parts = self._scheme.quantize(value.to(self._device), dtype)
+        parts = self._scheme.quantize(value.to(self._device), dtype or value.dtype)
         self.quantize_s += time.perf_counter() - started
-        return {stored.name.removesuffix("weight") + part: parts[part] for part in parts}
+        return {prefix + part: share.cut(part, parts[part]) for part in parts}
 
     def num_bytes(self, stored: StoredTensor) -> int:
         """What the tensor takes once it is read."""
-        layer = self._layer_of_weight(stored.name)
+        layer, name = self._find(stored.name)
         dtype = self._dtype_in(layer, stored)
         assert dtype is not None
-        if self._scheme is not None and isinstance(layer, QuantizedLinear):
+        whole = torch.empty(stored.shape, device="meta")
+        stored = replace(stored, shape=tuple(_share(layer).cut(name, whole).shape))
+        if self._scheme is not None and _is_quantized(layer, name):
             return self._scheme.num_bytes(stored.shape, dtype)
         return stored.num_bytes(dtype)
 
-    def _layer_of_weight(self, name: str) -> nn.Module | None:
-        """The layer whose `weight` a stored tensor is, or is a part of."""
-        target = self._rename(name)
+    def _find(self, stored_name: str) -> tuple[nn.Module | None, str]:
+        """The layer that a stored tensor is for, and its name there."""
+        target = self._rename(stored_name)
         target = target.name if isinstance(target, WeightPart) else target or ""
-        path, _, tensor = target.rpartition(".")
-        if tensor != "weight" or not name.endswith(".weight"):
-            return None
+        path, _, name = target.rpartition(".")
+        if not stored_name.endswith(name):
+            return None, stored_name
         try:
-            return self._model.get_submodule(path)
+            return self._model.get_submodule(path), name
         except AttributeError:  # an unknown weight, which is named when all are read
-            return None
+            return None, name
 
     def _dtype_in(self, layer: nn.Module | None, stored: StoredTensor) -> torch.dtype | None:
         """The type of a tensor, or its scales: matrices are multiplied as they are stored, if a kernel can."""
         is_matrix = isinstance(layer, nn.Linear | nn.Embedding | QuantizedLinear)
-        is_kept = is_matrix and stored.float_dtype in self._kept
+        is_kept = is_matrix and len(stored.shape) == 2 and stored.float_dtype in self._kept
         return stored.float_dtype if is_kept else self._dtype
+
+
+def _share(layer: nn.Module | None) -> Share:
+    return getattr(layer, "share", WHOLE)
+
+
+def _is_quantized(layer: nn.Module | None, name: str) -> bool:
+    return isinstance(layer, QuantizedLinear) and name == "weight"
 
 
 def load_model(
@@ -117,18 +127,19 @@ def load_model(
     seconds: dict[str, float] | None = None,
     ops: Ops | None = None,
     level: CpuLevel | None = None,
+    mesh: Mesh = SINGLE,
 ) -> FamilyModel:
     """The model of a checkpoint, its decoder quantized on the way if asked, or as it was saved.
 
     `progress` is told the share done, 0..1; `seconds` the time of `quantize`, if there was any to do. With
     `ops` of C++ kernels, matrices are in the forms that these read, which the model is to be bound to; tower and
     projector are in int8 then, if the decoder is in few bits. Without them, torch's are those that are fastest on
-    `level`, by default this machine's.
+    `level`, by default this machine's. On a mesh it is this member's share.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     form = choose_form(config, scheme)
     stored = list_tensors(directory)
-    model = build_empty(family, config, form, dtype)
+    model = build_empty(family, config, form, dtype, mesh)
     rename = partial(family.rename, config=config)
     reader = WeightReader(model, rename, form, device, dtype, stored_dtypes(ops))
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
@@ -149,11 +160,15 @@ def load_model(
 
 
 def build_empty(
-    family: ModelFamily, config: Any, scheme: Scheme | None, dtype: torch.dtype
+    family: ModelFamily,
+    config: Any,
+    scheme: Scheme | None,
+    dtype: torch.dtype,
+    mesh: Mesh = SINGLE,
 ) -> FamilyModel:
     """The model with the linears of a scheme, and without weights."""
     with torch.device("meta"):
-        model = family.build(config)
+        model = family.build(config, mesh)
     if scheme is not None:
         scheme.swap_linears(model, dtype)
     return model

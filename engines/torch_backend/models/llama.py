@@ -12,18 +12,26 @@ is tied to the embeddings.
 Shape letters: N tokens, C hidden width, H query heads, K key/value heads, D head width.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
-from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision, Stream
+from engines.torch_backend.layers.linear import (
+    Linear,
+    LinearWeights,
+    Precision,
+    Stream,
+    VocabEmbedding,
+)
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.models.config import TextConfig
+from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
 from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProducts
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.ops.step_attention.reference import Attend
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share
 
 
 class SelfAttention(nn.Module):
@@ -52,15 +60,13 @@ class GatedMLP(nn.Module):
 
 
 def _spread(width: int, outputs: int, bias: bool, mesh: Mesh) -> LinearWeights:
-    return LinearWeights(
-        width, outputs, bias=bias, precision=Precision.SCHEME, shard="outputs", mesh=mesh
-    )
+    share = Share(mesh, "outputs")
+    return LinearWeights(width, outputs, bias=bias, precision=Precision.SCHEME, share=share)
 
 
 def _gathered(inputs: int, width: int, bias: bool, mesh: Mesh) -> LinearWeights:
-    return LinearWeights(
-        inputs, width, bias=bias, precision=Precision.SCHEME, shard="inputs", mesh=mesh
-    )
+    share = Share(mesh, "inputs")
+    return LinearWeights(inputs, width, bias=bias, precision=Precision.SCHEME, share=share)
 
 
 class DecoderLayer(nn.Module):
@@ -79,9 +85,9 @@ class DecoderLayer(nn.Module):
             Before(norm=self.post_attention_layernorm),
         )
         self.qkv = Linear(self.self_attn, "q_proj", "k_proj", "v_proj", before=first)
-        self.out = Linear(self.self_attn, "o_proj", shard="inputs", mesh=mesh)
+        self.out = Linear(self.self_attn, "o_proj")
         self.gate_up = Linear(self.mlp, "gate_proj", "up_proj", before=second)
-        self.down = Linear(self.mlp, "down_proj", before=gate, shard="inputs", mesh=mesh)
+        self.down = Linear(self.mlp, "down_proj", before=gate)
 
     def forward(self, stream: Stream, attend: Attend) -> None:
         """Shapes: stream (N, C)."""
@@ -99,7 +105,7 @@ class DecoderStack(nn.Module):
 
     def __init__(self, config: TextConfig, mesh: Mesh) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, mesh)
         self.layers = nn.ModuleList(
             DecoderLayer(config, number, mesh) for number in range(config.num_layers)
         )
@@ -110,15 +116,19 @@ class Llama(nn.Module):
     """Token ids to embeddings, embeddings to hidden states, hidden states to logits: three separate steps."""
 
     def __init__(self, config: TextConfig, mesh: Mesh = SINGLE) -> None:
+        """Raises: UnsupportedCheckpoint for what members of the mesh cannot share."""
         super().__init__()
+        self.text = _share_of(config, mesh)  #: what this member computes of it
         self.model = DecoderStack(config, mesh)
         self.lm_head = None
         norm = Before(norm=self.model.norm)
         if config.tie_word_embeddings:
-            self._head = Linear(self.model, "embed_tokens", before=norm)
+            self._head = Linear(self.model, "embed_tokens", before=norm, gathers=True)
         else:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self._head = Linear(self.lm_head, "", before=norm)
+            share = self.model.embed_tokens.share
+            width, vocabulary = config.hidden_size, config.vocab_size
+            self.lm_head = LinearWeights(width, vocabulary, bias=False, share=share)
+            self._head = Linear(self, "lm_head", before=norm, gathers=True)
         self._has_float32_stream = False
         self._chain: Chain | None = None
 
@@ -156,3 +166,13 @@ class Llama(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, for the tokens that need them. Shapes: (N, C); returns (N, vocabulary)."""
         return self._head(hidden)
+
+
+def _share_of(config: TextConfig, mesh: Mesh) -> TextConfig:
+    """Whole heads and channels of each layer, and all layers. Raises: UnsupportedCheckpoint."""
+    names = ("num_heads", "num_kv_heads", "intermediate_size")
+    counts = {name: getattr(config, name) for name in names}
+    for name, count in counts.items():
+        if count % mesh.size:
+            raise UnsupportedCheckpoint(f"{mesh.size} devices cannot share {count} {name}")
+    return replace(config, **{name: count // mesh.size for name, count in counts.items()})

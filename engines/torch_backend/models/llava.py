@@ -41,6 +41,7 @@ from engines.torch_backend.models.vision import VisionTower, num_blocks_needed, 
 from engines.torch_backend.multimodal.image_processor import ImageProcessor, load_image_processor
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 
 _ARCHITECTURE = "LlavaForConditionalGeneration"
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
@@ -95,7 +96,8 @@ class Llava(FamilyModel):
 
     config: VLMConfig
 
-    def __init__(self, config: VLMConfig) -> None:
+    def __init__(self, config: VLMConfig, mesh: Mesh = SINGLE) -> None:
+        """Members of a mesh share the decoder; each has the tower, and encodes all images."""
         super().__init__()
         self.config = config
         self.vision_tower = VisionTower(
@@ -104,7 +106,7 @@ class Llava(FamilyModel):
             with_class_token=config.vision_feature_select_strategy == "full",
         )
         self.multi_modal_projector = Projector(config)
-        self.language_model = Llama(config.text)
+        self.language_model = Llama(config.text, mesh)
 
     def num_features(self, pixels: Any) -> int | None:
         """One image is one square."""
@@ -181,9 +183,9 @@ class LlavaFamily:
             quantization=quantization,
         )
 
-    def build(self, config: VLMConfig) -> Llava:
-        """The model, its weights still undefined."""
-        return Llava(config)
+    def build(self, config: VLMConfig, mesh: Mesh) -> Llava:
+        """The model, its weights still undefined. Raises: UnsupportedCheckpoint."""
+        return Llava(config, mesh)
 
     def rename(self, name: str, config: VLMConfig) -> str | WeightPart | None:
         """All namings of the architecture are read.

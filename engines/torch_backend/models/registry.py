@@ -19,11 +19,11 @@ from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.attention import AttentionPlan
-from engines.torch_backend.layers.quantized_linear import OUTPUT_DIMS
 from engines.torch_backend.models.config import TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import DIMS, Mesh
 
 #: modules with a `FAMILY`
 _BUILT_IN = ("engines.torch_backend.models.llava",)
@@ -99,7 +99,7 @@ class FamilyModel(nn.Module):
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
         """The pools of keys and values that it asks for."""
-        return (self.config.text,)
+        return (self.language_model.text,)
 
     def attach(self, pools: Sequence[KVCachePool], max_model_len: int) -> None:
         """Keep keys and values there from now on, of sequences that are never longer."""
@@ -154,8 +154,8 @@ class ModelFamily(Protocol):
         """The model's configuration. Raises: UnsupportedCheckpoint, with the field and the reason."""
         ...
 
-    def build(self, config: Any) -> FamilyModel:
-        """The model, its weights still undefined."""
+    def build(self, config: Any, mesh: Mesh) -> FamilyModel:
+        """The model, or a member's share of it, its weights still undefined. Raises: UnsupportedCheckpoint."""
         ...
 
     def rename(self, name: str, config: Any) -> str | WeightPart | None:
@@ -234,7 +234,7 @@ def rename_weights(
                 f"the checkpoint lacks weights that are joined with {', '.join(found.values())}: "
                 f"{len(found)} of {counts[name]} are there"
             )
-        dim = OUTPUT_DIMS.get(name.rpartition(".")[2], 0)
+        dim, _ = DIMS.get(name.rpartition(".")[2], (0, None))
         renamed[name] = torch.cat([weights[found[index]] for index in range(counts[name])], dim)
     return renamed
 

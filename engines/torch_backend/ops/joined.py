@@ -93,7 +93,8 @@ def _create_like(parts: Sequence[nn.Module]) -> nn.Module:
     if isinstance(first, Int8Linear):
         return Int8Linear((0, first.integers.shape[1]), bias, first.scale.dtype)
     if isinstance(first, Int4Linear):
-        return Int4Linear((0, 2 * first.pairs.shape[1]), bias, first.scale_zero.dtype)
+        shape = (0, 2 * first.pairs.shape[1])
+        return Int4Linear(shape, bias, first.scale_zero.dtype, first.group_size)
     assert isinstance(first, nn.Linear)
     joined = nn.Linear(first.in_features, 1, bias=False, device="meta")
     if bias is not None:

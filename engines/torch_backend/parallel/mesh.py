@@ -1,8 +1,9 @@
 """The devices that share a model: each holds a part of every large weight, and they add up what they computed."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -45,3 +46,35 @@ class SingleMesh:
 
 
 SINGLE = SingleMesh()
+
+#: Dimensions of outputs and of inputs in what linears keep.
+DIMS: dict[str, tuple[int, int | None]] = {
+    "weight": (0, 1),
+    "bias": (0, None),
+    "integers": (0, 1),
+    "scale": (0, None),
+    "pairs": (0, 1),
+    "scale_zero": (1, 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a member has of a layer: some of its outputs, or what some of its inputs add to the sums of all."""
+
+    mesh: Mesh = SINGLE
+    of: Literal["outputs", "inputs"] | None = None  #: None: all of it
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """The member's part of a tensor of the whole layer, by its name there."""
+        if self.of is None or self.mesh.size == 1:
+            return tensor
+        dim = DIMS[name][self.of == "inputs"]
+        if dim is not None:
+            return tensor.tensor_split(self.mesh.size, dim)[self.mesh.rank].contiguous()
+        if name == "bias" and self.mesh.rank:
+            return torch.zeros_like(tensor)  # it is added once
+        return tensor
+
+
+WHOLE = Share()

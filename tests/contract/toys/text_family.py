@@ -8,6 +8,7 @@ from engines.torch_backend.models.hf_config import check_llama, complete, llama_
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.processor import TextOnly
+from engines.torch_backend.parallel.mesh import Mesh
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 
@@ -24,10 +25,10 @@ class TextModelConfig:
 class TextModel(FamilyModel):
     """A decoder."""
 
-    def __init__(self, config: TextModelConfig) -> None:
+    def __init__(self, config: TextModelConfig, mesh: Mesh) -> None:
         super().__init__()
         self.config = config
-        self.language_model = Llama(config.text)
+        self.language_model = Llama(config.text, mesh)
 
 
 class TextFamily:
@@ -41,9 +42,9 @@ class TextFamily:
         check_llama(config)
         return TextModelConfig(llama_config(config, complete("qwen2", config)))
 
-    def build(self, config: TextModelConfig) -> TextModel:
+    def build(self, config: TextModelConfig, mesh: Mesh) -> TextModel:
         """The model, its weights still undefined."""
-        return TextModel(config)
+        return TextModel(config, mesh)
 
     def rename(self, name: str, config: TextModelConfig) -> str | None:
         """The decoder's names are transformers' own."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.torch_backend.layers.activation import quick_gelu
-from engines.torch_backend.layers.linear import Linear, Stream
+from engines.torch_backend.layers.linear import Linear, LinearWeights, Stream
 from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
@@ -32,7 +32,7 @@ def make_linear(
     form: str, shape: tuple[int, int], *, bias: bool = True, seed: int = 0
 ) -> nn.Module:
     """As a loaded model holds it."""
-    linear = nn.Linear(shape[1], shape[0], bias=bias).requires_grad_(False)
+    linear = LinearWeights(shape[1], shape[0], bias=bias).requires_grad_(False)
     linear.weight.copy_(make_numbers(*shape, seed))
     if form in ("float32", "bfloat16", "float16"):
         linear.weight = nn.Parameter(linear.weight.to(getattr(torch, form)), requires_grad=False)
@@ -188,7 +188,7 @@ def test_packing_keeps_what_the_integers_stand_for(form: str):
     packed = make_linear(form, (33, 96))
     assert isinstance(packed, PackedLinear)
     scheme = SCHEMES[form]
-    plain = scheme._create_linear((33, 96), None, torch.float32)
+    plain = scheme.create_linear(LinearWeights(96, 33, bias=False), torch.float32)
     assert isinstance(plain, QuantizedLinear)
     plain.load_state_dict(scheme.quantize(weight, torch.float32), assign=True)
 

@@ -1,0 +1,169 @@
+"""Members of a mesh, each with its share of a decoder, compute together what one with all of it computes."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import Span, plan_attention
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+
+CPU = torch.device("cpu")
+WIDE = {
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+@dataclass
+class Table:
+    """Where members that are threads lay down what they have for each other."""
+
+    size: int
+    parts: list[Tensor] = field(init=False)
+    barrier: Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = [torch.empty(0)] * self.size
+        self.barrier = Barrier(self.size, timeout=60)
+
+
+@dataclass(frozen=True)
+class ThreadMesh:
+    """A member that is a thread."""
+
+    rank: int
+    table: Table
+
+    @property
+    def size(self) -> int:
+        return self.table.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).sum(dim=0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self.table.parts[self.rank] = x
+        self.table.barrier.wait()
+        parts = list(self.table.parts)
+        self.table.barrier.wait()
+        return parts
+
+
+def on_members(size: int, compute: Callable[[Mesh], Tensor]) -> list[Tensor]:
+    """What each member computes."""
+    table = Table(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(compute, [ThreadMesh(rank, table) for rank in range(size)]))
+
+
+def load(directory: Path, mesh: Mesh, scheme: str | None, kernels: CpuKernels) -> FamilyModel:
+    ops = cpu_ops(kernels)
+    chosen = SCHEMES[scheme] if scheme else None
+    found = find_family(directory)
+    model = load_model(directory, *found, CPU, torch.float32, chosen, ops=ops, mesh=mesh)
+    model.bind(ops, torch.float32)
+    return model
+
+
+@torch.inference_mode()
+def compute_logits(model: FamilyModel, kernels: CpuKernels) -> Tensor:
+    """Of a prompt, and of a token behind each of two others."""
+    text = model.language_model.text
+    spans = [Span(0, 1, 0, [2]), Span(1, 7, 0, [0])]
+    pool = KVCachePool(text, 3, 16, torch.float32, CPU)
+    rotary = RotaryTable(text, 64, torch.float32, CPU)
+    found = []
+    for _ in range(2):
+        plan = plan_attention(spans, 16, torch.float32, CPU)
+        if plan.fresh_blocks is not None:
+            pool.clear(plan.fresh_blocks)
+        positions = [p for span in spans for p in range(span.num_computed, span.num_context)]
+        ids = torch.arange(len(positions)) * 37 % text.vocab_size
+        rotation = rotary.at(torch.tensor(positions))
+        attend = cpu_ops(kernels)["step_attention"](text, pool, plan, rotation)
+        hidden = model.language_model(model.embed(ids, ()), attend)
+        found.append(model.language_model.logits(hidden))
+        spans = [Span(0, 1, 1, [2]), Span(1, 1, 7, [0])]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kernels", ["off", "exact"])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, BIASED, {"tie_word_embeddings": True}, {"vocab_size": 401}],
+    ids=["plain", "biased", "tied", "odd vocabulary"],
+)
+def test_shares_give_the_logits_of_the_whole(
+    tmp_path: Path, changes: dict[str, Any], scheme: str | None, kernels: CpuKernels
+) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": WIDE | changes})
+    whole = load(tmp_path / "t", SINGLE, scheme, kernels)
+    expected = compute_logits(whole, kernels)
+
+    def compute(mesh: Mesh) -> Tensor:
+        share = load(tmp_path / "t", mesh, scheme, kernels)
+        assert num_bytes(share) < 0.6 * num_bytes(whole)
+        return compute_logits(share, kernels)
+
+    limit = 1e-5 if kernels == "off" or scheme is None else 1e-3  # activations of 16 bits
+    for found in on_members(2, compute):
+        assert (found - expected).abs().max() <= limit * expected.abs().max()
+
+
+def num_bytes(model: FamilyModel) -> int:
+    layers = model.language_model.model.layers
+    return sum(value.nbytes for value in layers.state_dict().values())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_checkpoint_that_is_quantized_already_is_shared(tmp_path: Path, scheme: str) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": WIDE | BIASED})
+    quantize_checkpoint(tmp_path / "t", tmp_path / "q", scheme)
+    expected = compute_logits(load(tmp_path / "q", SINGLE, None, "off"), "off")
+
+    found = on_members(
+        2, lambda mesh: compute_logits(load(tmp_path / "q", mesh, None, "off"), "off")
+    )
+
+    for logits in found:
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "scheme", "words"),
+    [
+        (4, {}, None, "4 devices cannot share 2 num_kv_heads"),
+        (2, {"intermediate_size": 97}, None, "2 devices cannot share 97 intermediate_size"),
+        (2, {"intermediate_size": 160}, "int4", "2 devices cannot share 160 .* groups of 32"),
+    ],
+)
+def test_what_members_cannot_share_is_refused(
+    tmp_path: Path, size: int, changes: dict[str, Any], scheme: str | None, words: str
+) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": WIDE | changes})
+
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        load(tmp_path / "t", ThreadMesh(0, Table(size)), scheme, "off")
