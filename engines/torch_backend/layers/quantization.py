@@ -31,15 +31,12 @@ class Scheme(ABC):
 
     name: str
 
-    def applies_to(self, module: nn.Module) -> bool:
-        """Whether a layer's weights are quantized: if it says so, and they fit."""
-        is_asked = isinstance(module, LinearWeights) and module.precision is Precision.SCHEME
-        return is_asked and self._fits(module.whole_shape)
-
     def swap_linears(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Put quantized linears in place of those that the scheme applies to, with undefined weights."""
+        """Put quantized linears, with undefined weights, in place of those that ask for it and fit."""
         for name, module in list(model.named_modules()):
-            if self.applies_to(module):
+            if not isinstance(module, LinearWeights) or module.precision is not Precision.SCHEME:
+                continue
+            if self._fits(module.whole_shape):
                 model.set_submodule(name, self.create_linear(module, dtype))
 
     @abstractmethod

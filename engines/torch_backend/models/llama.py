@@ -37,34 +37,48 @@ from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share
 class SelfAttention(nn.Module):
     """The weights around `attend`."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TextConfig, number: int, norm: RMSNorm, mesh: Mesh) -> None:
         super().__init__()
+        self.number = number  #: of the layer
+        width, bias = config.hidden_size, config.attention_bias
         query_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = _spread(width, query_width, bias, mesh)
-        self.k_proj = _spread(width, kv_width, bias, mesh)
-        self.v_proj = _spread(width, kv_width, bias, mesh)
-        self.o_proj = _gathered(query_width, width, config.attention_output_bias, mesh)
+        self.q_proj = _column_parallel(width, query_width, bias, mesh)
+        self.k_proj = _column_parallel(width, kv_width, bias, mesh)
+        self.v_proj = _column_parallel(width, kv_width, bias, mesh)
+        self.o_proj = _row_parallel(query_width, width, config.attention_output_bias, mesh)
+        self.qkv = Linear(self, "q_proj", "k_proj", "v_proj", before=Before(norm=norm))
+        self.out = Linear(self, "o_proj")
+
+    def forward(self, stream: Stream, attend: Attend) -> None:
+        """Added to the stream. Shapes: (N, C)."""
+        self.out(attend(self.number, self.qkv(stream)), add_to=stream)
 
 
 class GatedMLP(nn.Module):
-    """The weights of a SwiGLU feed-forward. Source: Shazeer 2020."""
+    """A SwiGLU feed-forward. Source: Shazeer 2020."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TextConfig, norm: RMSNorm, mesh: Mesh) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = _spread(width, inner, bias, mesh)
-        self.up_proj = _spread(width, inner, bias, mesh)
-        self.down_proj = _gathered(inner, width, bias, mesh)
+        self.gate_proj = _column_parallel(width, inner, bias, mesh)
+        self.up_proj = _column_parallel(width, inner, bias, mesh)
+        self.down_proj = _row_parallel(inner, width, bias, mesh)
+        gate = Before(gate=ACTIVATIONS[config.hidden_act])
+        self.gate_up = Linear(self, "gate_proj", "up_proj", before=Before(norm=norm))
+        self.down = Linear(self, "down_proj", before=gate)
+
+    def forward(self, stream: Stream) -> None:
+        """Added to the stream. Shapes: (N, C)."""
+        self.down(self.gate_up(stream), add_to=stream)
 
 
-def _spread(width: int, outputs: int, bias: bool, mesh: Mesh) -> LinearWeights:
+def _column_parallel(width: int, outputs: int, bias: bool, mesh: Mesh) -> LinearWeights:
     share = Share(mesh, "outputs")
     return LinearWeights(width, outputs, bias=bias, precision=Precision.SCHEME, share=share)
 
 
-def _gathered(inputs: int, width: int, bias: bool, mesh: Mesh) -> LinearWeights:
+def _row_parallel(inputs: int, width: int, bias: bool, mesh: Mesh) -> LinearWeights:
     share = Share(mesh, "inputs")
     return LinearWeights(inputs, width, bias=bias, precision=Precision.SCHEME, share=share)
 
@@ -74,30 +88,20 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: TextConfig, number: int, mesh: Mesh) -> None:
         super().__init__()
-        self.number = number
-        self.self_attn = SelfAttention(config, mesh)
-        self.mlp = GatedMLP(config, mesh)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        gate = Before(gate=ACTIVATIONS[config.hidden_act])
-        first, second = (
-            Before(norm=self.input_layernorm),
-            Before(norm=self.post_attention_layernorm),
-        )
-        self.qkv = Linear(self.self_attn, "q_proj", "k_proj", "v_proj", before=first)
-        self.out = Linear(self.self_attn, "o_proj")
-        self.gate_up = Linear(self.mlp, "gate_proj", "up_proj", before=second)
-        self.down = Linear(self.mlp, "down_proj", before=gate)
+        self.self_attn = SelfAttention(config, number, self.input_layernorm, mesh)
+        self.mlp = GatedMLP(config, self.post_attention_layernorm, mesh)
 
     def forward(self, stream: Stream, attend: Attend) -> None:
         """Shapes: stream (N, C)."""
-        self.out(attend(self.number, self.qkv(stream)), add_to=stream)
-        self.down(self.gate_up(stream), add_to=stream)
+        self.self_attn(stream, attend)
+        self.mlp(stream)
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
         """In the order of `LayerProducts`."""
-        return self.qkv, self.out, self.gate_up, self.down
+        return self.self_attn.qkv, self.self_attn.out, self.mlp.gate_up, self.mlp.down
 
 
 class DecoderStack(nn.Module):
