@@ -1,22 +1,15 @@
-"""The commands of the gateway and of its clients: `vlm gateway`, `vlm chat`, `vlm status`, `vlm bench gateway`."""
+"""The commands of the gateway and its clients: `vlm gateway`, `chat`, `status`, `bench gateway`."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.settings.options import (
-    AllowOpen,
-    Assignments,
-    DieWithParent,
-    Host,
-    LogLevel,
-    Port,
-    RedisUrl,
-    read_settings,
-    run_process,
-)
+from shared.settings.options import LISTEN, takes_settings
+
+if TYPE_CHECKING:
+    from shared.settings.tree import Settings
 
 Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
 ApiKey = Annotated[
@@ -24,27 +17,11 @@ ApiKey = Annotated[
 ]
 
 
-def gateway(
-    host: Host = None,
-    port: Port = None,
-    allow_open: AllowOpen = None,
-    redis_url: RedisUrl = None,
-    log_level: LogLevel = None,
-    assignments: Assignments = None,
-    die_with_parent: DieWithParent = False,
-) -> None:
+@takes_settings(LISTEN, process="gateway")
+def gateway(settings: "Settings") -> None:
     """Run one gateway process. Redis is the one that VLM_REDIS_URL names."""
     from gateway.main import run_gateway
 
-    options = {
-        "gateway.host": host,
-        "gateway.port": port,
-        "gateway.allow_open": allow_open,
-        "redis.url": redis_url,
-        "logs.level": log_level,
-    }
-    settings = read_settings(options, assignments, die_with_parent)
-    run_process("gateway", settings, die_with_parent)
     sys.exit(run_gateway(settings))
 
 

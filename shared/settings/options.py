@@ -5,6 +5,8 @@ Imports no settings before a command runs: the help of the command line is shown
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -14,40 +16,96 @@ from shared.settings import SettingsError
 if TYPE_CHECKING:
     from shared.settings.tree import Settings
 
-Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
-Port = Annotated[
-    int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default="8000")
-]
-AllowOpen = Annotated[
-    bool | None,
-    typer.Option("--allow-open", help="Serve without API keys on other addresses than loopback."),
-]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="redis://, rediss:// or unix:// URL.", show_default=False)
-]
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"] | None,
-    typer.Option(help="Least level shown.", show_default="info"),
-]
-Assignments = Annotated[
+#: Options that stand for settings, by the settings' paths.
+SettingOptions = Mapping[str, Any]
+
+LISTEN: SettingOptions = {
+    "gateway.host": Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen on.", show_default="127.0.0.1"),
+    ],
+    "gateway.port": Annotated[
+        int | None,
+        typer.Option("--port", help="Port to listen on; 0 takes a free one.", show_default="8000"),
+    ],
+    "gateway.allow_open": Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-open", help="Serve without API keys on other addresses than loopback."
+        ),
+    ],
+}
+_COMMON: SettingOptions = {
+    "redis.url": Annotated[
+        str | None,
+        typer.Option("--redis-url", help="redis://, rediss:// or unix:// URL.", show_default=False),
+    ],
+    "logs.level": Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        typer.Option("--log-level", help="Least level shown.", show_default="info"),
+    ],
+}
+_Assignments = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other setting, as in `--set worker.lease_s=5`; may be repeated. `vlm settings` lists them.",
+        help="Any other setting, as in `--set worker.lease_s=5`; may be repeated. "
+        "`vlm settings` lists them.",
         show_default=False,
     ),
 ]
-DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+_DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+
+
+def takes_settings(
+    *groups: SettingOptions, process: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options that stand for settings; it gets the `Settings` before its own.
+
+    `process`: the name under which it is a long-lived process of a fleet, logging as such.
+    """
+    by_name = {
+        path.replace(".", "_"): (path, option)
+        for group in (*groups, _COMMON)
+        for path, option in group.items()
+    }
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(
+            assignments: list[str] | None = None, die_with_parent: bool = False, **given: Any
+        ) -> None:
+            options = {path: given.pop(name) for name, (path, _) in by_name.items()}
+            settings = read_settings(options, assignments, die_with_parent)
+            if process is not None:
+                _begin_process(process, settings, die_with_parent)
+            command(settings, **given)
+
+        own = list(inspect.signature(command).parameters.values())[1:]
+        shared = [_option(name, option) for name, (_, option) in by_name.items()]
+        shared.append(_option("assignments", _Assignments))
+        if process is not None:
+            shared.append(_option("die_with_parent", _DieWithParent, False))
+        run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, {}
+        run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def read_settings(
     options: dict[str, Any], assignments: list[str] | None, is_child: bool = False
 ) -> Settings:
-    """The settings that a command starts with: its options that are not None, then all other sources.
+    """The settings that a command starts with: options that are not None, then all other sources.
 
-    `options` are by path (`gateway.port`). A child of `vlm serve` has its settings from its environment
-    alone: its parent has read `.env`, and hands on what is the child's own. Raises: SettingsError.
+    `options` are by path (`gateway.port`). A child of `vlm serve` has its settings from its
+    environment alone: its parent has read `.env`, and hands on what is the child's own. Raises:
+    SettingsError.
     """
     from shared.settings.load import load_settings
 
@@ -74,7 +132,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[name] = value
 
 
-def run_process(name: str, settings: Settings, is_child: bool) -> None:
+def _begin_process(name: str, settings: Settings, is_child: bool) -> None:
     """Make this process the long-lived one `name` of a fleet. Raises: SettingsError."""
     from shared.process import die_with_parent
     from shared.telemetry.logs import setup_logging
