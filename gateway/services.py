@@ -20,6 +20,7 @@ from shared.queue.mailbox import RedisMailbox
 from shared.queue.registry import Registry
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
+from shared.redis.release import warn_of_known_faults
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 from shared.telemetry.tracing import create_tracer
@@ -85,7 +86,12 @@ class Services:
 
     async def start(self) -> None:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""
-        await asyncio.gather(self.queue.open(), self.image_store.open(), return_exceptions=True)
+        await asyncio.gather(
+            self.queue.open(),
+            self.image_store.open(),
+            warn_of_known_faults(self._redis),
+            return_exceptions=True,
+        )
         self.dispatcher.start()
         self.refunds.start()
         self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")

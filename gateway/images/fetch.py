@@ -222,6 +222,7 @@ class _Resolver:
             del self._num_by_domain[domain]
 
     def close(self) -> None:
+        """Forget what waits; a look-up under way ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

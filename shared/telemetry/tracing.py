@@ -1,14 +1,13 @@
-"""What a trace is made of, without OpenTelemetry: an optional extra, of which nothing is imported unless asked for.
+"""What a trace is made of, without OpenTelemetry: an optional extra, imported only if asked for.
 
-Each process calls `create_tracer` once, and then has a `Tracer` or None. Units: instants are epoch nanoseconds,
-durations seconds.
+Each process calls `create_tracer` once, and then has a `Tracer` or None. Units: instants are epoch
+nanoseconds, durations seconds.
 """
 
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shared.settings.tree import SettingsError, TraceSettings
@@ -42,7 +41,7 @@ def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Trac
     if settings.export == "none" or is_disabled:
         return None
     try:
-        spans = import_module("shared.telemetry.spans")
+        from shared.telemetry import spans  # noqa: PLC0415 - an optional extra
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"VLM_TRACES__EXPORT: {error.name} is missing; pip install '.[traces]'"
