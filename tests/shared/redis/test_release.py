@@ -87,10 +87,12 @@ async def test_the_release_of_a_server_is_read(redis):
 
 
 async def test_a_gateway_warns_where_others_may_reach_such_a_server(tmp_path, caplog):
-    async with run_on_loopback(tmp_path) as url:
-        async with run_gateway_on_socket(make_settings(url, "vlm")):
-            expected = has_known_faults(version_of(find_redis_server()))
-            assert ("has known faults" in caplog.text) is expected
+    expected = has_known_faults(version_of(find_redis_server()))
+    async with (
+        run_on_loopback(tmp_path) as url,
+        run_gateway_on_socket(make_settings(url, "vlm")),
+    ):
+        assert ("has known faults" in caplog.text) is expected
 
 
 async def test_a_user_without_any_right_may_read_the_release(tmp_path):
@@ -107,9 +109,11 @@ async def test_a_gateway_says_nothing_of_a_server_on_a_unix_socket(redis_server,
 
 
 async def test_nothing_is_said_where_the_release_is_not_told(tmp_path, caplog):
-    async with run_on_loopback(tmp_path, "--rename-command", "HELLO", "") as url:
-        async with connect(url) as client:
-            await warn_of_known_faults(client)
+    async with (
+        run_on_loopback(tmp_path, "--rename-command", "HELLO", "") as url,
+        connect(url) as client,
+    ):
+        await warn_of_known_faults(client)
     assert not caplog.records
 
 
