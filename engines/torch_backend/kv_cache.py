@@ -119,6 +119,7 @@ class KVCachePool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.head_dim = shape.head_dim
         sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         self._data = torch.empty(sizes, dtype=dtype, device=device)
         # views made once: a step takes them for every layer

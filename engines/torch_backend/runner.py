@@ -76,7 +76,7 @@ class TorchRunner:
         self.max_model_len = plan.max_model_len
         self.vocab_size = text.vocab_size
         self.model = model.eval()
-        self._device = device
+        self.device = device
         self._dtype = dtype
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
         is_native = isinstance(model.language_model, Llama)
@@ -96,7 +96,7 @@ class TorchRunner:
         self._num_rows = self._rotary.num_rows if self._rotary else model.num_position_rows
         self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
         model.bind(self._ops, dtype)
-        model.attach(self._kv_pools, self.max_model_len)
+        model.limit(self.max_model_len)
         self._limit: PrefillLimit | None = None
         self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
@@ -120,7 +120,7 @@ class TorchRunner:
             if not _is_out_of_memory(error):
                 raise
             raise DeviceOutOfMemory(
-                f"{self._device}: a step of {batch.num_tokens} tokens"
+                f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
         if self._limit is not None and isinstance(step, ComputedStep):
             self._note_time(batch, step.result, time.perf_counter() - started, self._limit)
@@ -162,7 +162,7 @@ class TorchRunner:
         self._encoder_cache.clear()
         for name in ("model", "_cuda", "_images", "_kv_pools", "_rotary"):
             self.__dict__.pop(name, None)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def follow(self, limit: PrefillLimit) -> None:
@@ -170,14 +170,14 @@ class TorchRunner:
 
         On a CPU: a GPU's streams are computed by graphs, its prompts are not, and neither says how long the other takes.
         """
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return
         self._limit = limit
         self.limit_images(limit.spare_s)
 
     def limit_images(self, seconds: float | None) -> None:
         """Encode images beside running streams in parts of so many seconds; on a GPU they are fast enough."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._images.seconds_beside_streams = seconds
 
     def warm_up(self) -> None:
@@ -224,7 +224,7 @@ class TorchRunner:
             if not ordered:
                 return StepResult([None] * len(items), vision_s, deferred, late)
         spans = _to_spans(ordered)
-        plan = plan_attention(spans, self.block_size, self._dtype, self._device)
+        plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
         logits = self._logits(ordered, plan, [spans[place].stop - 1 for place in sampling])
         choices: list[TokenChoice | None] = [None] * len(items)
@@ -241,7 +241,7 @@ class TorchRunner:
         """Scores behind the last token of each share; those of one token come first. Shapes: (shares, vocabulary)."""
         self._images.encode_missing(items)
         spans = _to_spans(items)
-        plan = plan_attention(spans, self.block_size, self._dtype, self._device)
+        plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         return self._logits(items, plan, [span.stop - 1 for span in spans])
 
     def _logits(
@@ -254,7 +254,9 @@ class TorchRunner:
         token_ids, positions = self._token_inputs(items)
         images = self._images.place(items, plan.spans)
         if self._rotary is None:
-            return self.model.logits(FlatStep(items, token_ids, positions, images, plan, rows))
+            return self.model.logits(
+                FlatStep(items, token_ids, positions, images, plan, self._kv_pools, rows)
+            )
         embeddings = self.model.embed(token_ids, images)
         if self._cuda is not None:
             hidden = self._cuda.forward(embeddings, positions, plan)
@@ -265,7 +267,7 @@ class TorchRunner:
         if not rows:
             return hidden[:0]
         if len(rows) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, device=self._device)]
+            hidden = hidden[torch.tensor(rows, device=self.device)]
         return self.model.language_model.logits(hidden)
 
     def _token_inputs(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor]:
@@ -277,7 +279,7 @@ class TorchRunner:
             rows = item.sequence.positions(item.start, item.end)
             for place, row in enumerate(positions):
                 row += rows[place % len(rows)]
-        inputs = torch.tensor([token_ids, *positions]).to(self._device)
+        inputs = torch.tensor([token_ids, *positions]).to(self.device)
         return inputs[0], inputs[1] if len(positions) == 1 else inputs[1:]
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:

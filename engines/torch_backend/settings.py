@@ -45,6 +45,12 @@ class TorchSettings(BatchingSettings):
         "8 bits, exact: of 16.",
     )
 
+    self_check: Literal["auto", "always", "off"] = Field(
+        default="auto",
+        description="Compare a few tokens of a model with transformers' own at the start; auto: where "
+        "no test of the project does.",
+    )
+
     @field_validator("disabled_gpu_kernels", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:

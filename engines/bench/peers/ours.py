@@ -159,8 +159,8 @@ class _SkippingRunner:
 def _fill_with_noise(runner: TorchRunner) -> None:
     """Untouched memory is one page of zeros, read from the cache; and it could be anything."""
     pool, text = runner._kv_pools[0], runner.model.config.text
-    slots = torch.arange(pool.num_blocks * pool.block_size, device=runner._device)
+    slots = torch.arange(pool.num_blocks * pool.block_size, device=runner.device)
     shape = (len(slots), text.num_kv_heads, text.head_dim)
-    noise = torch.randn(shape).to(runner._device, runner._dtype)
+    noise = torch.randn(shape).to(runner.device, runner._dtype)
     for layer in range(text.num_layers):
         pool.write(layer, slots, noise, noise)

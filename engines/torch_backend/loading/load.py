@@ -63,6 +63,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         runner = TorchRunner(model, settings, device, dtype, settings.num_threads, free, kernels)
     with phases.measure("warmup"):
         runner.warm_up()
+        model.verify(runner, settings.self_check)
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
         runner.follow(limit)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)

@@ -140,12 +140,17 @@ def load_model(
     form = choose_form(config, scheme)
     stored = list_tensors(directory)
     model = build_empty(family, config, form, dtype, mesh)
+    if model.converts_weights and form is not None:
+        raise UnsupportedCheckpoint(f"a {type(model).__name__} cannot be in {form.name} yet")
     rename = partial(family.rename, config=config)
-    reader = WeightReader(model, rename, form, device, dtype, stored_dtypes(ops))
+    kept = frozenset() if model.converts_weights else stored_dtypes(ops)
+    reader = WeightReader(model, rename, form, device, dtype, kept)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     check_memory(sum(map(reader.num_bytes, stored)), device, dtype, scheme)
+    if model.converts_weights:
+        reader = WeightReader(model, rename, None, torch.device("cpu"), None)
     read = _read_all(reader, stored, progress or (lambda share: None))
-    model.take(read, family)
+    model.take(read, family, device, dtype)
     read.clear()
     started = time.perf_counter()
     if ops is not None and ops.is_native:

@@ -24,7 +24,7 @@ MAX_IMAGE_SIZE = 2048
 _SCHEMES = ("int8", "int4")
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
 #: Several times what the largest published models have, in whatever section they stand.
-_MAX_WHOLE = {
+MAX_WHOLE = {
     "hidden_size": 2**16,
     "intermediate_size": 2**20,
     "num_hidden_layers": 512,
@@ -85,7 +85,7 @@ def complete(kind: Any, section: Fields) -> PreTrainedConfig:
 
 def _bounded(section: Fields) -> dict[str, Any]:
     """The values that decide how much memory a model takes, each within its limits."""
-    values = {name: section.whole(name, at_most=most) for name, most in _MAX_WHOLE.items()}
+    values = {name: section.whole(name, at_most=most) for name, most in MAX_WHOLE.items()}
     values |= {name: _side(section, name) for name in _SIDES}
     values |= {name: section.number(name, above=0, at_most=1) for name in _EPSILONS}
     values |= {name: section.flag(name) for name in _FLAGS}
@@ -112,7 +112,7 @@ def check_clip(section: Fields) -> None:
     kind = section.get("model_type", "clip_vision_model")
     if kind != "clip_vision_model":
         raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower can be run")
-    if section.whole("num_channels", 3, at_most=_MAX_WHOLE["num_channels"]) != 3:
+    if section.whole("num_channels", 3, at_most=MAX_WHOLE["num_channels"]) != 3:
         raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
     section.one_of("hidden_act", ("quick_gelu", "gelu"))
 

@@ -27,6 +27,8 @@ from engines.torch_backend.parallel.mesh import DIMS, Mesh
 
 #: modules with a `FAMILY`
 _BUILT_IN = ("engines.torch_backend.models.llava",)
+#: one that takes what none of these does
+_FALLBACK = "engines.torch_backend.models.generic.family"
 
 
 class ModelConfig(Protocol):
@@ -60,6 +62,7 @@ class FlatStep:
     positions: Tensor  #: (N,), or (R, N)
     images: list[ImageSlots]
     plan: AttentionPlan
+    pools: Sequence[KVCachePool]  #: as of `kv_shapes`
     rows: list[int]  #: the tokens behind which scores are wanted
 
 
@@ -90,6 +93,7 @@ class FamilyModel(nn.Module):
     language_model: (
         Any  #: the decoder, where the runner drives a `Llama` over one pool of keys and values
     )
+    converts_weights = False  #: whether `take` wants weights as they are stored
     num_position_rows = 1  #: R, where there is no such decoder
 
     def __init__(self) -> None:
@@ -101,8 +105,8 @@ class FamilyModel(nn.Module):
         """The pools of keys and values that it asks for."""
         return (self.language_model.text,)
 
-    def attach(self, pools: Sequence[KVCachePool], max_model_len: int) -> None:
-        """Keep keys and values there from now on, of sequences that are never longer."""
+    def limit(self, max_model_len: int) -> None:
+        """Compute sequences that are never longer from now on."""
 
     def logits(self, step: FlatStep) -> Tensor:
         """Scores of a step, where there is no decoder that the runner drives. Shapes: (rows, vocabulary)."""
@@ -111,12 +115,24 @@ class FamilyModel(nn.Module):
     def release(self, request_id: str) -> None:
         """Let go of what is kept of a request beside keys and values. Idempotent."""
 
-    def take(self, weights: dict[str, Tensor], family: "ModelFamily") -> None:
-        """Have a checkpoint's weights. Raises: UnsupportedCheckpoint for names and shapes that do not fit."""
+    def take(
+        self,
+        weights: dict[str, Tensor],
+        family: "ModelFamily",
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Have a checkpoint's weights, to compute on that device in that precision.
+
+        Raises: UnsupportedCheckpoint for names and shapes that do not fit.
+        """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()
-        _check_names(renamed, dict(self.state_dict()))
+        _check_weights(renamed, dict(self.state_dict()))
         self.load_state_dict(renamed, assign=True)
+
+    def verify(self, runner: Any, how: str) -> None:
+        """See that the runner's answers are the model's. Raises: UnsupportedCheckpoint."""
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""
@@ -199,10 +215,14 @@ def check_config(config: Fields) -> tuple[ModelFamily, Any]:
         is_named = isinstance(given, list) and any(name in given for name in family.architectures)
         if is_named or (given is None and kind == family.model_type):
             return family, family.check(config)
+    generic = import_module(_FALLBACK).FAMILY
+    if generic.claims(config):
+        return generic, generic.check(config)
     known = ", ".join(name for family in families for name in family.architectures)
     raise config.refuse(
         "architectures",
-        f"is {shown(given)}, model_type {shown(kind)}; these can be run: {known}",
+        f"is {shown(given)}, model_type {shown(kind)}; these can be run: {known}, and "
+        "causal language models that the installed transformers implements",
     )
 
 
@@ -239,17 +259,20 @@ def rename_weights(
     return renamed
 
 
-def _check_names(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    missing = sorted(expected.keys() - weights.keys())
-    unexpected = sorted(weights.keys() - expected.keys())
-    for problem, names in (("lacks", missing), ("has unknown", unexpected)):
-        if names:
-            shown = ", ".join(names[:_MAX_NAMES])
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")
+def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    check_names(sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys()))
     for name, value in weights.items():
         if value.shape != expected[name].shape:
             raise UnsupportedCheckpoint(
                 f"the weight {name} is {tuple(value.shape)} but config.json makes it "
                 f"{tuple(expected[name].shape)}"
             )
+
+
+def check_names(missing: list[str], unexpected: list[str]) -> None:
+    """Raises: UnsupportedCheckpoint for weights that a checkpoint lacks, or has beyond what the model reads."""
+    for problem, names in (("lacks", missing), ("has unknown", unexpected)):
+        if names:
+            shown = ", ".join(names[:_MAX_NAMES])
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise UnsupportedCheckpoint(f"the checkpoint {problem} weights: {shown}{more}")

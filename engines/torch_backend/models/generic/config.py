@@ -1,0 +1,102 @@
+"""A checkpoint's `config.json` by transformers' own classes: which model it names, and what may not be believed.
+
+No code of a checkpoint is run, nothing is fetched for it, and sizes are bounded before anything is built.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import MAX_WHOLE, stored_quantization
+
+#: What would have transformers fetch kernels, files or code, or load in a way that is the engine's to choose.
+_NEVER_READ = frozenset({
+    "auto_map", "attn_implementation", "experts_implementation", "transformers_weights", "fusion_config", "kernel_config",
+    "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
+    "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine has to know of any decoder."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class GenericConfig:
+    """Transformers' class of a model, and its configuration."""
+
+    model_class: type[PreTrainedModel]
+    full: PreTrainedConfig
+    text: Limits
+    quantization: str | None = None
+
+
+def find_class(config: Fields) -> type[PreTrainedModel] | None:
+    """The class that a `config.json` names, if it is a causal language model of the installed transformers."""
+    given = config.get("architectures")
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if given is None:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    else:
+        names = given if isinstance(given, list) else []
+        name = next((name for name in names if isinstance(name, str) and name in known), None)
+    return None if name is None else getattr(transformers, str(name))
+
+
+def read_config(config: Fields, model_class: type[PreTrainedModel]) -> GenericConfig:
+    """Raises: UnsupportedCheckpoint, with the field and the reason."""
+    stored_quantization(config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise config.refuse("model_type", f"{shown(kind)} is unknown to transformers")
+    config_class = CONFIG_MAPPING[kind]
+    expected = model_class.config_class
+    if expected is None or not issubclass(config_class, expected):
+        raise config.refuse(
+            "model_type", f"{shown(kind)} does not go with the architecture {model_class.__name__}"
+        )
+    try:
+        full = config_class(**_believed(config))
+    except UnsupportedCheckpoint:
+        raise
+    except Exception as error:  # whatever it makes of values that do not fit each other
+        reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
+        raise UnsupportedCheckpoint(f"{config.file}: {reason}") from None
+    return GenericConfig(model_class, full, _limits(config, full))
+
+
+def _believed(section: Fields) -> dict[str, Any]:
+    """The values of a section and of those within it, without those that are never read. Raises: UnsupportedCheckpoint."""
+    for name, most in MAX_WHOLE.items():
+        given = section.get(name)
+        for size in given if isinstance(given, list) else [given]:
+            if size is not None and (type(size) is not int or not 0 <= size <= most):
+                raise section.refuse(name, f"is {shown(size)}, no integer from 0 to {most}")
+    values: dict[str, Any] = {}
+    for name, value in section.values.items():
+        if name.startswith("_") or name in _NEVER_READ:
+            continue
+        is_section = isinstance(value, Mapping)
+        values[name] = _believed(section.section(name)) if is_section else value
+    return values
+
+
+def _limits(config: Fields, full: PreTrainedConfig) -> Limits:
+    text: Any = full.get_text_config(decoder=True)
+    sizes: dict[str, int] = {}
+    for name in ("vocab_size", "max_position_embeddings"):
+        size = getattr(text, name, None)
+        if type(size) is not int or size < 1:
+            raise config.refuse(name, f"is {shown(size)}, but has to say how many")
+        sizes[name] = size
+    return Limits(**sizes)

@@ -1,0 +1,53 @@
+"""The family of all checkpoints that no other family claims, and that transformers implements."""
+
+from pathlib import Path
+
+from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
+from engines.torch_backend.models.generic.model import GenericModel
+from engines.torch_backend.multimodal.processor import TextOnly
+from engines.torch_backend.parallel.mesh import Mesh
+
+#: For checkpoints that bring none: what is said, line by line.
+TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
+
+
+class GenericFamily:
+    """Any causal language model of the installed transformers."""
+
+    architectures = ()
+    model_type = ""
+
+    def claims(self, config: Fields) -> bool:
+        """Whether transformers implements it."""
+        return find_class(config) is not None
+
+    def check(self, config: Fields) -> GenericConfig:
+        """Raises: UnsupportedCheckpoint."""
+        model_class = find_class(config)
+        if model_class is None:
+            given = config.get("architectures")
+            raise config.refuse("architectures", f"is {shown(given)}, unknown to transformers")
+        return read_config(config, model_class)
+
+    def build(self, config: GenericConfig, mesh: Mesh) -> GenericModel:
+        """The model, still without modules: transformers makes them with the weights.
+
+        Raises: UnsupportedCheckpoint.
+        """
+        if mesh.size > 1:
+            name = config.model_class.__name__
+            raise UnsupportedCheckpoint(f"{name} cannot be shared by {mesh.size} devices yet")
+        return GenericModel(config)
+
+    def rename(self, name: str, config: GenericConfig) -> str:
+        """Names are transformers' to read."""
+        return name
+
+    def processor(self, directory: Path, config: GenericConfig) -> TextOnly:
+        """There are no images."""
+        return TextOnly(TEMPLATE)
+
+
+FAMILY = GenericFamily()

@@ -1,0 +1,244 @@
+"""One of transformers' models, driven by the engine's steps over its pages.
+
+Shape letters: N new tokens of a step, R rows of positions, V vocabulary.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as their_logging
+
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.generic.attention import (
+    NAME,
+    LayerSpec,
+    PagedLayer,
+    PagedStep,
+    Probe,
+)
+from engines.torch_backend.models.generic.config import GenericConfig
+from engines.torch_backend.models.generic.masks import check_masks
+from engines.torch_backend.models.generic.rope import freeze_rope
+from engines.torch_backend.models.generic.self_check import largest_difference
+from engines.torch_backend.models.generic.tested import TESTED
+from engines.torch_backend.models.registry import FamilyModel, FlatStep, ModelFamily, check_names
+from engines.torch_backend.ops.registry import Ops
+
+logger = logging.getLogger(__name__)
+_PROBE_TOKENS = (1, 2)
+#: Between the engine's scores and transformers' own, as a share of their standard deviation.
+_LARGEST_DIFFERENCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Layers that share a pool."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class GenericModel(FamilyModel):
+    """Transformers' modules; the engine's positions, pages and attention."""
+
+    config: GenericConfig
+    converts_weights = True
+    inner: PreTrainedModel
+
+    def __init__(self, config: GenericConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.language_model = None
+        self._specs: dict[nn.Module, LayerSpec] = {}
+        self._layers: list[PagedLayer] = []
+        self._ops: Ops | None = None
+        self._arguments: frozenset[str] = frozenset()
+        self._own_attention = ""
+
+    # -- loading
+    def take(
+        self,
+        weights: dict[str, Tensor],
+        family: ModelFamily,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Have transformers make the model of a checkpoint's weights, and find out what its layers ask for.
+
+        Raises: UnsupportedCheckpoint.
+        """
+        self.inner = self._load(weights, device, dtype).requires_grad_(False).eval()
+        self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
+        text = self._text
+        self._own_attention = text._attn_implementation
+        text._attn_implementation_internal = NAME
+        self._specs = self._probe(device)
+        check_masks(self.inner, list(self._specs.values()))
+
+    def _load(
+        self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+    ) -> PreTrainedModel:
+        name = self.config.model_class.__name__
+        try:
+            with _silent():
+                result: Any = self.config.model_class.from_pretrained(
+                    None,
+                    config=self.config.full,
+                    state_dict=weights,
+                    dtype=dtype,
+                    device_map=None if device.type == "cpu" else {"": device},
+                    attn_implementation="sdpa"
+                    if self.config.model_class._supports_sdpa
+                    else "eager",
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )
+        except Exception as error:  # of a hundred classes' own
+            raise UnsupportedCheckpoint(
+                f"transformers cannot load {name}: {_told(error)}"
+            ) from error
+        loaded, info = result
+        check_names(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
+        for weight, found, expected in info["mismatched_keys"]:
+            raise UnsupportedCheckpoint(
+                f"the weight {weight} is {tuple(found)} but config.json makes it {tuple(expected)}"
+            )
+        return loaded
+
+    @torch.inference_mode()
+    def _probe(self, device: torch.device) -> dict[nn.Module, LayerSpec]:
+        """Call the model once. Raises: UnsupportedCheckpoint."""
+        name = self.config.model_class.__name__
+        probe: Any = Probe(hasattr(self.inner, "create_masks_for_generate"))
+        for module in self.inner.modules():
+            module.pages = probe
+        if "position_ids" not in self._arguments:
+            raise UnsupportedCheckpoint(f"{name} cannot be run over pages: it takes no positions")
+        ids = torch.tensor([_PROBE_TOKENS], device=device)
+        positions = torch.arange(len(_PROBE_TOKENS), device=device)[None]
+        try:
+            self.inner(input_ids=ids, position_ids=positions, use_cache=False)
+        except Exception as error:  # a layer that wants a mask fails in a way of its own
+            raise UnsupportedCheckpoint(
+                f"{name} cannot be run over pages: {_told(error)}"
+            ) from error
+        text = self._text
+        types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
+        num_wanted = sum(kind not in ("mlp", "moe") for kind in types)
+        if len(probe.layers) < num_wanted:
+            raise UnsupportedCheckpoint(
+                f"{name} cannot be run over pages: {num_wanted - len(probe.layers)} of its {num_wanted} "
+                "layers do not hand their keys and values over"
+            )
+        return probe.layers
+
+    @property
+    def _text(self) -> Any:
+        return self.inner.config.get_text_config(decoder=True)
+
+    # -- as the runner drives it
+    @property
+    def kv_shapes(self) -> Sequence[PoolShape]:
+        """One pool for all layers of a shape; who reads another's keys and values has no place of its own."""
+        own = [spec.pool_shape for spec in self._specs.values() if spec.shares is None]
+        return [PoolShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
+
+    def limit(self, max_model_len: int) -> None:
+        """Compute sequences that are never longer from now on."""
+        freeze_rope(self.inner, max_model_len)
+        shapes = [(shape.num_kv_heads, shape.head_dim) for shape in self.kv_shapes]
+        num_taken = [0] * len(shapes)
+        places: list[tuple[int, int]] = []
+        self._layers = []
+        for module, spec in self._specs.items():
+            if spec.shares is not None:
+                places.append(places[spec.shares])
+            else:
+                pool = shapes.index(spec.pool_shape)
+                places.append((pool, num_taken[pool]))
+                num_taken[pool] += 1
+            layer: Any = PagedLayer(spec.within(max_model_len), *places[-1])
+            module.pages = layer
+            self._layers.append(layer)
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on."""
+        self._ops = ops
+
+    def logits(self, step: FlatStep) -> Tensor:
+        """Scores of the next token behind some of the new ones. Shapes: returns (rows, V)."""
+        assert self._ops is not None
+        paged = PagedStep(step.plan, step.pools, self._ops)
+        for layer in self._layers:
+            layer.step = paged
+        return self._call(step.token_ids[None], step.positions.unsqueeze(-2), step.rows)
+
+    def _call(self, token_ids: Tensor, positions: Tensor, rows: list[int]) -> Tensor:
+        """Shapes: token_ids (1, N), positions (1, N) or (R, 1, N); returns (rows, V)."""
+        inputs: dict[str, Any] = {
+            "input_ids": token_ids,
+            "position_ids": positions,
+            "use_cache": False,
+        }
+        wanted = torch.tensor(rows, dtype=torch.long, device=token_ids.device)
+        keeps = (
+            "logits_to_keep" in self._arguments
+        )  # else `**kwargs` would swallow it without a word
+        if keeps:
+            inputs["logits_to_keep"] = wanted
+        logits = self.inner(**inputs).logits[0]
+        return logits if keeps else logits[wanted]
+
+    @torch.inference_mode()
+    def verify(self, runner: Any, how: str) -> None:
+        """Compare a few tokens with transformers' own. Raises: UnsupportedCheckpoint where they differ."""
+        name = self.config.model_class.__name__
+        if how == "off" or (how == "auto" and name in TESTED):
+            return
+        difference = largest_difference(runner, self, self.config.text.vocab_size)
+        limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
+        logger.info("self-check of %s: scores differ by %.1e of their deviation", name, difference)
+        if not difference <= limit:
+            raise UnsupportedCheckpoint(
+                f"{name} cannot be run over pages: its scores differ from transformers' own by {difference:.1e} of "
+                f"their deviation, and {limit:.1e} is allowed"
+            )
+
+    @contextmanager
+    def as_transformers_does(self) -> Iterator[PreTrainedModel]:
+        """The model with transformers' own attention for a while."""
+        self._text._attn_implementation_internal = self._own_attention
+        try:
+            yield self.inner
+        finally:
+            self._text._attn_implementation_internal = NAME
+
+
+def _told(error: Exception) -> str:
+    """One line of what went wrong."""
+    text = " ".join(str(error).split())
+    return (
+        text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"
+    )[:300]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what matters of them is raised."""
+    verbosity, has_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(verbosity)
+        if has_bars:
+            their_logging.enable_progress_bar()

@@ -1,0 +1,44 @@
+"""Rotary frequencies that depend on the longest sequence of a batch, fixed once for all."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+
+_CHANGING = ("dynamic", "longrope")
+
+
+def freeze_rope(model: nn.Module, max_model_len: int) -> None:
+    """Have every module turn by the frequencies of sequences of that length, whoever shares the step.
+
+    A flat batch holds sequences of many lengths, and the same tokens must come out in any company.
+    Raises: UnsupportedCheckpoint for modules that do it in a way of their own.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            changing = [layer for layer, kind in kinds.items() if kind in _CHANGING]
+            for layer in changing:
+                _freeze(module, kinds[layer], max_model_len, layer)
+            module.rope_type = {k: "default" if k in changing else v for k, v in kinds.items()}  # pyright: ignore
+        elif kinds in _CHANGING:
+            _freeze(module, kinds, max_model_len, None)
+            module.rope_type = "default"  # pyright: ignore
+
+
+def _freeze(module: Any, kind: str, max_model_len: int, layer: str | None) -> None:
+    prefix = "" if layer is None else f"{layer}_"
+    old = getattr(module, f"{prefix}inv_freq", None)
+    if not isinstance(old, torch.Tensor):
+        raise UnsupportedCheckpoint(
+            f"{type(module).__name__} keeps its {kind} frequencies elsewhere"
+        )
+    more = {} if layer is None else {"layer_type": layer}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, old.device, seq_len=max_model_len, **more
+    )
+    setattr(module, f"{prefix}inv_freq", frequencies)
+    setattr(module, f"{prefix}attention_scaling", scaling)

@@ -1,0 +1,67 @@
+"""A loaded model's scores by the engine's steps, beside those of its own forward pass.
+
+Two made-up prompts of different lengths, in chunks that share steps with decodes: what an engine may get wrong without a
+word (a window, a scale, positions, a state) shows in the scores of a few tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.sequence import ScheduledSequence, Sequence
+from shared.protocol import SamplingParams
+
+LENGTHS = (40, 13)
+CHUNK = 9
+NUM_DRAWN = 3
+
+
+def largest_difference(runner: Any, model: Any, vocab_size: int) -> float:
+    """The largest difference of scores, as a share of their standard deviation."""
+    sequences = _make_sequences(runner, vocab_size)
+    found = _draw(runner, sequences)
+    worst = 0.0
+    with model.as_transformers_does() as plain:
+        for sequence in sequences:
+            ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
+            positions = torch.arange(ids.shape[1], device=runner.device)[None]
+            scores = plain(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+            theirs = scores[sequence.num_prompt_tokens - 1 :].float()
+            ours = torch.stack(found[sequence.request_id]).float()
+            worst = max(worst, float((ours - theirs).abs().max() / theirs.std()))
+    return worst
+
+
+def _make_sequences(runner: Any, vocab_size: int) -> list[Sequence]:
+    """Within blocks that lie apart, as far as there are so many."""
+    generator = torch.Generator().manual_seed(0)
+    free = list(range(runner.num_blocks))
+    share = runner.num_blocks // len(LENGTHS) * runner.block_size
+    sequences = []
+    for number, wanted in enumerate(LENGTHS):
+        length = min(wanted, share - NUM_DRAWN, runner.max_model_len - NUM_DRAWN)
+        ids = torch.randint(min(3, vocab_size - 1), vocab_size, (length,), generator=generator)
+        sequence = Sequence(
+            f"self-check-{number}", ids.tolist(), length, SamplingParams(temperature=0)
+        )
+        num_blocks = -(-(length + NUM_DRAWN) // runner.block_size)
+        sequence.block_ids = [free.pop(-1 if number else 0) for _ in range(num_blocks)]
+        sequences.append(sequence)
+    return sequences
+
+
+def _draw(runner: Any, sequences: list[Sequence]) -> dict[str, list[Tensor]]:
+    """Greedy tokens, in shares of a chunk; returns the scores of each."""
+    scores: dict[str, list[Tensor]] = {sequence.request_id: [] for sequence in sequences}
+    while unfinished := [s for s in sequences if s.num_output_tokens < NUM_DRAWN]:
+        items = [ScheduledSequence(s, min(CHUNK, s.num_pending_tokens)) for s in unfinished]
+        items.sort(key=lambda item: item.num_new_tokens != 1)
+        for item, row in zip(items, runner.logits(items), strict=True):
+            item.sequence.num_computed_tokens = item.end
+            if item.samples:
+                scores[item.sequence.request_id].append(row)
+                item.sequence.token_ids.append(int(row.argmax()))
+    for sequence in sequences:
+        runner.release(sequence.request_id)
+    return scores

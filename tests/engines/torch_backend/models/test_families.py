@@ -1,0 +1,138 @@
+"""The table: every family gives the tokens of transformers by every way that the engine has.
+
+Each row is a tiny random checkpoint of the family's own configuration class, loaded as a worker loads it. `make test` runs
+some of them, `make families` all, and writes `docs/models.md` of what it saw.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.generic.tested import TESTED
+from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
+from engines.torch_backend.ops.registry import Ops, cpu_ops
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
+from shared.protocol import SamplingParams
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models import family_table
+from tests.engines.torch_backend.models.family_table import FAMILIES, Family
+from tests.engines.torch_backend.ways import Way
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 16
+ALL = bool(os.environ.get("FAMILIES_ALL"))
+QUICK = frozenset({
+    "Llama", "Mistral, window", "Qwen3", "Gemma 2", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-MoE",
+})  # fmt: skip
+#: of the ways, those that are made of the others
+QUICK_WAYS: list[Way] = [
+    ways.run_beside_smooth_streams,
+    ways.run_prefix_cached,
+    ways.run_overlapped,
+    ways.run_under_all_of_it,
+]
+RUN = [family for family in FAMILIES if ALL or family.name in QUICK]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A family's checkpoint, loaded as a worker loads it, and what transformers answers."""
+
+    model: FamilyModel
+    processor: TorchProcessor
+    requests: list[EngineRequest]
+    expected: dict[str, list[int]]
+
+    def start(self, ops: Ops | None = None, **changes: Any) -> BatchingEngine:
+        settings = TorchSettings(**{"num_kv_blocks": 256, "block_size": 4, **changes})
+        runner = TorchRunner(self.model, settings, CPU, torch.float32, ops=ops)
+        return BatchingEngine(runner, self.processor, settings)
+
+
+@cache
+def prompts() -> dict[str, list[int]]:
+    """Of several lengths, two with one beginning."""
+    draw = random.Random(0)
+    long = [draw.randrange(5, 290) for _ in range(18)]
+    return {
+        "short": long[3:9],
+        "middle": [draw.randrange(5, 290) for _ in range(16)],
+        "long": long,
+        "like long": [*long[:-5], 7, 8, 9],
+        "other": [draw.randrange(5, 290) for _ in range(14)],
+    }
+
+
+def load(directory: Path) -> tuple[FamilyModel, TorchProcessor]:
+    family, config = find_family(directory)
+    multimodal = family.processor(directory, config)
+    return (
+        load_model(directory, family, config, CPU, torch.float32),
+        create_processor(directory, multimodal, config.text.max_position_embeddings),
+    )
+
+
+@torch.inference_mode()
+def generate(model: Any, token_ids: list[int]) -> list[int]:
+    """Greedy tokens of transformers."""
+    ids = torch.tensor([token_ids])
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(token_ids) :].tolist()
+
+
+def make_requests(**sampling: Any) -> list[EngineRequest]:
+    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **sampling}
+    return [EngineRequest(name, ids, SamplingParams(**params)) for name, ids in prompts().items()]
+
+
+def load_family(family: Family, directory: Path) -> Loaded:
+    family_table.write_checkpoint(family, directory)
+    model, processor = load(directory)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    expected = {name: generate(theirs.eval(), ids) for name, ids in prompts().items()}
+    return Loaded(model, processor, make_requests(), expected)
+
+
+@pytest.fixture(scope="module", params=RUN, ids=str)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_family(request.param, tmp_path_factory.mktemp("family"))
+
+
+@pytest.mark.parametrize("way", ways.WAYS if ALL else QUICK_WAYS)
+def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
+    assert way(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_the_compared_answers_say_something(loaded: Loaded) -> None:
+    assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
+    assert len({token for tokens in loaded.expected.values() for token in tokens}) > 5
+
+
+def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
+    engine = loaded.start(cpu_ops("fast"))
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in loaded.requests}
+    for request in loaded.requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    assert tokens == loaded.expected
+
+
+def test_every_tested_architecture_is_in_the_table() -> None:
+    assert {family.architecture for family in FAMILIES} == TESTED
