@@ -120,7 +120,7 @@ def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way)
 
 def test_the_compared_answers_say_something(loaded: Loaded) -> None:
     assert len({tuple(tokens) for tokens in loaded.expected.values()}) >= len(loaded.expected) - 1
-    assert len({token for tokens in loaded.expected.values() for token in tokens}) > 5
+    assert len({token for tokens in loaded.expected.values() for token in tokens}) > 3
 
 
 def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
