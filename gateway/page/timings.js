@@ -31,7 +31,8 @@ export function showTimings(footer, { timings, usage, firstTextAfter }) {
   bar.ariaLabel = `Time by stage: ${stages.map(({ name, seconds }) => `${LABELS[name]} ${formatTime(seconds)}`).join(", ")}`;
   bar.replaceChildren(...stages.map(toSegment));
   footer.querySelector(".stages").replaceChildren(...stages.map(toEntry));
-  footer.querySelector(".facts").textContent = toFacts(timings, usage, firstTextAfter).join(" \u00b7 ");
+  const facts = toFacts(timings, usage, firstTextAfter).map((fact) => fact.replaceAll(" ", "\u00a0"));
+  footer.querySelector(".facts").textContent = facts.join("\u00a0\u00b7 "); // lines break between facts alone
   footer.hidden = false;
 }
 
