@@ -17,7 +17,9 @@ from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from shared.blobs.store import ImageStore
 from shared.queue.mailbox import RedisMailbox
+from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
+from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.release import warn_of_known_faults
@@ -42,6 +44,8 @@ class Services:
         )
         self.key_limits = KeyLimits(settings.limits, self.admission.overloaded)
         self.queue = RedisGatewayQueue(self._redis, prefix)
+        self.quotas = RedisQuotas(self._redis, prefix)
+        self.records = RedisResumableCalls(self._redis, prefix)
         self.image_store = ImageStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
@@ -52,7 +56,7 @@ class Services:
             self.metrics,
             silence_timeout_s=settings.gateway.silence_timeout_s,
         )
-        self.refunds = Refunds(self.queue)
+        self.refunds = Refunds(self.quotas)
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)
         self.lifecycle = self._create_lifecycle()
@@ -70,7 +74,7 @@ class Services:
             loader=self.loader,
             image_store=self.image_store,
             dispatcher=self.dispatcher,
-            resume=Resume(self.queue, self.dispatcher, timeout_s),
+            resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
             metrics=self.metrics,
             tracer=self.tracer,
@@ -104,7 +108,7 @@ class Services:
         await self.dispatcher.stop()
         await self.refunds.stop()
         await self.mailbox.close()
-        for part in (self.queue, self.image_store, self.registry):
+        for part in (self.queue, self.quotas, self.records, self.image_store, self.registry):
             await part.close()
         if self.fetcher is not None:
             await self.fetcher.close()

@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
-from gateway.calls.key_limits import held_tokens
+from gateway.calls.key_limits import open_tokens
 from shared.protocol import (
     Call,
     CallEvent,
@@ -28,10 +28,12 @@ from shared.protocol import (
     decode_log,
     seal,
 )
-from shared.queue.api import Bounds, Claim, Publication
+from shared.queue.api import Claim, Publication
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.mailbox import RedisMailbox
+from shared.queue.quota import Limits, RedisQuotas, Reservation
+from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
 from worker.wire import read_claim, to_publication
 
@@ -88,6 +90,19 @@ def publication(claim: Claim, number: int, index: int, *events: CallEvent) -> Pu
     return to_publication(claim, number, index, events)
 
 
+def reserve(*choices: Call, num_tokens: int = 1, **limits: int) -> Reservation:
+    """What a request counts as, each of its answers as so many tokens."""
+    return Reservation(
+        model=choices[0].model,
+        tenant=choices[0].tenant,
+        request_ids=tuple(choice.id for choice in choices),
+        num_tokens=num_tokens,
+        num_answer_tokens=num_tokens,
+        num_open_tokens=open_tokens(choices[0].task, num_tokens),
+        limits=Limits(**limits),
+    )
+
+
 async def enqueue(
     queue: RedisGatewayQueue,
     *choices: Call,
@@ -95,14 +110,13 @@ async def enqueue(
     num_tokens: int = 1,
     max_waiting: int = 100,
     max_tokens: int = 1_000_000,
-    **bounds: int,
+    **limits: int,
 ) -> None:
     """Queue a request, with room for it."""
-    room = Bounds(max_waiting, max_tokens, **bounds)
+    reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=max_tokens, **limits)
     envelopes = [seal(choice) for choice in choices]
-    held = held_tokens(choices[0].task, num_tokens)
     await queue.submit(
-        envelopes, num_held_tokens=held, timeout_s=timeout_s, num_tokens=num_tokens, bounds=room
+        envelopes, timeout_s=timeout_s, max_waiting=max_waiting, reservation=reservation
     )
 
 
@@ -113,9 +127,13 @@ class Ends:
         self.redis, self.redis_blocking, self.prefix = redis, redis_blocking, prefix
         self.keys = RedisKeys(prefix)
         self.queue = RedisGatewayQueue(redis, prefix)
+        self.quotas = RedisQuotas(redis, prefix)
+        self.records = RedisResumableCalls(redis, prefix)
         self.mailbox = RedisMailbox(redis_blocking, prefix, GATEWAY)
         self._closers: list[Callable[[], Awaitable[None]]] = [
             self.queue.close,
+            self.quotas.close,
+            self.records.close,
             self.mailbox.close,
         ]
         self._events = self.mailbox.events()
@@ -138,6 +156,11 @@ class Ends:
         )
         self._closers.append(claims.close)
         return claims
+
+    async def reserved(self) -> set[str]:
+        """Reservations of open calls: those of calls that have ended wait for the next submit to be taken out."""
+        found = await self.redis.zrangebyscore(self.keys.reservations(MODEL), 1, "+inf")
+        return {reservation.decode() for reservation in found}
 
     async def num_open(self) -> int:
         return (await self.queue.stats(MODEL)).num_open

@@ -14,17 +14,16 @@ from itertools import islice
 
 import msgspec
 
-from gateway.calls.key_limits import held_tokens
-from gateway.calls.open_call import OpenCall
+from gateway.calls.open_call import LookUp, OpenCall
 from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_log, seal
 from shared.queue.api import (
-    Bounds,
     DuplicateRequest,
     GatewayQueue,
     Mailbox,
     QueueRefused,
     QueueUnavailable,
 )
+from shared.queue.quota import Reservation
 from shared.telemetry.metrics import GatewayMetrics
 
 _DEADLINE_PAUSE_S = 0.1
@@ -98,9 +97,14 @@ class Dispatcher:
         return (route for routes in list(self._routes.values()) for route in list(routes))
 
     async def submit(
-        self, calls: Sequence[Call], timeout_s: float, num_tokens: int, bounds: Bounds
+        self,
+        calls: Sequence[Call],
+        *,
+        timeout_s: float,
+        max_waiting: int,
+        reservation: Reservation | None = None,
     ) -> OpenCall:
-        """Queue the choices of one request, each of which may come to so many tokens.
+        """Queue the choices of one request, behind at most `max_waiting` others.
 
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
@@ -119,9 +123,8 @@ class Dispatcher:
             await self.queue.submit(
                 [seal(each) for each in calls],
                 timeout_s=timeout_s,
-                num_tokens=num_tokens,
-                num_held_tokens=held_tokens(calls[0].task, num_tokens),
-                bounds=bounds,
+                max_waiting=max_waiting,
+                reservation=reservation,
             )
         except QueueRefused:
             call.settle()
@@ -133,18 +136,25 @@ class Dispatcher:
         return call
 
     async def follow(
-        self, model: str, request_id: str, *, timeout_s: float, begins_within_s: float
+        self,
+        model: str,
+        request_id: str,
+        *,
+        listen: LookUp,
+        timeout_s: float,
+        begins_within_s: float,
     ) -> OpenCall:
         """The events of a resumable request from its first, whoever queued it.
 
-        Closing it cancels nothing. `timeout_s`: the longest that it may take, where Redis knows no
+        Closing it cancels nothing. `listen` has them sent here and says how it stands. `timeout_s`: the longest that it may take, where Redis knows no
         shorter deadline. `begins_within_s`: how long Redis need not know it. Raises:
         QueueUnavailable.
         """
         await self.mailbox.open([model])
         now = time.monotonic()
         call = OpenCall(model, [request_id], now + timeout_s, self._forget)
-        call.is_resumable = call.is_follower = True
+        call.is_resumable = True
+        call.listen = listen
         call.begins_by = now + begins_within_s
         call.choices[0].has_gap = True
         self._add(call)
@@ -311,7 +321,8 @@ class Dispatcher:
     async def _look_up_one(self, call: OpenCall, choice: int) -> None:
         progress = call.choices[choice]
         model, request_id = call.model, progress.request_id
-        state = await self.queue.listen(model, request_id, self.mailbox.gateway_id)
+        look_up = call.listen or self.queue.state
+        state = await look_up(model, request_id)
         if state is None and time.monotonic() < call.begins_by:
             return
         if state is None or state.attempt > 0:  # else its log is empty

@@ -4,18 +4,19 @@ refused are told.
 Tokens are those that a request may come to: its text at four characters a token, its images, and
 the longest answer that it allows. Redis counts, in the call that queues the request, so that any
 number of gateways admit as much as one; of a key's minute an answer takes in the end what it came
-to (`settlements`). A key beyond its own limits gets 429, a fleet beyond its own 503. It must not
+to (`refunds`). A key beyond its own limits gets 429, a fleet beyond its own 503. It must not
 know HTTP or Redis.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.http.errors import Overloaded
-from shared.protocol import ModelCard, Priority, Task, TextPart
-from shared.queue.api import Bounds, QueueRefused
+from shared.protocol import Call, ModelCard, Priority, Task, TextPart
+from shared.queue.api import QueueRefused
+from shared.queue.quota import Limits, Reservation
 from shared.settings.limits import LimitSettings
 
 CHARS_PER_TOKEN = 4
@@ -26,6 +27,7 @@ OPEN_ANSWER_TOKENS = 512
 LOGPROBS_PER_TOKEN = 5
 #: Tenants of models that are remembered as refused.
 MAX_REFUSED = 10_000
+NO_LIMITS = Limits()
 
 
 class KeyLimitExceeded(Overloaded):
@@ -40,7 +42,7 @@ class KeyLimitExceeded(Overloaded):
 
 
 class KeyLimits:
-    """The bounds of each queue. `overloaded` makes the error for a reason that is the fleet's."""
+    """The quotas of each queue. `overloaded` makes the error for a reason that is the fleet's."""
 
     def __init__(
         self,
@@ -52,11 +54,29 @@ class KeyLimits:
         self._overloaded = overloaded
         self._clock = clock
         self._refused: dict[tuple[str, str], tuple[str, float]] = {}  # the reason, and until when
-        self._bounds = {priority: to_bounds(limits, priority) for priority in Priority}
+        self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
-    def bounds(self, priority: Priority) -> Bounds:
-        """How much of a queue there may be."""
-        return self._bounds[priority]
+    def max_waiting(self, priority: Priority) -> int:
+        """How many calls may wait that nobody works on."""
+        is_batch = priority is Priority.BATCH
+        return self._limits.max_batch_queue_depth if is_batch else self._limits.max_queue_depth
+
+    def reservation(self, calls: Sequence[Call], card: ModelCard) -> Reservation | None:
+        """What the calls of one request count as; None where nothing is limited."""
+        first = calls[0]
+        quota = self._quotas[first.priority]
+        if quota == NO_LIMITS:
+            return None
+        possible = max((possible_tokens(call.task, card) for call in calls), key=lambda p: p.total)
+        return Reservation(
+            model=first.model,
+            tenant=first.tenant,
+            request_ids=tuple([call.id for call in calls]),
+            num_tokens=possible.total,
+            num_answer_tokens=possible.num_answer_tokens,
+            num_open_tokens=open_tokens(first.task, possible.total),
+            limits=quota,
+        )
 
     def check(self, model: str, tenant: str) -> None:
         """Refuse without asking Redis whom it has told to wait for requests, as that minute cannot
@@ -94,14 +114,13 @@ class KeyLimits:
         return KeyLimitExceeded(reason, what, retry_after_s)
 
 
-def to_bounds(limits: LimitSettings, priority: Priority) -> Bounds:
-    """The bounds of interactive or batch requests; the latter leave half of the tokens to the
-    former.
-    """
-    is_batch = priority is Priority.BATCH
-    return Bounds(
-        max_waiting=limits.max_batch_queue_depth if is_batch else limits.max_queue_depth,
-        max_tokens=limits.max_open_tokens // 2 if is_batch else limits.max_open_tokens,
+def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
+    """What open calls may come to; batch ones leave half of the tokens to interactive ones."""
+    max_tokens = limits.max_open_tokens
+    if priority is Priority.BATCH and max_tokens > 0:
+        max_tokens = max(1, max_tokens // 2)
+    return Limits(
+        max_tokens=max_tokens,
         max_tenant_requests=limits.max_key_open_requests,
         max_tenant_requests_per_minute=limits.max_key_requests_per_minute,
         max_tenant_tokens_per_minute=limits.max_key_tokens_per_minute,
@@ -132,7 +151,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 
 
-def held_tokens(task: Task, num_tokens: int) -> int:
+def open_tokens(task: Task, num_tokens: int) -> int:
     """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
     sampling = task.sampling
     if sampling.num_logprobs is None:

@@ -21,11 +21,11 @@ from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.key_limits import KeyLimits, possible_tokens
+from gateway.calls.key_limits import KeyLimits
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
-from gateway.calls.refunds import Refunds, Reservation
+from gateway.calls.refunds import Refunds
 from gateway.calls.resume import RESUME_HEADERS, Resume, is_resumable
 from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody
@@ -226,23 +226,19 @@ class Lifecycle:
             )
             for choice, task in enumerate(tasks)
         ]
-        possible = max((possible_tokens(task, card) for task in tasks), key=lambda p: p.total)
-        bounds = self.key_limits.bounds(plan.priority)
-        timeout_s = self.settings.request_timeout_s
+        reservation = self.key_limits.reservation(calls, card)
         clock.submitted_at = time.perf_counter()
         try:
-            call = await self.dispatcher.submit(calls, timeout_s, possible.total, bounds)
+            call = await self.dispatcher.submit(
+                calls,
+                timeout_s=self.settings.request_timeout_s,
+                max_waiting=self.key_limits.max_waiting(plan.priority),
+                reservation=reservation,
+            )
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.name, context.tenant) from None
-        if bounds.max_tenant_tokens_per_minute:
-            reserved = Reservation(
-                card.name,
-                context.tenant,
-                tuple(call.id for call in calls),
-                possible.num_answer_tokens,
-                bounds.max_tenant_tokens_per_minute,
-            )
-            call.when_closed(lambda _: self.refunds.add(reserved))
+        if reservation is not None and reservation.is_refundable:
+            call.when_closed(lambda _: self.refunds.add(reservation))
         return call
 
     # Out

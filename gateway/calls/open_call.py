@@ -5,11 +5,16 @@ The dispatcher delivers; one consumer receives.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from shared.protocol import CallEvent, ErrorCode, Failed, Finished, Started, Tokens
+from shared.queue.api import RequestState
 
 ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
+
+
+#: How a call of a model stands.
+LookUp = Callable[[str, str], Awaitable[RequestState | None]]
 
 
 class Gone(Exception):
@@ -118,11 +123,16 @@ class OpenCall:
         self.choices = [ChoiceProgress(request_id) for request_id in request_ids]
         self.is_closed = False
         self.is_resumable = False  #: it goes on when it is closed
-        self.is_follower = False  #: another call queued it, and is what metrics count
+        self.listen: LookUp | None = None  #: of a follower: another call submitted it
         self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
         self._on_close = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether another call submitted it, and is what metrics count."""
+        return self.listen is not None
 
     @property
     def unsettled_ids(self) -> list[str]:

@@ -23,8 +23,8 @@ from gateway.http import sse
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest, NotFound
 from shared.protocol import Tokens
-from shared.queue.api import DuplicateRequest, QueueUnavailable
-from shared.queue.submit import RedisGatewayQueue
+from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
+from shared.queue.resume import ResumableCalls
 
 RESUMABLE_HEADER = b"x-vlm-resumable"
 KEY_HEADER = b"idempotency-key"
@@ -153,9 +153,14 @@ class Resume:
     """Resumable requests: their records in Redis, and readers of their logs."""
 
     def __init__(
-        self, queue: RedisGatewayQueue, dispatcher: Dispatcher, request_timeout_s: float
+        self,
+        queue: GatewayQueue,
+        records: ResumableCalls,
+        dispatcher: Dispatcher,
+        request_timeout_s: float,
     ) -> None:
         self.queue = queue
+        self.records = records
         self.dispatcher = dispatcher
         self.request_timeout_s = request_timeout_s
         self.keep_s = request_timeout_s + RECORD_GRACE_S
@@ -184,7 +189,7 @@ class Resume:
             shows_timings=plan.shows_timings,
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
         )
-        is_new = await self.queue.remember(context.id, msgspec.json.encode(record), self.keep_s)
+        is_new = await self.records.remember(context.id, msgspec.json.encode(record), self.keep_s)
         call = None
         if not is_new:
             found = await self._find_same(context.id, record)
@@ -234,11 +239,11 @@ class Resume:
     async def _forget(self, request_id: str) -> None:
         """The request was not taken in after all; what Redis does not hear expires."""
         with suppress(QueueUnavailable):
-            await self.queue.forget(request_id)
+            await self.records.forget(request_id)
 
     async def _find(self, request_id: str, tenant: str) -> StreamRecord:
         """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
-        data = await self.queue.recall(request_id)
+        data = await self.records.recall(request_id)
         try:
             record = _decoder.decode(data) if data is not None else None
         except msgspec.MsgspecError:  # a gateway of another version wrote it
@@ -267,11 +272,16 @@ class Resume:
         call = await self.dispatcher.follow(
             model,
             _choice(request_id),
+            listen=self._listen,
             timeout_s=self.request_timeout_s,
             begins_within_s=BEGINS_WITHIN_S,
         )
         call.when_closed(self._forget_lost)
         return call
+
+    async def _listen(self, model: str, request_id: str) -> RequestState | None:
+        gateway_id = self.dispatcher.mailbox.gateway_id
+        return await self.records.listen(model, request_id, gateway_id)
 
     def _forget_lost(self, call: OpenCall) -> None:
         """Let nobody wait again for a request of which Redis knows nothing."""

@@ -6,9 +6,12 @@ call changes nothing. A claim's attempt number fences all earlier attempts. All 
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shared.protocol import Envelope
+
+if TYPE_CHECKING:
+    from shared.queue.quota import Reservation
 
 #: A suspect that has come so many tokens further will hardly end this worker: it needs to be alone no longer, and the
 #: loss of the worker is no evidence against it.
@@ -40,17 +43,6 @@ class DuplicateRequest(QueueError):
 
 class QueueUnavailable(QueueError):
     """The queue cannot be reached or takes no more data; nothing is known to have changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How much of one model's queue there may be for all gateways together; of a tenant 0 means any."""
-
-    max_waiting: int  #: calls of the same priority that nobody works on yet
-    max_tokens: int  #: that all open calls may come to; tenants share them
-    max_tenant_requests: int = 0
-    max_tenant_requests_per_minute: int = 0
-    max_tenant_tokens_per_minute: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +109,13 @@ class GatewayQueue(Protocol):
         choices: Sequence[Envelope],
         *,
         timeout_s: float,
-        num_tokens: int,
-        bounds: Bounds,
-        num_held_tokens: int = 0,
+        max_waiting: int,
+        reservation: "Reservation | None" = None,
     ) -> None:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
 
-        `num_tokens`: what each may come to; `num_held_tokens`: what it counts as towards `max_tokens`, if more,
-        by what its answer takes of the queue's memory. Raises: QueueRefused, DuplicateRequest.
+        At most `max_waiting` calls of one priority wait that nobody works on, or this request alone. `reservation`:
+        what they count as, where there are quotas. Raises: QueueRefused, DuplicateRequest.
         """
         ...
 
@@ -134,10 +125,6 @@ class GatewayQueue(Protocol):
 
     async def state(self, model: str, request_id: str) -> RequestState | None:
         """How a call stands; None if it is not known."""
-        ...
-
-    async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
-        """How a call stands; while it is open, its events go to this gateway's mailbox too."""
         ...
 
     async def events(self, model: str, request_id: str) -> list[bytes]:

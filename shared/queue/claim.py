@@ -18,9 +18,17 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
-from shared.queue.keys import AFTER_END_S, GROUP, QUEUE_TTL_S, RELEASED, RedisKeys, to_ms
+from shared.queue.keys import (
+    AFTER_END_S,
+    GROUP,
+    QUEUE_TTL_S,
+    RELEASED_CONSUMER,
+    RedisKeys,
+    keys_of_calls,
+    to_ms,
+)
 from shared.queue.publish import Publisher, refusals
-from shared.queue.scripts import AGE, BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW, TAKE, named
+from shared.queue.scripts import BEGIN, CANCEL, CLAIM, REAP, RELEASE, RENEW, TAKE, named
 from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import Command, RedisLink, RedisSender
 
@@ -268,14 +276,11 @@ class RedisWorkerQueue:
         return deserted
 
     async def _cancel(self, claims: Sequence[Claim]) -> None:
-        keys = [self._queue, self._keys.backlog(self._model)]
-        keys += (self._keys.places(self._model), self._keys.held(self._model))
-        for claim in claims:
-            request_id = claim.id
-            keys.append(self._keys.request(self._model, request_id))
-            keys.append(self._keys.log(self._model, request_id))
-            self._held.discard(claim.entry_id)
-        await self._sender.run(CANCEL, keys, named(group=GROUP, keep_ms=to_ms(AFTER_END_S)))
+        keys = [self._queue, self._keys.backlog(self._model), self._keys.reservations(self._model)]
+        keys += keys_of_calls(self._keys, self._model, [claim.id for claim in claims])
+        self._held.difference_update([claim.entry_id for claim in claims])
+        arguments = named(group=GROUP, keep_ms=to_ms(AFTER_END_S))
+        await self._sender.run(CANCEL, keys, arguments)
 
     @redis_errors_as(QueueUnavailable)
     async def release(self, claims: Iterable[Claim], *, blame: bool = False) -> int:
@@ -288,7 +293,7 @@ class RedisWorkerQueue:
         return await retry_idempotent(lambda: self._release(requests, items, blame))
 
     async def _release(self, requests: list[str], items: list[dict[str, Any]], blame: bool) -> int:
-        arguments = named(group=GROUP, released=RELEASED, blame=blame, items=items)
+        arguments = named(group=GROUP, released=RELEASED_CONSUMER, blame=blame, items=items)
         return await self._sender.run(RELEASE, [self._queue, *requests], arguments)
 
     @redis_errors_as(QueueUnavailable)
@@ -363,9 +368,18 @@ class QueueEntries:
             raise reply
         return (reply[0][1] if reply else []), answer
 
-    async def take(self, count: int) -> Sequence[Entry]:
-        """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError."""
-        arguments = named(requests=self._requests, group=GROUP, worker=self._worker_id, count=count)
+    async def take(self, count: int, age_s: float | None = None) -> Sequence[Entry]:
+        """Up to `count` entries, of batch work where nothing else waits; does not wait. Raises: RedisError.
+
+        `age_s`: what has waited that long joins the queue, the oldest at once.
+        """
+        arguments = named(
+            requests=self._requests,
+            group=GROUP,
+            worker=self._worker_id,
+            count=count,
+            age_ms=None if age_s is None else to_ms(age_s),
+        )
         try:
             entries, self.num_backlog = await self._sender.run(TAKE, self._batch_keys, arguments)
         except ResponseError as error:
@@ -374,10 +388,8 @@ class QueueEntries:
         return entries
 
     async def age(self, age_s: float) -> None:
-        """Let the oldest batch request into the queue, if it has waited that long. Raises: RedisError."""
-        self.num_backlog = await self._sender.run(
-            AGE, self._batch_keys, named(requests=self._requests, age_ms=to_ms(age_s))
-        )
+        """Let the oldest batch call into the queue, if it has waited that long. Raises: RedisError."""
+        await self.take(0, age_s)
 
     async def look_at_backlog(self) -> None:
         """Whether there is batch work. Raises: RedisError."""

@@ -5,10 +5,11 @@ them together in a cluster.
 Everything expires: what a crash leaves behind goes away by itself.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 GROUP = "workers"  #: the consumer group of every queue
-RELEASED = "released"  #: the consumer that holds what a stopping worker gave back
+RELEASED_CONSUMER = "released"  #: holds what a stopping worker gave back
 
 #: A request and its log outlive the deadline, so that late readers learn how it ended.
 AFTER_DEADLINE_S = 60.0
@@ -46,13 +47,13 @@ class RedisKeys:
         """Stream of the ids of batch requests that have not been given to the queue yet."""
         return f"{self.prefix}:{{{model}}}:backlog"
 
-    def places(self, model: str) -> str:
-        """Sorted set of what open requests hold, by the time (ms) until when at most; see `scripts/enqueue.lua`."""
-        return f"{self.prefix}:{{{model}}}:places"
+    def reservations(self, model: str) -> str:
+        """Sorted set of what open calls have reserved, by the time (ms) until when at most; 0 once they have ended."""
+        return f"{self.prefix}:{{{model}}}:reservations"
 
-    def held(self, model: str) -> str:
-        """Hash of the sums of these places: tokens, and by tenant requests and tokens."""
-        return f"{self.prefix}:{{{model}}}:held"
+    def usage(self, model: str) -> str:
+        """Hash of the sums of these reservations: tokens, and by tenant requests and tokens."""
+        return f"{self.prefix}:{{{model}}}:usage"
 
     def rates(self, model: str, tenant: str) -> str:
         """Hash: until when (ms) a tenant's requests and tokens of each minute are spoken for."""
@@ -79,7 +80,7 @@ class RedisKeys:
         return f"{self.prefix}:{{{model}}}:dead"
 
     def stream(self, request_id: str) -> str:
-        """How a gateway tells the answer of a detached request; the gateways' own words."""
+        """How a gateway tells the answer of a resumable request; the gateways' own words."""
         return f"{self.prefix}:stream:{request_id}"
 
     def image(self, sha256: str) -> str:
@@ -107,3 +108,11 @@ class RedisKeys:
     def models(self) -> str:
         """Set of model names whose cards may exist."""
         return f"{self.prefix}:models"
+
+
+def keys_of_calls(keys: RedisKeys, model: str, request_ids: Iterable[str]) -> list[str]:
+    """Call and log of each, as scripts take them."""
+    found = []
+    for request_id in request_ids:
+        found += (keys.request(model, request_id), keys.log(model, request_id))
+    return found

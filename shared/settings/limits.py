@@ -61,8 +61,8 @@ class LimitSettings(Group):
     )
     max_open_tokens: int = Field(
         default=16_000_000,
-        ge=1,
-        description="Tokens that a model's open requests may come to, batch ones to half; shared by the keys.",
+        ge=0,
+        description="Tokens that a model's open requests may come to, batch ones to half; shared by the keys; 0: any.",
     )
     max_key_open_requests: int = Field(
         default=0, ge=0, description="Answers of a model that one API key keeps open; 0: any."

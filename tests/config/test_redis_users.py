@@ -22,7 +22,9 @@ from shared.queue import scripts as scripts_module
 from shared.queue.claim import ClaimCalls, QueueEntries, RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
+from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
+from shared.queue.resume import RedisResumableCalls
 from shared.queue.scripts import Script
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
@@ -246,7 +248,15 @@ async def test_a_gateway_with_a_wrong_password_says_that_it_is_not_ready(server)
 #: What each kind of process calls of the code that speaks to Redis, besides the sending itself.
 CALLED = {
     "gateway": (
-        *(RedisGatewayQueue, RedisMailbox, ImageStore.put_all, ImageStore._put, ImageStore.release),
+        *(
+            RedisGatewayQueue,
+            RedisQuotas,
+            RedisResumableCalls,
+            RedisMailbox,
+            ImageStore.put_all,
+            ImageStore._put,
+            ImageStore.release,
+        ),
         *(Registry.workers, Registry.models, Registry._members),
     ),
     "worker": (

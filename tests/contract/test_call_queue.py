@@ -1,6 +1,6 @@
-"""What every call queue keeps, whoever implements it: one suite over all of them.
+"""What every call queue keeps, whoever implements it: one suite over all of them, through the protocols alone.
 
-An implementation is a line in `QUEUES`: a factory of an open queue, its workers and its mailbox.
+An implementation is a line in `QUEUES`: a factory of an open queue, its workers and its mailboxes.
 """
 
 import asyncio
@@ -13,34 +13,41 @@ from typing import Protocol
 import pytest
 
 import shared.redis.embedded
-from shared.protocol import Envelope, seal
+from shared.protocol import Envelope, Priority, seal
 from shared.queue.api import (
-    Bounds,
     Claim,
     DuplicateRequest,
     GatewayQueue,
+    Mailbox,
     Publication,
     QueueRefused,
     WorkerQueue,
 )
+from shared.queue.mailbox import RedisMailbox
+from shared.queue.quota import Limits, Quotas, Reservation
+from shared.queue.resume import ResumableCalls
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.tree import RedisSettings
-from tests.factories_queue import MODEL, Ends, make_request, open_ends
+from tests.factories_queue import GATEWAY, MODEL, Ends, make_request, open_ends
 
-ROOM = Bounds(max_waiting=100, max_tokens=1_000_000)
+MAX_ATTEMPTS = 3
+WITHIN_S = 20.0
 
 
 class OpenQueue(Protocol):
-    """A queue under test."""
+    """A queue under test, with an open mailbox for `GATEWAY`."""
 
     queue: GatewayQueue
+    quotas: Quotas
+    records: ResumableCalls
+    mailbox: Mailbox
 
-    async def worker(self, name: str) -> WorkerQueue: ...
+    async def worker(self, name: str, *, lease_s: float = 60.0) -> WorkerQueue: ...
+
+    async def another_mailbox(self, gateway_id: str) -> Mailbox: ...
 
     async def lose_lease(self, claim: Claim) -> None: ...
-
-    async def next_entry(self) -> bytes: ...
 
 
 class RedisQueue:
@@ -48,23 +55,29 @@ class RedisQueue:
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
+        self._mailboxes: list[RedisMailbox] = []
         self.queue: GatewayQueue = ends.queue
-        self._entries = ends.mailbox.events()
+        self.quotas: Quotas = ends.quotas
+        self.records: ResumableCalls = ends.records
+        self.mailbox: Mailbox = ends.mailbox
 
-    async def worker(self, name: str) -> WorkerQueue:
-        worker = self._ends.worker(name)
+    async def worker(self, name: str, *, lease_s: float = 60.0) -> WorkerQueue:
+        worker = self._ends.worker(name, lease_s=lease_s, max_attempts=MAX_ATTEMPTS)
         await worker.create_group()
         return worker
+
+    async def another_mailbox(self, gateway_id: str) -> Mailbox:
+        mailbox = RedisMailbox(self._ends.redis_blocking, self._ends.prefix, gateway_id)
+        self._mailboxes.append(mailbox)
+        await mailbox.open([MODEL])
+        return mailbox
 
     async def lose_lease(self, claim: Claim) -> None:
         await self._ends.let_lease_run_out(claim)
 
-    async def next_entry(self) -> bytes:
-        _, data = await anext(self._entries)
-        return data
-
     async def close(self) -> None:
-        await self._entries.aclose()  # type: ignore[attr-defined]
+        for mailbox in self._mailboxes:
+            await mailbox.close()
 
 
 @asynccontextmanager
@@ -95,23 +108,64 @@ QUEUES: dict[str, Callable[[Path], AbstractAsyncContextManager[OpenQueue]]] = {
 
 @pytest.fixture(params=QUEUES)
 async def opened(request, redis_program) -> AsyncIterator[OpenQueue]:
-    async with QUEUES[request.param](redis_program) as queue:
+    async with asyncio.timeout(WITHIN_S), QUEUES[request.param](redis_program) as queue:
         yield queue
 
 
-async def submit(opened: OpenQueue, payload: bytes = b"any bytes: \x00\xff", **room) -> Envelope:
-    envelope = seal(make_request())._replace(payload=payload)
-    bounds = Bounds(**room) if room else ROOM
-    await opened.queue.submit([envelope], timeout_s=60, num_tokens=1, bounds=bounds)
-    return envelope
+def make_envelope(payload: bytes = b"any bytes: \x00\xff", **changes) -> Envelope:
+    return seal(make_request(**changes))._replace(payload=payload)
+
+
+async def submit(
+    opened: OpenQueue,
+    *envelopes: Envelope,
+    max_waiting: int = 100,
+    num_tokens: int = 1,
+    num_answer_tokens: int = 0,
+    timeout_s: float = 60.0,
+    **limits: int,
+) -> Envelope:
+    """Queue calls, one if none is given, with a reservation where there are limits. Returns the first."""
+    envelopes = envelopes or (make_envelope(),)
+    reservation = reserve(envelopes, num_tokens, num_answer_tokens, **limits) if limits else None
+    await opened.queue.submit(
+        envelopes, timeout_s=timeout_s, max_waiting=max_waiting, reservation=reservation
+    )
+    return envelopes[0]
+
+
+def reserve(
+    envelopes: tuple[Envelope, ...], num_tokens: int, num_answer_tokens: int, **limits: int
+) -> Reservation:
+    first, names = envelopes[0], tuple(each.id for each in envelopes)
+    return Reservation(
+        first.model,
+        first.tenant,
+        names,
+        num_tokens,
+        num_answer_tokens,
+        num_tokens,
+        Limits(**limits),
+    )
+
+
+async def refusal(opened: OpenQueue, *envelopes: Envelope, **options) -> QueueRefused:
+    with pytest.raises(QueueRefused) as refused:
+        await submit(opened, *envelopes, **options)
+    return refused.value
+
+
+async def claim_one(worker: WorkerQueue) -> Claim:
+    [claim] = await worker.read(1, 5.0)
+    return claim
 
 
 def tokens(claim: Claim, number: int, index: int, count: int) -> Publication:
     return Publication(claim, number, index, count, b'"%d+%d"' % (index, count))
 
 
-def end(claim: Claim, number: int, index: int) -> Publication:
-    return Publication(claim, number, index, 0, b'"end"', "finished")
+def end(claim: Claim, number: int = 1, index: int = 0, count: int = 0) -> Publication:
+    return Publication(claim, number, index, count, b'"end"', "finished")
 
 
 async def state(opened: OpenQueue, envelope: Envelope) -> str:
@@ -120,28 +174,59 @@ async def state(opened: OpenQueue, envelope: Envelope) -> str:
     return found.state
 
 
+async def arrivals(mailbox: Mailbox, count: int) -> list[bytes]:
+    """The next so many entries of a mailbox."""
+    found: list[bytes] = []
+    async for model, data in mailbox.events():
+        assert model == MODEL
+        found.append(data)
+        if len(found) == count:
+            break
+    return found
+
+
+# The way of a call
+
+
 async def test_a_call_travels_as_opaque_bytes_and_its_events_come_back(opened):
     envelope = await submit(opened)
     worker = await opened.worker("a")
-    [claim] = await worker.read(1, 1.0)
+    claim = await claim_one(worker)
     assert (claim.id, claim.payload, claim.reply_to) == (
         envelope.id, envelope.payload, envelope.reply_to,
     )  # fmt: skip
     assert (claim.attempt, claim.log, claim.is_suspect) == (1, (), False)
+    assert 0 < claim.remaining_s <= 60
     assert await state(opened, envelope) == "running"
 
     assert await worker.publish([tokens(claim, 1, 0, 2)]) == {}
     assert await worker.publish([end(claim, 2, 2)]) == {}
 
-    assert [await opened.next_entry() for _ in range(2)] == [b'["0+2"]', b'["end"]']
+    assert await arrivals(opened.mailbox, 2) == [b'["0+2"]', b'["end"]']
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']
     assert await state(opened, envelope) == "finished"
+
+
+async def test_one_publish_says_what_all_calls_of_a_step_came_to(opened):
+    """Of some that go on and some that end; each call's events stay its own."""
+    first, second = make_envelope(), make_envelope()
+    await submit(opened, first, second)
+    worker = await opened.worker("a")
+    one, two = await worker.read(2, 5.0)
+
+    assert await worker.publish([tokens(one, 1, 0, 1), end(two)]) == {}
+
+    assert await opened.queue.events(MODEL, one.id) == [b'"0+1"']
+    assert await opened.queue.events(MODEL, two.id) == [b'"end"']
+    assert sorted((await arrivals(opened.mailbox, 1))[0].strip(b"[]").split(b",")) == [
+        b'"0+1"', b'"end"',
+    ]  # fmt: skip
 
 
 async def test_a_repeated_publication_changes_nothing(opened):
     envelope = await submit(opened)
     worker = await opened.worker("a")
-    [claim] = await worker.read(1, 1.0)
+    claim = await claim_one(worker)
     for said in (tokens(claim, 1, 0, 2), end(claim, 2, 2)):
         assert await worker.publish([said]) == {}
         assert await worker.publish([said]) == {}
@@ -151,14 +236,56 @@ async def test_a_repeated_publication_changes_nothing(opened):
 async def test_a_gap_in_the_tokens_is_refused(opened):
     await submit(opened)
     worker = await opened.worker("a")
-    [claim] = await worker.read(1, 1.0)
+    claim = await claim_one(worker)
     assert await worker.publish([tokens(claim, 1, 3, 1)]) == {claim.id: "gap"}
+    assert await worker.publish([end(claim, 1, 3)]) == {claim.id: "gap"}
+    failed = Publication(claim, 1, 3, 0, b'"failed"', "failed")  # ends it wherever its tokens stand
+    assert await worker.publish([failed]) == {}
+
+
+async def test_the_choices_of_a_request_are_queued_all_or_none(opened):
+    await submit(opened)
+    both = make_envelope(), make_envelope()
+    assert (await refusal(opened, *both, max_waiting=2)).reason == "queue_full"
+    assert (await opened.queue.stats(MODEL)).num_open == 1
+    await submit(opened, *both, max_waiting=3)
+    assert (await opened.queue.stats(MODEL)).num_open == 3
+
+
+async def test_a_request_alone_is_never_too_much(opened):
+    await submit(opened, make_envelope(), make_envelope(), max_waiting=1, max_tokens=1)
+
+
+async def test_a_known_id_is_refused_whatever_became_of_it(opened):
+    envelope = await submit(opened)
+    with pytest.raises(DuplicateRequest):
+        await submit(opened, envelope)
+    await opened.queue.cancel(MODEL, [envelope.id])
+    with pytest.raises(DuplicateRequest):
+        await submit(opened, envelope)
+
+
+async def test_an_unknown_call_has_no_state(opened):
+    assert await opened.queue.state(MODEL, "unknown") is None
+    assert await opened.queue.events(MODEL, "unknown") == []
+
+
+async def test_a_call_whose_deadline_has_passed_ends_and_is_nobodys(opened):
+    envelope = await submit(opened, timeout_s=0.001)
+    await asyncio.sleep(0.002)
+    worker = await opened.worker("a")
+    assert await worker.read(1, 0.01) == []
+    assert await state(opened, envelope) == "failed"
+    assert b"deadline_exceeded" in (await arrivals(opened.mailbox, 1))[0]
+
+
+# Attempts
 
 
 async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
     envelope = await submit(opened)
     first, second = await opened.worker("a"), await opened.worker("b")
-    [claim] = await first.read(1, 1.0)
+    claim = await claim_one(first)
     await first.publish([tokens(claim, 1, 0, 2)])
 
     await opened.lose_lease(claim)
@@ -166,40 +293,304 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
 
     assert (later.id, later.attempt, later.log) == (envelope.id, 2, (b'"0+2"',))
     assert await first.publish([tokens(claim, 2, 2, 1)]) == {claim.id: "fenced"}
+    assert await first.publish([end(claim, 2, 2)]) == {claim.id: "fenced"}
     assert await first.renew([claim]) == {claim.id: "fenced"}
+    assert await first.release([claim]) == 0
+    assert await first.begin(claim) is False
+    assert first.num_fenced == 2
     assert await second.renew([later]) == {}
     assert await second.publish([end(later, 1, 2)]) == {}
+    assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']
 
 
-async def test_a_released_call_is_another_workers_without_blame(opened):
+async def test_a_lease_runs_out_unless_it_is_renewed(opened):
+    lost, kept = make_envelope(), make_envelope()
+    await submit(opened, lost, kept)
+    first, second = await opened.worker("a"), await opened.worker("b", lease_s=0.3)
+    claims = {claim.id: claim for claim in await first.read(2, 5.0)}
+    assert await second.reclaim(2) == []
+
+    taken: list[Claim] = []
+    while not taken:
+        assert await first.renew([claims[kept.id]]) == {}
+        taken = await second.reclaim(2)
+
+    assert [claim.id for claim in taken] == [lost.id]
+    assert taken[0].failures == 1
+    assert await state(opened, kept) == "running"
+
+
+async def test_of_workers_that_race_for_a_lost_call_one_gets_it(opened):
+    await submit(opened)
+    claim = await claim_one(await opened.worker("a"))
+    racing = [await opened.worker(name) for name in "bcde"]
+    await opened.lose_lease(claim)
+    taken = await asyncio.gather(*(worker.reclaim(1) for worker in racing))
+    assert [claim.attempt for claims in taken for claim in claims] == [2]
+
+
+async def test_a_call_that_loses_its_workers_is_given_up(opened):
+    envelope = await submit(opened)
+    worker = await opened.worker("a")
+    claim = await claim_one(worker)
+    for number in range(1, MAX_ATTEMPTS):
+        assert await worker.begin(claim)
+        await opened.lose_lease(claim)
+        [claim] = await (await opened.worker(f"b{number}")).reclaim(1)
+        assert (claim.attempt, claim.failures) == (number + 1, number)
+    assert claim.is_last_chance
+    assert await worker.begin(claim)
+    await opened.lose_lease(claim)
+    assert await (await opened.worker("c")).reclaim(1) == []
+    assert await state(opened, envelope) == "failed"
+    assert b"request_kills_workers" in (await arrivals(opened.mailbox, 1))[0]
+
+
+async def test_a_suspect_that_did_not_begin_is_not_blamed(opened):
+    await submit(opened)
+    claim = await claim_one(await opened.worker("a"))
+    await opened.lose_lease(claim)
+    [claim] = await (await opened.worker("b")).reclaim(1)
+    await opened.lose_lease(claim)
+    [claim] = await (await opened.worker("c")).reclaim(1)
+    assert (claim.attempt, claim.failures) == (3, 1)
+
+
+@pytest.mark.parametrize("blame", [False, True])
+async def test_a_released_call_is_another_workers_at_once(opened, blame):
     await submit(opened)
     first, second = await opened.worker("a"), await opened.worker("b")
-    [claim] = await first.read(1, 1.0)
-    assert await first.release([claim]) == 1
+    claim = await claim_one(first)
+    assert await first.release([claim], blame=blame) == 1
     [later] = await second.reclaim(1)
-    assert (later.id, later.attempt, later.failures) == (claim.id, 2, 0)
+    assert (later.id, later.attempt, later.failures) == (claim.id, 2, int(blame))
+
+
+async def test_a_worker_that_leaves_gives_back_all_but_what_it_keeps(opened):
+    kept, given = make_envelope(), make_envelope()
+    await submit(opened, kept, given)
+    first, second = await opened.worker("a"), await opened.worker("b")
+    claims = {claim.id: claim for claim in await first.read(2, 5.0)}
+    await first.leave(keep=[claims[kept.id]])
+    assert [claim.id for claim in await second.reclaim(2)] == [given.id]
+    assert await first.publish([end(claims[kept.id])]) == {}
+    await first.leave()
+    assert await state(opened, kept) == "finished"
+
+
+async def test_nothing_is_claimed_where_nothing_waits(opened):
+    worker = await opened.worker("a")
+    assert await worker.read(8, 0.01) == []
+    assert await worker.take(8) == []
+    assert await worker.reclaim(8) == []
+    assert await worker.reconcile() == []
+    assert await worker.publish([]) == {}
+    assert await worker.release([]) == 0
+
+
+# Cancelling
 
 
 async def test_a_cancelled_call_is_nobodys(opened):
     waiting, running = await submit(opened), await submit(opened)
     worker = await opened.worker("a")
     await opened.queue.cancel(MODEL, [waiting.id])
-    [claim] = await worker.read(2, 1.0)
+    [claim] = await worker.read(2, 5.0)
     assert claim.id == running.id
     await opened.queue.cancel(MODEL, [running.id, "unknown"])
-    assert await worker.publish([end(claim, 1, 0)]) == {claim.id: "cancelled"}
+    assert await worker.renew([claim]) == {claim.id: "cancelled"}
+    assert await worker.publish([end(claim)]) == {claim.id: "cancelled"}
     assert await state(opened, running) == "cancelled"
 
 
-async def test_a_known_id_and_a_full_queue_are_refused(opened):
+async def test_a_cancel_that_races_the_end_leaves_one_of_them(opened):
+    worker = await opened.worker("a")
+    for _ in range(20):
+        envelope = await submit(opened, max_tokens=10)
+        claim = await claim_one(worker)
+        _, refused = await asyncio.gather(
+            opened.queue.cancel(MODEL, [envelope.id]), worker.publish([end(claim)])
+        )
+        expected = "cancelled" if refused else "finished"
+        assert refused in ({}, {claim.id: "cancelled"})
+        assert await state(opened, envelope) == expected
+        await opened.queue.cancel(MODEL, [envelope.id])
+        assert await state(opened, envelope) == expected
+    await submit(opened, num_tokens=10, max_tokens=10)
+
+
+async def test_a_cancel_that_races_a_claim_leaves_nothing_that_runs(opened):
+    worker = await opened.worker("a")
+    for _ in range(20):
+        envelope = await submit(opened)
+        claims, _ = await asyncio.gather(
+            worker.read(1, 0.05), opened.queue.cancel(MODEL, [envelope.id])
+        )
+        for claim in claims:
+            assert await worker.publish([tokens(claim, 1, 0, 1)]) == {claim.id: "cancelled"}
+        assert await state(opened, envelope) == "cancelled"
+        assert await opened.queue.events(MODEL, envelope.id) == []
+    assert (await opened.queue.stats(MODEL)).num_open == 0
+
+
+# Batch work
+
+
+async def test_batch_work_takes_what_interactive_work_leaves(opened):
+    worker = await opened.worker("a")
+    batch = [await submit(opened, make_envelope(priority=Priority.BATCH)) for _ in range(2)]
+    stats = await opened.queue.stats(MODEL)
+    assert (stats.num_open - stats.num_backlog, stats.num_backlog) in ((0, 2), (1, 2))
+    interactive = await submit(opened)
+
+    claims = await worker.read(8, 5.0)
+    while not claims:  # woken by the batch work
+        claims = await worker.read(8, 5.0)
+    assert [claim.id for claim in claims] == [interactive.id]
+    assert worker.num_backlog > 0
+
+    taken: list[str] = []
+    while len(taken) < 2:
+        taken += [claim.id for claim in await worker.take(1)]
+    assert taken == [envelope.id for envelope in batch]
+    assert worker.num_backlog == 0
+
+
+async def test_a_worker_that_waits_is_woken_by_batch_work(opened):
+    worker = await opened.worker("a")
+    reading = asyncio.create_task(worker.read(1, WITHIN_S))
+    await submit(opened, make_envelope(priority=Priority.BATCH))
+    assert await reading == []
+    assert worker.num_backlog == 1
+    assert len(await worker.take(1)) == 1
+
+
+async def test_batch_work_has_a_bound_of_its_own(opened):
+    await submit(opened, make_envelope(priority=Priority.BATCH), max_waiting=1)
+    full = await refusal(opened, make_envelope(priority=Priority.BATCH), max_waiting=1)
+    assert full.reason == "queue_full"
+    await opened.queue.cancel(MODEL, [(await submit(opened, max_waiting=2)).id])
+
+
+async def test_batch_work_that_is_cancelled_is_never_given(opened):
+    worker = await opened.worker("a")
+    first = await submit(opened, make_envelope(priority=Priority.BATCH))
+    second = await submit(opened, make_envelope(priority=Priority.BATCH))
+    await opened.queue.cancel(MODEL, [first.id])
+    claims = await worker.take(8)
+    while not claims:
+        claims = await worker.take(8)
+    assert [claim.id for claim in claims] == [second.id]
+
+
+# Quotas
+
+
+@pytest.mark.parametrize("how", ["finished", "failed", "cancelled"])
+async def test_tokens_are_reserved_until_the_call_ends(opened, how):
+    envelope = await submit(opened, num_tokens=7, max_tokens=10)
+    assert (await refusal(opened, num_tokens=4, max_tokens=10)).reason == "open_tokens"
+    worker = await opened.worker("a")
+    claim = await claim_one(worker)
+    for _ in range(2):  # again changes nothing
+        if how == "finished":
+            await worker.publish([end(claim)])
+        elif how == "failed":
+            await worker.publish([Publication(claim, 1, 0, 0, b'"failed"', "failed")])
+        else:
+            await opened.queue.cancel(MODEL, [envelope.id])
+    await submit(opened, num_tokens=10, max_tokens=10)
+    assert (await refusal(opened, num_tokens=1, max_tokens=10)).reason == "open_tokens"
+
+
+async def test_a_tenant_has_limits_of_its_own(opened):
+    mine = make_envelope(tenant="a")
+    await submit(opened, mine, max_tenant_requests=1)
+    refused = await refusal(opened, make_envelope(tenant="a"), max_tenant_requests=1)
+    assert (refused.reason, refused.wait_s) == ("key_open", 0.0)
+    await submit(opened, make_envelope(tenant="b"), max_tenant_requests=1)
+    await opened.queue.cancel(MODEL, [mine.id])
+    await submit(opened, make_envelope(tenant="a"), max_tenant_requests=1)
+
+
+async def test_a_minute_says_how_long_to_wait(opened):
+    await submit(opened, max_tenant_requests_per_minute=1)
+    refused = await refusal(opened, max_tenant_requests_per_minute=1)
+    assert refused.reason == "key_requests"
+    assert 50 < refused.wait_s <= 60
+
+
+async def test_gateways_that_submit_at_once_admit_as_much_as_one(opened):
+    answers = await asyncio.gather(
+        *(submit(opened, num_tokens=10, max_tokens=40) for _ in range(9)), return_exceptions=True
+    )
+    assert sum(isinstance(answer, QueueRefused) for answer in answers) == 5
+
+
+async def test_scarce_tokens_are_shared(opened):
+    async def ask(tenant: str, num_tokens: int) -> None:
+        await submit(opened, make_envelope(tenant=tenant), num_tokens=num_tokens, max_tokens=100)
+
+    for _ in range(4):
+        await ask("greedy", 10)
+    await ask("modest", 5)
+    await ask("greedy", 10)
+    with pytest.raises(QueueRefused, match="key_share"):
+        await ask("greedy", 10)
+    await ask("modest", 40)
+
+
+async def test_what_an_answer_did_not_come_to_is_refunded_once(opened):
+    limits = {"max_tenant_tokens_per_minute": 60}
+    envelope = await submit(opened, num_tokens=90, num_answer_tokens=90, **limits)
+    reservation = reserve((envelope,), 90, 90, **limits)
+    assert await opened.quotas.refund(reservation) is False
+    assert (await refusal(opened, **limits)).wait_s > 20
+    worker = await opened.worker("a")
+    await worker.publish([end(await claim_one(worker))])
+    assert await opened.quotas.refund(reservation) is True
+    assert await opened.quotas.refund(reservation) is True
+    await submit(opened, num_tokens=60, **limits)
+    assert (await refusal(opened, **limits)).reason == "key_tokens"
+
+
+async def test_without_limits_nothing_is_counted(opened):
+    await submit(opened)
+    await submit(opened, num_tokens=10, max_tokens=10)
+    assert (await refusal(opened, max_tokens=10)).reason == "open_tokens"
+
+
+# Resumed calls
+
+
+async def test_a_record_is_kept_for_the_first_who_says_it(opened):
+    assert await opened.records.recall("r") is None
+    assert await opened.records.remember("r", b"first \xff", 60.0) is True
+    assert await opened.records.remember("r", b"second", 60.0) is False
+    assert await opened.records.recall("r") == b"first \xff"
+    await opened.records.forget("r")
+    assert await opened.records.recall("r") is None
+
+
+async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
     envelope = await submit(opened)
-    with pytest.raises(DuplicateRequest):
-        await opened.queue.submit([envelope], timeout_s=60, num_tokens=1, bounds=ROOM)
-    with pytest.raises(QueueRefused) as refused:
-        await submit(opened, max_waiting=1, max_tokens=10)
-    assert refused.value.reason == "queue_full"
+    worker = await opened.worker("a")
+    claim = await claim_one(worker)
+    await worker.publish([tokens(claim, 1, 0, 1)])
+    other = await opened.another_mailbox("gateway-2")
+
+    for _ in range(2):
+        found = await opened.records.listen(MODEL, envelope.id, "gateway-2")
+        assert found is not None
+        assert (found.state, found.num_output_tokens) == ("running", 1)
+        await opened.records.listen(MODEL, envelope.id, GATEWAY)  # hears it anyway
+    await worker.publish([tokens(claim, 2, 1, 1)])
+    await worker.publish([end(claim, 3, 2)])
+
+    assert await opened.queue.events(MODEL, envelope.id) == [b'"0+1"', b'"1+1"', b'"end"']
+    assert await arrivals(other, 2) == [b'["1+1"]', b'["end"]']
+    assert await arrivals(opened.mailbox, 3) == [b'["0+1"]', b'["1+1"]', b'["end"]']
 
 
-async def test_an_unknown_call_has_no_state(opened):
-    assert await opened.queue.state(MODEL, "unknown") is None
-    assert await opened.queue.events(MODEL, "unknown") == []
+async def test_an_unknown_call_cannot_be_listened_to(opened):
+    assert await opened.records.listen(MODEL, "unknown", GATEWAY) is None

@@ -59,9 +59,11 @@ class FaultyRunner(engines.mock.engine.MockRunner):
 class FaultyPublisher(Publisher):
     """Dies after Redis has taken the end of a request and before anybody here knows."""
 
-    async def _finish(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
-        refused = await super()._finish(reply_to, batch)
+    async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
+        refused = await super()._send(reply_to, batch)
         for publication in batch:
+            if publication.ending is None:
+                continue
             parts = decode_call(publication.claim.payload).task.messages[-1].parts
             text = "".join(part.text for part in parts if isinstance(part, TextPart))
             if fault_in(text, publication.claim.attempt) == "kill-finish":

@@ -22,8 +22,9 @@ async def redis_leftovers(redis: Redis, prefix: str) -> list[str]:
             found += await _queue_leftovers(redis, key)
         elif kind == "backlog":
             found += [f"{key} holds {num} requests"] if (num := await redis.xlen(key)) else []
-        elif kind in ("places", "held"):
-            found.append(f"{key} counts what is open")
+        elif kind == "reservations":
+            if await redis.zcount(key, 1, "+inf"):
+                found.append(f"{key} counts what is open")
         elif kind == "request":
             state = await redis.hget(key, "state")
             if state in (b"queued", b"running"):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shared.queue.scripts import CLAIM, ENQUEUE, FINISH, PUBLISH, RENEW
+from shared.queue.scripts import CLAIM, PUBLISH, RENEW, SUBMIT
 from tests.faults.clients import Clients
 from tests.faults.conftest import IS_LONG
 from tests.faults.fleet import playing, streaming, tokens_seen
@@ -88,7 +88,7 @@ async def test_half_open_connections_are_given_up_in_time(fleet):
 
 
 COMMANDS = {
-    "enqueue": ENQUEUE.sha, "claim": CLAIM.sha, "publish": PUBLISH.sha, "finish": FINISH.sha,
+    "submit": SUBMIT.sha, "claim": CLAIM.sha, "publish": PUBLISH.sha, "finish": '"finished"',
     "renew": RENEW.sha, "read": "XREADGROUP", "mailbox": "XREAD\r\n", "pending": "XPENDING",
 }  # fmt: skip
 

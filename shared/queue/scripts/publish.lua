@@ -1,14 +1,17 @@
--- Append the events of many calls to their logs and post those accepted as one entry for each gateway.
--- KEYS: mailbox, then call and log of each item
--- args: max_entries, items: list of
+-- Append the events of many calls to their logs, end those that end, and post what was accepted as one entry for each
+-- gateway.
+-- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
+-- args: max_entries, group, worker, keep_ms, dead_ttl_ms, max_dead, items: list of
 --   attempt, number (the how-maniest item of this attempt, so that a repeated call changes nothing),
---   index, count (the first output token of the item and how many there are)
+--   index, count (the first output token of the item and how many there are), and where the call ends:
+--   id, entry, state (finished | failed), reason (why it goes to the dead letters, '' if it does not);
+--   without index it ends wherever its tokens stand. Items that end come first: see `remove`
 -- raw: the events of each item, JSON objects with commas between
--- Returns for each item ok | gone | cancelled | ended | fenced | gap.
-local mailbox = KEYS[1]
+-- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call answers ok again.
+local mailbox, queue, dead, reservations = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local args = cmsgpack.unpack(ARGV[1])
 
--- Accepted events go to the mailbox of the gateway that queued the call, and of those that listen to it.
+-- Accepted events go to the mailbox of the gateway that submitted the call, and of those that listen to it.
 -- listeners: ids of gateways, each with a space behind it (`listen.lua`)
 local posts = {}
 
@@ -19,44 +22,65 @@ end
 
 local function post(listeners, events)
   note(mailbox, events)
-  for gateway in string.gmatch(listeners or '', '%S+') do
+  if not listeners then return end
+  for gateway in string.gmatch(listeners, '%S+') do
     note((string.gsub(mailbox, '[^:]+$', gateway, 1)), events)
   end
 end
 
--- One entry for each mailbox that exists.
-local function send_posts()
-  for name, events in pairs(posts) do
-    redis.call('XADD', name, 'NOMKSTREAM', 'MAXLEN', '~', args.max_entries, '*',
-      'events', '[' .. table.concat(events, ',') .. ']')
+local function append(request, log, item, events)
+  redis.call('HSET', request, 'items', item.number, 'tokens', item.index + item.count)
+  if redis.call('RPUSH', log, events) == 1 then
+    redis.call('PEXPIRE', log, redis.call('PTTL', request))
+  end
+end
+
+local function remove(entry)
+  -- First of the writes: it is allowed when memory is full, and lets the others through.
+  redis.call('XACK', queue, args.group, entry)
+  redis.call('XDEL', queue, entry)
+end
+
+local function finish(request, log, item, events, num_tokens, reservation)
+  remove(item.entry)
+  if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', 0, reservation) end
+  redis.call('HSET', request, 'state', item.state, 'tokens', num_tokens + item.count, 'payload', '')
+  redis.call('RPUSH', log, events)
+  redis.call('PEXPIRE', log, args.keep_ms)
+  redis.call('PEXPIRE', request, args.keep_ms)
+  if item.reason ~= '' then
+    redis.call('XADD', dead, 'MAXLEN', '~', args.max_dead, '*',
+      'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', args.worker)
+    redis.call('PEXPIRE', dead, args.dead_ttl_ms)
   end
 end
 
 local verdicts = {}
 for i, item in ipairs(args.items) do
-  local request, log, events = KEYS[2 * i], KEYS[2 * i + 1], ARGV[1 + i]
-  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners')
+  local request, log, events = KEYS[2 * i + 3], KEYS[2 * i + 4], ARGV[1 + i]
+  local r = redis.call('HMGET', request, 'state', 'attempt', 'tokens', 'items', 'listeners', 'reservation')
   local verdict = 'ok'
   if not r[1] then
     verdict = 'gone'
+    if item.entry then remove(item.entry) end
   elseif r[1] == 'cancelled' then
     verdict = 'cancelled'
-  elseif tonumber(r[2]) ~= item.attempt then
+  elseif tonumber(r[2]) ~= item.attempt or r[1] == 'queued' then
     verdict = 'fenced'
   elseif r[1] ~= 'running' then
-    verdict = r[1] == 'queued' and 'fenced' or 'ended'
-  elseif item.number > tonumber(r[4]) then
-    if tonumber(r[3]) ~= item.index then
+    if r[1] ~= item.state then verdict = 'ended' end
+  elseif item.state or item.number > tonumber(r[4]) then
+    if item.index and item.index ~= tonumber(r[3]) then
       verdict = 'gap'
     else
-      redis.call('HSET', request, 'items', item.number, 'tokens', item.index + item.count)
-      if redis.call('RPUSH', log, events) == 1 then
-        redis.call('PEXPIRE', log, redis.call('PTTL', request))
-      end
+      if item.state then finish(request, log, item, events, r[3], r[6]) else append(request, log, item, events) end
       post(r[5], events)
     end
   end
   verdicts[i] = verdict
 end
-send_posts()
+for name, events in pairs(posts) do
+  redis.call('XADD', name, 'NOMKSTREAM', 'MAXLEN', '~', args.max_entries, '*',
+    'events', '[' .. table.concat(events, ',') .. ']')
+end
 return verdicts

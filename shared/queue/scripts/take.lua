@@ -1,13 +1,15 @@
--- Give a worker that has room what waits in the queue, and batch work where that leaves room.
--- KEYS: queue, backlog    args: requests (the beginning of the keys of calls), group, worker, count (at least 1)
+-- Give a worker that has room what waits in the queue, and batch work where that leaves room. Batch work is not passed
+-- for ever: the oldest joins the queue once it has waited long enough.
+-- KEYS: queue, backlog    args: requests (the beginning of the keys of calls), group, worker, count,
+--   age_ms (what has waited that long joins; absent: nothing does)
 -- Returns {entries, how many batch calls are left}.
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
 
 -- Batch work moves from the backlog, where nobody claims it, to the end of the queue. Of what Redis has forgotten
 -- nothing is moved.
-local function move(entries)
-  for _, entry in ipairs(entries) do
+local function move(last, count)
+  for _, entry in ipairs(redis.call('XRANGE', backlog, '-', last, 'COUNT', count)) do
     local request = args.requests .. entry[2][2]
     redis.call('XDEL', backlog, entry[1])
     if redis.call('HGET', request, 'backlog') == entry[1] then
@@ -24,11 +26,20 @@ local function read(count)
   return reply and reply[1][2] or {}
 end
 
-local entries, failure = read(args.count)
-if not entries then return failure end
-local room = args.count - #entries
-if room > 0 then
-  move(redis.call('XRANGE', backlog, '-', '+', 'COUNT', room))
-  for _, entry in ipairs(read(room)) do entries[#entries + 1] = entry end
+if args.age_ms then
+  local time = redis.call('TIME')
+  local before_ms = time[1] * 1000 + math.floor(time[2] / 1000) - args.age_ms
+  move(string.format('%.0f', before_ms), 1)
+end
+local entries = {}
+if args.count > 0 then
+  local failure
+  entries, failure = read(args.count)
+  if not entries then return failure end
+  local room = args.count - #entries
+  if room > 0 then
+    move('+', room)
+    for _, entry in ipairs(read(room)) do entries[#entries + 1] = entry end
+  end
 end
 return {entries, redis.call('XLEN', backlog)}

@@ -8,7 +8,7 @@ import pytest
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import ChoiceProgress, Gone, OpenCall
 from shared.protocol import ErrorCode, Failed, Finished, FinishReason, Started, Tokens, Usage
-from shared.queue.api import Bounds, DuplicateRequest, QueueUnavailable
+from shared.queue.api import DuplicateRequest, QueueUnavailable
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.submit import RedisGatewayQueue
 from shared.telemetry.metrics import GatewayMetrics
@@ -219,9 +219,6 @@ async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, wo
     assert (await gateway.chat()).status_code == 200
 
 
-ROOM = Bounds(max_waiting=100_000, max_tokens=10**9)
-
-
 @pytest.fixture
 async def dispatcher(redis, redis_blocking, redis_prefix):
     """A gateway's dispatcher without the rest; nobody works on what it queues."""
@@ -240,7 +237,9 @@ async def submit(dispatcher: Dispatcher, count: int, timeout_s: float) -> list[O
     generations = []
     for _ in range(count // 16):
         choices = [make_request() for _ in range(16)]
-        generations.append(await dispatcher.submit(choices, timeout_s, 1, ROOM))
+        generations.append(
+            await dispatcher.submit(choices, timeout_s=timeout_s, max_waiting=100_000)
+        )
     return generations
 
 
@@ -274,9 +273,9 @@ async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, m
 
 async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
     request = make_request(is_resumable=True)
-    first = await dispatcher.submit([request], 60.0, 1, ROOM)
+    first = await dispatcher.submit([request], timeout_s=60.0, max_waiting=100_000)
     with pytest.raises(DuplicateRequest):
-        await dispatcher.submit([request], 60.0, 1, ROOM)
+        await dispatcher.submit([request], timeout_s=60.0, max_waiting=100_000)
     dispatcher.fail_all("The first is still known.")
     assert await first.receive(timeout_s=5.0)
     assert dispatcher.num_open == 1

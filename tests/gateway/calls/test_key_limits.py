@@ -11,7 +11,7 @@ from gateway.calls.key_limits import (
     KeyLimits,
     PossibleTokens,
     possible_tokens,
-    to_bounds,
+    to_quota,
 )
 from gateway.http.errors import Overloaded
 from shared.protocol import ModelCard, Priority, SamplingParams
@@ -69,10 +69,18 @@ def test_a_request_never_comes_to_more_than_the_model_holds():
 
 
 def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():
-    limits = LimitSettings(max_open_tokens=100, max_queue_depth=5, max_batch_queue_depth=7)
-    interactive, batch = (to_bounds(limits, priority) for priority in Priority)
-    assert (interactive.max_tokens, interactive.max_waiting) == (100, 5)
-    assert (batch.max_tokens, batch.max_waiting) == (50, 7)
+    limits = LimitSettings(max_open_tokens=100)
+    assert [to_quota(limits, priority).max_tokens for priority in Priority] == [100, 50]
+    key_limits, _ = make_limits(max_queue_depth=5, max_batch_queue_depth=7)
+    assert [key_limits.max_waiting(priority) for priority in Priority] == [5, 7]
+
+
+def test_where_nothing_is_limited_nothing_is_reserved():
+    card, calls = ModelCard("m", 0, max_model_len=100, vocab_size=10), [make_request()]
+    limited, _ = make_limits()
+    assert limited.reservation(calls, card) is not None
+    unlimited, _ = make_limits(max_open_tokens=0)
+    assert unlimited.reservation(calls, card) is None
 
 
 @pytest.mark.parametrize("reason", REASONS)

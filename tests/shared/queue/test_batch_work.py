@@ -136,7 +136,7 @@ async def test_batch_work_is_finished_taken_over_and_counted_like_any_other(ends
     assert await second.publish([publication(later, 1, 0, make_finished(later))]) == {}
 
     assert await ends.num_open() == 0
-    assert await ends.redis.exists(ends.keys.places(MODEL), ends.keys.held(MODEL)) == 0
+    assert await ends.reserved() == set()
 
 
 async def test_a_take_whose_reply_was_lost_is_found_again(ends):

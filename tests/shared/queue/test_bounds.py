@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 import shared.queue.claim
 from shared.protocol import (
+    Call,
     ErrorCode,
     Failed,
     OutputLogprob,
@@ -30,6 +31,7 @@ from tests.factories_queue import (
     make_finished,
     make_request,
     publication,
+    reserve,
 )
 
 
@@ -88,13 +90,13 @@ async def test_a_request_alone_is_never_too_much(ends):
 
 
 @pytest.mark.parametrize("how", ["finished", "failed", "cancelled", "deserted"])
-async def test_every_end_gives_the_place_back(ends, how, monkeypatch):
+async def test_every_end_releases_its_reservation(ends, how, monkeypatch):
     monkeypatch.setattr(shared.queue.claim, "GONE_AFTER_S", 0.0)
     reply_to = "gone" if how == "deserted" else GATEWAY
     request = await ends.enqueue(make_request(reply_to=reply_to), num_tokens=7)
     worker = ends.worker("a")
     claim = await ends.claim(worker)
-    assert await ends.redis.hgetall(ends.keys.held(MODEL)) == {
+    assert await ends.redis.hgetall(ends.keys.usage(MODEL)) == {
         b"tokens": b"7", b"tokens:": b"7", b"requests:": b"1",
     }  # fmt: skip
     assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
@@ -110,35 +112,36 @@ async def test_every_end_gives_the_place_back(ends, how, monkeypatch):
         else:
             assert await worker.cancel_deserted([claim]) == [claim]
 
-    assert await ends.redis.exists(ends.keys.held(MODEL), ends.keys.places(MODEL)) == 0
-    await ends.enqueue(num_tokens=7, max_tokens=7)
+    again = await ends.enqueue(num_tokens=7, max_tokens=7)
+    assert await ends.reserved() == {f"7  {again.id}"}
+    assert await ends.redis.hget(ends.keys.usage(MODEL), "tokens") == b"7"
 
 
 async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(ends):
-    """Its gateway was killed and no worker came: the request expires, and its place with it."""
+    """Its gateway was killed and no worker came: the request expires, and its reservation with it."""
     request = await ends.enqueue(num_tokens=7)
     assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
 
-    places = ends.keys.places(MODEL)
-    [place] = await ends.redis.zrange(places, 0, -1)
+    reservations = ends.keys.reservations(MODEL)
+    [reservation] = await ends.redis.zrange(reservations, 0, -1)
     remembered_ms = await ends.redis.pttl(ends.keys.request(MODEL, request.id))
-    forgotten_at_ms = await ends.redis.zscore(places, place)
+    forgotten_at_ms = await ends.redis.zscore(reservations, reservation)
     seconds, microseconds = await ends.redis.time()
     now_ms = seconds * 1000 + microseconds / 1000
     assert forgotten_at_ms - now_ms == pytest.approx(remembered_ms, abs=1000)
-    await ends.redis.zadd(places, {place: now_ms - 1})
+    await ends.redis.zadd(reservations, {reservation: now_ms - 1})
 
     await ends.enqueue(num_tokens=7, max_tokens=7)
-    assert (await ends.redis.hgetall(ends.keys.held(MODEL)))[b"tokens"] == b"7"
+    assert (await ends.redis.hgetall(ends.keys.usage(MODEL)))[b"tokens"] == b"7"
 
 
-async def test_a_full_memory_refuses_whether_or_not_a_place_has_expired(ends):
+async def test_a_full_memory_refuses_whether_or_not_a_reservation_has_expired(ends):
     """The first write of a script is asked about the memory: it must be one that takes some."""
     await ends.enqueue()
-    places, held = ends.keys.places(MODEL), ends.keys.held(MODEL)
-    [place] = await ends.redis.zrange(places, 0, -1)
-    await ends.redis.zadd(places, {place: 1})
-    before = await ends.redis.hgetall(held)
+    reservations, usage = ends.keys.reservations(MODEL), ends.keys.usage(MODEL)
+    [reservation] = await ends.redis.zrange(reservations, 0, -1)
+    await ends.redis.zadd(reservations, {reservation: 1})
+    before = await ends.redis.hgetall(usage)
 
     await ends.redis.config_set("maxmemory", 1)
     try:
@@ -147,8 +150,8 @@ async def test_a_full_memory_refuses_whether_or_not_a_place_has_expired(ends):
     finally:
         await ends.redis.config_set("maxmemory", 0)
 
-    assert await ends.redis.zrange(places, 0, -1) == [place]
-    assert await ends.redis.hgetall(held) == before
+    assert await ends.redis.zrange(reservations, 0, -1) == [reservation]
+    assert await ends.redis.hgetall(usage) == before
     assert await ends.num_open() == 1
 
 
@@ -197,25 +200,24 @@ async def test_no_tenant_gets_more_than_its_share_when_tokens_are_scarce(ends):
     await ask("modest", 40)
 
 
-async def settle(ends: Ends, request_id: str, num_taken: int, per_minute: int) -> bool:
-    return await ends.queue.settle(
-        MODEL, "", [request_id], num_taken=num_taken, tokens_per_minute=per_minute
-    )
+async def refund(ends: Ends, request: Call, num_tokens: int, per_minute: int) -> bool:
+    limits = {"max_tenant_tokens_per_minute": per_minute}
+    return await ends.quotas.refund(reserve(request, num_tokens=num_tokens, **limits))
 
 
 @pytest.mark.parametrize(("num_tokens", "wait_s"), [(0, None), (90, 31), (150, 91)])
-async def test_an_answer_is_settled_once_when_it_has_ended(ends, num_tokens, wait_s):
+async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wait_s):
     """90 tokens were taken of 60 a minute."""
     options = {"max_tenant_tokens_per_minute": 60}
     request = await ends.enqueue(num_tokens=90, **options)
     worker = ends.worker("a")
     claim = await ends.claim(worker)
-    assert not await settle(ends, request.id, 90, 60)
+    assert not await refund(ends, request, 90, 60)
     deltas = [make_delta(claim, 0, *range(num_tokens))] if num_tokens else []
     end = make_finished(claim, num_tokens)
     await worker.publish([publication(claim, 1, 0, *deltas, end)])
     for _ in range(2):
-        assert await settle(ends, request.id, 90, 60)
+        assert await refund(ends, request, 90, 60)
     if wait_s is None:
         await ends.enqueue(num_tokens=1, **options)
         return
@@ -228,9 +230,9 @@ async def test_what_is_given_back_leaves_no_key_that_lives_for_ever(ends):
     request = await ends.enqueue(num_tokens=5, max_tenant_tokens_per_minute=60)
     await ends.queue.cancel(MODEL, [request.id])
     await ends.redis.delete(ends.keys.rates(MODEL, ""))
-    assert await settle(ends, request.id, 5, 60)
+    assert await refund(ends, request, 5, 60)
     assert await ends.redis.exists(ends.keys.rates(MODEL, "")) == 0
-    assert await settle(ends, "unknown", 5, 60)
+    assert await refund(ends, make_request(), 5, 60)
 
 
 async def test_logprobs_count_for_what_they_take(gateways):

@@ -31,10 +31,10 @@ from redis import Redis as SyncRedis
 
 import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
-from shared.queue.api import CLEARED_AFTER_TOKENS, Bounds, Claim, DuplicateRequest, QueueRefused
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, DuplicateRequest, QueueRefused
 from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue
 from shared.queue.keys import GROUP, RedisKeys
-from shared.queue.scripts import CLAIM, ENQUEUE, named
+from shared.queue.scripts import CLAIM, SUBMIT, named
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis
@@ -48,6 +48,7 @@ from tests.factories_queue import (
     make_finished,
     make_request,
     publication,
+    reserve,
     tokens_of,
     wait_until_written,
 )
@@ -181,10 +182,10 @@ class QueueMachine(RuleBasedStateMachine):
         """A second call with the same nonce is the first one again, whose reply was lost."""
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
         sealed = [seal(choice) for choice in choices]
-        room = Bounds(1000, 10_000)
-        keys, arguments = self.queue._to_call(sealed, 600, num_tokens, num_tokens, room)
+        reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=10_000)
+        keys, arguments = self.queue._to_call(sealed, 600, 1000, reservation)
         for _ in range(repeats):
-            assert self.run(self.sender.run(ENQUEUE, keys, arguments)) == [b"ok"]
+            assert self.run(self.sender.run(SUBMIT, keys, arguments)) == [b"ok"]
         for choice in choices:
             is_batch = priority is Priority.BATCH
             self.requests[choice.id] = Modelled(is_batch, num_tokens, tenant)
@@ -408,20 +409,22 @@ class QueueMachine(RuleBasedStateMachine):
     # What must hold after every step
 
     @invariant()
-    def places_are_those_of_live_requests(self) -> None:
-        """Each is counted once, and its sums are what the bounds are compared with."""
+    def reservations_are_those_of_live_requests(self) -> None:
+        """Each is counted once; those of calls that have ended are counted until the next submit, too."""
         live = [(n, r) for n, r in self.requests.items() if r.is_live]
-        places = self.eye.zrange(self.keys.places(MODEL), 0, -1)
-        assert sorted(places) == sorted(
+        reservations = self.eye.zrange(self.keys.reservations(MODEL), 0, -1)
+        open_ones = self.eye.zrangebyscore(self.keys.reservations(MODEL), 1, "+inf")
+        assert sorted(open_ones) == sorted(
             f"{r.num_possible} {r.tenant} {n}".encode() for n, r in live
         )
         sums: Counter[str] = Counter()
-        for _, request in live:
-            sums["tokens"] += request.num_possible
-            sums[f"tokens:{request.tenant}"] += request.num_possible
-            sums[f"requests:{request.tenant}"] += 1
-        held = self.eye.hgetall(self.keys.held(MODEL))
-        assert {name.decode(): int(value) for name, value in held.items()} == sums
+        for reservation in reservations:
+            tokens, tenant, _ = reservation.decode().split(" ")
+            sums["tokens"] += int(tokens)
+            sums[f"tokens:{tenant}"] += int(tokens)
+            sums[f"requests:{tenant}"] += 1
+        usage = self.eye.hgetall(self.keys.usage(MODEL))
+        assert {name.decode(): int(value) for name, value in usage.items()} == sums
 
     @invariant()
     def redis_agrees(self) -> None:

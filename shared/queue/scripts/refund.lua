@@ -1,18 +1,18 @@
--- Answers have ended: their tenant pays for what they were, and no longer for what they might have been.
--- KEYS: rates of the tenant (`enqueue.lua`), then the call of each answer
--- args: tokens_per_minute, taken_tokens (for each answer)
--- Returns 1, or 0 if one of them goes on and the call is to be made again. Each is settled once.
+-- Answers have ended: their tenant's minute takes what they came to, and no longer what they might have.
+-- KEYS: rates of the tenant (`submit.lua`), then the call of each answer
+-- args: tokens_per_minute, num_tokens (taken for each answer)
+-- Returns 1, or 0 if one of them goes on and the call is to be made again. Each is refunded once.
 local rates = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local MINUTE_MS = 60000
 local is_over, difference = 1, 0
 for key = 2, #KEYS do
-  local r = redis.call('HMGET', KEYS[key], 'state', 'tokens', 'settled')
+  local r = redis.call('HMGET', KEYS[key], 'state', 'tokens', 'refunded')
   if r[1] == 'queued' or r[1] == 'running' then
     is_over = 0
   elseif r[1] and not r[3] then
-    redis.call('HSET', KEYS[key], 'settled', '1')
-    difference = difference + r[2] - args.taken_tokens
+    redis.call('HSET', KEYS[key], 'refunded', '1')
+    difference = difference + r[2] - args.num_tokens
   end
 end
 if difference ~= 0 and args.tokens_per_minute > 0 then

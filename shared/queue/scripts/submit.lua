@@ -1,0 +1,161 @@
+-- Accept the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them,
+-- add their ids to the queue. Batch work goes to the backlog, which the queue's workers empty.
+-- KEYS: queue, backlog, then the call of each choice, then where there is a quota: reservations, usage, rates
+-- args: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices), quota:
+--   absent, or tenant, num_tokens (of each choice, from the tenant's minute), reserved_tokens (of each choice while it
+--   is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: any)
+-- raw: the payload of each choice
+-- Returns {ok | duplicate} or {reason, wait_ms}; wait_ms is 0 where nobody knows. The same nonce again is the same
+-- call again: ok.
+-- reservations: sorted set of "tokens tenant id", by the time (ms) at which Redis forgets the call; 0 once it has ended
+-- usage: hash of their sums: tokens, and of each tenant with a reservation tokens:{tenant} and requests:{tenant}
+-- rates: hash of two instants (ms), requests and tokens: when all that was taken is earned again. There is at most a
+-- minute's worth; where one is left, more may be taken, into debt, which is waited for later.
+local queue, backlog = KEYS[1], KEYS[2]
+local args = cmsgpack.unpack(ARGV[1])
+local ids, is_batch, quota = args.ids, args.is_batch, args.quota
+for choice = 1, #ids do
+  local nonce = redis.call('HGET', KEYS[2 + choice], 'nonce')
+  if nonce then return {nonce == args.nonce and 'ok' or 'duplicate'} end
+end
+
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function num_waiting()
+  -- Running calls are in the stream too; only those nobody has read yet wait.
+  local pending = redis.pcall('XPENDING', queue, args.group)
+  return redis.call('XLEN', queue) - (pending.err and 0 or pending[1])
+end
+
+local depth = redis.call('XLEN', is_batch and backlog or queue)
+if not is_batch and depth + #ids > args.max_waiting then depth = num_waiting() end
+if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} end
+
+-- The quota
+
+local reservations, usage, rates = unpack(KEYS, #ids + 3)
+local MINUTE_MS = 60000
+
+local function add_usage(tenant, tokens, calls)
+  local fields = {'tokens', 'tokens:' .. tenant, 'requests:' .. tenant}
+  local amounts = {tokens, tokens, calls}
+  local sums = redis.call('HMGET', usage, unpack(fields))
+  local kept, gone = {}, {}
+  for i, field in ipairs(fields) do
+    local sum = (tonumber(sums[i]) or 0) + amounts[i]
+    if sum > 0 then
+      kept[#kept + 1], kept[#kept + 2] = field, string.format('%.0f', sum)
+    elseif sums[i] then
+      gone[#gone + 1] = field
+    end
+  end
+  if #kept > 0 then redis.call('HSET', usage, unpack(kept)) end
+  if #gone > 0 then redis.call('HDEL', usage, unpack(gone)) end
+end
+
+-- A call counts until it has ended, or Redis has forgotten it. What did so since the last call is taken out here, in
+-- one place, so that ending a call needs no sums.
+local function release_ended()
+  local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', now_ms)
+  if #ended == 0 then return end
+  -- The first write of the call: where memory is full it is refused, as ZREM would not be, and with it the call.
+  redis.call('HSET', usage, 'tokens', redis.call('HGET', usage, 'tokens') or '0')
+  local tokens_of, calls_of = {}, {}
+  for _, reservation in ipairs(ended) do
+    redis.call('ZREM', reservations, reservation)
+    local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
+    tokens_of[tenant] = (tokens_of[tenant] or 0) + tokens
+    calls_of[tenant] = (calls_of[tenant] or 0) + 1
+  end
+  for tenant, tokens in pairs(tokens_of) do add_usage(tenant, -tokens, -calls_of[tenant]) end
+end
+
+-- Whether so many tokens more are too many: of all, or of a tenant once half of all are reserved.
+local function find_excess(tokens, calls)
+  local sums = redis.call('HMGET', usage, 'tokens', 'tokens:' .. quota.tenant, 'requests:' .. quota.tenant)
+  local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
+  local max_tokens, max_calls = quota.max_tokens, quota.max_tenant_requests
+  if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return 'open_tokens' end
+  if max_calls > 0 and open > 0 and open + calls > max_calls then return 'key_open' end
+  if max_tokens > 0 and own > 0 and all + tokens > max_tokens / 2 then
+    local num_tenants = (redis.call('HLEN', usage) - 1) / 2
+    if own + tokens > max_tokens / num_tenants then return 'key_share' end
+  end
+  return nil
+end
+
+local function owed_ms(rate)
+  return math.max(0, tonumber(redis.call('HGET', rates, rate.field) or 0) - now_ms)
+end
+
+-- How long until something may be taken; 0 is now.
+local function find_pause_ms(rate)
+  if rate.most == 0 then return 0 end
+  return owed_ms(rate) - (MINUTE_MS - MINUTE_MS / rate.most)
+end
+
+local function spend(rate)
+  if rate.most == 0 then return end
+  local until_ms = now_ms + math.max(0, owed_ms(rate) + rate.amount * MINUTE_MS / rate.most)
+  redis.call('HSET', rates, rate.field, string.format('%.3f', until_ms))
+  if redis.call('PTTL', rates) < until_ms - now_ms then
+    redis.call('PEXPIRE', rates, math.ceil(until_ms - now_ms))
+  end
+end
+
+local function find_refusal()
+  release_ended()
+  local excess = find_excess(quota.reserved_tokens * #ids, #ids)
+  if excess then return {excess, 0} end
+  local rated = {
+    {field = 'requests', most = quota.requests_per_minute, amount = 1},
+    {field = 'tokens', most = quota.tokens_per_minute, amount = quota.num_tokens * #ids}}
+  for _, rate in ipairs(rated) do
+    local pause_ms = find_pause_ms(rate)
+    if pause_ms > 0 then return {'key_' .. rate.field, math.ceil(pause_ms)} end
+  end
+  for _, rate in ipairs(rated) do spend(rate) end
+  return nil
+end
+
+local function reserve(id, until_ms)
+  local reservation = string.format('%d', quota.reserved_tokens) .. ' ' .. quota.tenant .. ' ' .. id
+  redis.call('ZADD', reservations, until_ms, reservation)
+  return reservation
+end
+
+if quota then
+  local refusal = find_refusal()
+  if refusal then return refusal end
+end
+
+-- The queue
+
+local forgotten_at_ms = string.format('%.0f', now_ms + args.timeout_ms + args.keep_ms)
+if is_batch and num_waiting() == 0 then
+  redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
+end
+for i, id in ipairs(ids) do
+  local request = KEYS[2 + i]
+  local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
+  redis.call('HSET', request,
+    'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
+    'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
+    'reservation', quota and reserve(id, forgotten_at_ms) or '',
+    'reply_to', args.reply_to, 'payload', ARGV[1 + i],
+    'enqueued_ms', string.format('%.0f', now_ms),
+    'deadline_ms', string.format('%.0f', now_ms + args.timeout_ms))
+  redis.call('PEXPIRE', request, args.timeout_ms + args.keep_ms)
+end
+if quota then
+  add_usage(quota.tenant, quota.reserved_tokens * #ids, #ids)
+  redis.call('PEXPIRE', reservations, args.queue_ttl_ms)
+  redis.call('PEXPIRE', usage, args.queue_ttl_ms)
+end
+-- The queue's life is renewed when half of it is over.
+if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then
+  redis.call('PEXPIRE', queue, args.queue_ttl_ms)
+  redis.call('PEXPIRE', backlog, args.queue_ttl_ms)
+end
+return {'ok'}
