@@ -76,9 +76,9 @@ async def test_what_is_logged_during_a_request_names_it(gateway, worker, monkeyp
     seen: list[str | None] = []
     submit = gateway.services.dispatcher.submit
 
-    async def note(*arguments):
+    async def note(*arguments, **options):
         seen.append(logs.request_id.get())
-        return await submit(*arguments)
+        return await submit(*arguments, **options)
 
     monkeypatch.setattr(gateway.services.dispatcher, "submit", note)
     await gateway.chat()
