@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from engines.base import Engine, EngineOutput
 from engines.core.blocks import BlockManager
+from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.engine import BatchingEngine
-from engines.core.prefill_limit import PrefillLimit
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
@@ -77,11 +77,9 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache),
+        StepLimits(max_num_batched_tokens, max_images_per_step, prefill_limit),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_images_per_step=max_images_per_step,
         eos_token_ids={EOS_ID},
-        prefill_limit=prefill_limit,
     )
 
 
@@ -118,12 +116,14 @@ class CheckingRunner(MockRunner):
         super().__init__(settings)
         self.notes: list[object] = [None] * (self.num_blocks * self.block_size)
         self.find_lent: Callable[[], set[int]] | None = None  # tells which blocks are lent
+        self.launched: list[Batch] = []
         self._last: CheckingStep | None = None
         self.failures: list[Exception] = []  # raised, one by one, instead of computing
         self.known_requests: set[str] = set()  # seen and not released yet
 
     def launch(self, batch: Batch) -> "CheckingStep":
         assert batch.items
+        self.launched.append(batch)
         self.known_requests |= {item.sequence.request_id for item in batch.items}
         before = self._last if any(item.follows is not None for item in batch.items) else None
         drawn = before.step.result.choices if before else []

@@ -9,6 +9,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
+from engines.core.sequence import Batch
 from engines.mock.engine import MockProcessor
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
@@ -226,6 +227,12 @@ def make_engine(pair: ModelPair, ops: Ops | None = None, **changes: Any) -> Batc
     dtype = pair.ours.language_model.model.norm.weight.dtype
     runner = TorchRunner(pair.ours, config, torch.device("cpu"), dtype, ops=ops)
     return BatchingEngine(runner, NumberProcessor(), config)
+
+
+def encode_in_smallest_parts(engine: BatchingEngine) -> None:
+    """Let no step beside streams have time to spare for images."""
+    launch = engine.runner.launch
+    engine.runner.launch = lambda batch: launch(Batch(batch.items, max_vision_s=0.0))
 
 
 def make_pixels(seed: int, size: int = 24) -> torch.Tensor:

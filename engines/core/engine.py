@@ -7,6 +7,7 @@ Called by the worker's engine thread, over a mock or a torch runner alike. Clock
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Any
 
 from engines.base import (
@@ -21,16 +22,50 @@ from engines.base import (
     PromptTooLong,
 )
 from engines.core.blocks import BlockManager
-from engines.core.generation import Generation
-from engines.core.prefill_limit import PrefillLimit
+from engines.core.budget import PrefillLimit, StepLimits
+from engines.core.pipeline import StepPipeline
 from engines.core.request import EngineRequest
 from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepResult, TokenChoice
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
-from engines.core.step_pipeline import StepPipeline
 from engines.text.detokenizer import Detokenizer
-from shared.protocol import FinishReason, ImageRef, OutputLogprob, StageTimings, TokenLogprob
+from shared.protocol import FinishReason, ImageRef, OutputLogprob, StageTimings, TokenLogprob, Usage
+
+
+@dataclass(slots=True)
+class Generation:
+    """A request inside the engine, from `add` to its last output: a sequence, its text and its clock readings."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer
+    added_at: float
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    vision_s: float = 0.0
+    is_announced: bool = False  #: whether an output has carried its usage
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        sequence = self.sequence
+        return Usage(
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+            num_image_tokens=sum(image.num_tokens for image in sequence.images),
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def timings(self, now: float) -> StageTimings:
+        """The stages of a request that ends now; they add up to its time in the engine."""
+        scheduled_at = now if self.scheduled_at is None else self.scheduled_at
+        first_token_at = now if self.first_token_at is None else self.first_token_at
+        return StageTimings(
+            queue_s=scheduled_at - self.added_at,
+            vision_s=self.vision_s,
+            prefill_s=max(first_token_at - scheduled_at - self.vision_s, 0.0),
+            decode_s=now - first_token_at,
+        )
 
 
 class BatchingEngine(Engine[EngineRequest]):
@@ -51,24 +86,28 @@ class BatchingEngine(Engine[EngineRequest]):
         self.blocks = BlockManager(
             runner.num_blocks, runner.block_size, enable_prefix_cache=config.enable_prefix_cache
         )
+        limits = StepLimits(
+            config.max_num_batched_tokens,
+            config.max_images_per_step,
+            _prefill_limit(config, prefill_limit),
+        )
         self.scheduler = Scheduler(
             self.blocks,
+            limits,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_images_per_step=config.max_images_per_step,
-            prefill_limit=_prefill_limit(config, prefill_limit),
             eos_token_ids=tokenizer.eos_token_ids,
         )
         overlaps = config.overlap_steps
         self.pipeline = StepPipeline(
             self.scheduler,
+            limits,
             is_overlapping=runner.runs_async if overlaps is None else overlaps,
         )
         self.max_model_len = min(
             runner.max_model_len,
             config.max_model_len or runner.max_model_len,
-            runner.num_blocks
-            * runner.block_size,  # a sequence alone must fit, or it would wait for ever
+            # A sequence alone must fit, or it would wait for ever.
+            runner.num_blocks * runner.block_size,
         )
         self._generations: dict[str, Generation] = {}
         self._finished_early: list[EngineOutput] = []  # requests that came complete
@@ -142,21 +181,19 @@ class BatchingEngine(Engine[EngineRequest]):
     def step(self) -> list[EngineOutput]:
         """One forward pass of a batch. Returns what each of its requests has to say.
 
-        The one behind it may have been launched before. Raises: DeviceOutOfMemory when steps cannot be smaller, and what else the runner raises that no
-        single request is to blame for; the engine is lost.
+        Raises: DeviceOutOfMemory when steps cannot be smaller, and whatever a runner raises that is no single request's
+        fault; the engine is lost.
         """
         self._num_steps += 1
-        outputs, self._finished_early = self._finished_early, []
+        early, self._finished_early = self._finished_early, []
         started_at = time.perf_counter()
         try:
-            step = self.pipeline.advance(self.runner)
+            batch = self.pipeline.schedule()
+            batch, result = self.pipeline.run(self.runner, batch)
+            outputs = self._update(batch, result, started_at)
         except SequenceFailure as failure:
-            return [*outputs, self._fail(failure)]
-        if step is not None:
-            batch, result = step
-            self.scheduler.update(batch, result.choices, result.deferred, result.late)
-            outputs += self._collect_outputs(batch, result, started_at)
-        return outputs
+            outputs = [self._fail(failure)]
+        return early + outputs
 
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to tell."""
@@ -242,10 +279,9 @@ class BatchingEngine(Engine[EngineRequest]):
         max_tokens = request.sampling.max_tokens
         return space if max_tokens is None else min(max_tokens, space)
 
-    def _collect_outputs(
-        self, batch: Batch, result: StepResult, started_at: float
-    ) -> list[EngineOutput]:
-        """What the step means for each request in it, after the scheduler has noted the tokens."""
+    def _update(self, batch: Batch, result: StepResult, started_at: float) -> list[EngineOutput]:
+        """Note the tokens of a step; returns what they mean for each request in it."""
+        self.scheduler.update(batch, result.choices, result.deferred, result.late)
         now = time.perf_counter()
         outputs: list[EngineOutput] = []
         generations = self._generations
@@ -340,4 +376,6 @@ class BatchingEngine(Engine[EngineRequest]):
 
 def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:
     given = config.max_mixed_prefill_tokens
-    return measured if given is None else PrefillLimit(given)
+    if given is None:
+        return measured
+    return PrefillLimit(given, spare_s=measured and measured.spare_s, is_fixed=True)

@@ -12,11 +12,10 @@ from collections.abc import Set
 from itertools import takewhile
 
 from engines.core.blocks import BlockManager
-from engines.core.prefill_limit import PrefillLimit
+from engines.core.budget import StepBudget, StepLimits
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
-from engines.core.token_budget import TokenBudget
-from shared.protocol import FinishReason, Priority
+from shared.protocol import FinishReason
 
 
 class Scheduler:
@@ -29,23 +28,18 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockManager,
+        limits: StepLimits,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_images_per_step: int,
         eos_token_ids: Set[int],
-        prefill_limit: PrefillLimit | None = None,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_images_per_step = max_images_per_step
-        self.prefill_limit = prefill_limit  # None: streams wait as long as a step takes
+        self._limits = limits
         self.num_preemptions = 0
         self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
-        self._encoding: set[str] = set()  # hashes of the images that this step encodes
         self._late: Set[str] = frozenset()  # requests whose images the step before did not finish
 
     def add(self, sequence: Sequence) -> None:
@@ -61,12 +55,11 @@ class Scheduler:
 
         When the step fails, it may be called again without `update`; nothing is computed twice.
         """
-        batch = Batch()
-        self._encoding.clear()
+        batch = Batch(max_vision_s=self._limits.max_vision_s)
         self.blocks.begin_step()
         if self.waiting:
             self._make_way()
-        budget = self._new_budget()
+        budget = self._limits.budget(self.running.values())
         self._schedule_running(batch, budget)
         if self.waiting:
             self._schedule_waiting(batch, budget)
@@ -170,13 +163,7 @@ class Scheduler:
         prefix = self.blocks.find_prefix(sequence)
         return self.blocks.can_admit(sequence, prefix, num_spare_blocks=num_running - num_freed)
 
-    def _new_budget(self) -> TokenBudget:
-        num_prefill_tokens = self.max_num_batched_tokens
-        if self.prefill_limit and (num_streams := sum(map(_is_stream, self.running.values()))):
-            num_prefill_tokens = self.prefill_limit.beside(num_streams)
-        return TokenBudget(self.max_num_batched_tokens, num_prefill_tokens)
-
-    def _schedule_running(self, batch: Batch, budget: TokenBudget) -> None:
+    def _schedule_running(self, batch: Batch, budget: StepBudget) -> None:
         """Give every running sequence its share, oldest first."""
         items, late, block_size = batch.items, self._late, self.blocks.block_size
         for sequence in tuple(self.running.values()):
@@ -184,9 +171,9 @@ class Scheduler:
                 break  # preempted for an older one, and so are all that come after it
             start = sequence.num_computed_tokens
             num_pending = len(sequence.token_ids) - start
-            num_new = budget.share(num_pending)
+            num_new = budget.fit(num_pending)
             if start < sequence.num_prompt_tokens:
-                num_new = self._limit_by_images(sequence, start, num_new)
+                num_new = self._limit_by_images(sequence, start, num_new, budget)
             if num_new == 0:
                 continue
             end = start + num_new
@@ -197,7 +184,7 @@ class Scheduler:
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)
 
-    def _schedule_waiting(self, batch: Batch, budget: TokenBudget) -> None:
+    def _schedule_waiting(self, batch: Batch, budget: StepBudget) -> None:
         """Start waiting sequences in order while there is budget, a seat, and space for all tokens.
 
         One spare block for each running sequence keeps a newcomer from being preempted at once. Who
@@ -212,8 +199,8 @@ class Scheduler:
                 return
             start = len(prefix) * self.blocks.block_size
             num_pending = sequence.num_tokens - start
-            num_new = budget.share(num_pending)
-            num_new = self._limit_by_images(sequence, start, num_new)
+            num_new = budget.fit(num_pending)
+            num_new = self._limit_by_images(sequence, start, num_new, budget)
             if num_new == 0:
                 return
             self.blocks.admit(sequence, prefix)
@@ -237,7 +224,9 @@ class Scheduler:
                 passed.num_passes += 1
                 _enter(queue, passed)
 
-    def _limit_by_images(self, sequence: Sequence, start: int, num_new: int) -> int:
+    def _limit_by_images(
+        self, sequence: Sequence, start: int, num_new: int, budget: StepBudget
+    ) -> int:
         """Shorten a share so that it does not reach into an image that this step cannot encode.
 
         A running sequence's runner still holds the image in whose middle it stopped.
@@ -245,13 +234,12 @@ class Scheduler:
         for image in sequence.images:
             if image.offset >= start + num_new:
                 break
-            if image.offset + image.num_tokens <= start or image.image_hash in self._encoding:
+            if image.offset + image.num_tokens <= start:
                 continue
             if image.offset < start and sequence.status is SequenceStatus.RUNNING:
                 continue
-            if len(self._encoding) == self.max_images_per_step:
+            if not budget.take_image(image.image_hash):
                 return max(image.offset - start, 0)
-            self._encoding.add(image.image_hash)
         return num_new
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -272,11 +260,6 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         _enter(self.waiting, sequence, first=True)
         self.num_preemptions += 1
-
-
-def _is_stream(sequence: Sequence) -> bool:
-    """Whether somebody waits for its next token."""
-    return sequence.num_pending_tokens == 1 and sequence.priority is Priority.INTERACTIVE
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:

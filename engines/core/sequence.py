@@ -143,6 +143,8 @@ class Batch:
     """What one step computes: prefill chunks and decode tokens mixed freely."""
 
     items: list[ScheduledSequence] = field(default_factory=list)
+    #: Seconds that encoding images may take beside streams; None: as many as it needs.
+    max_vision_s: float | None = None
 
     @property
     def num_tokens(self) -> int:

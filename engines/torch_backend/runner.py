@@ -5,12 +5,10 @@ they live, the scheduler has decided; nothing here waits, queues or decides when
 """
 
 import os
-import time
 
 import torch
 from torch import Tensor
 
-from engines.core.prefill_limit import PrefillLimit
 from engines.core.runner import (
     ComputedStep,
     DeviceOutOfMemory,
@@ -32,7 +30,7 @@ from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.sampling.sampler import needs_host, sample
 from engines.torch_backend.settings import TorchSettings
-from shared.protocol import Priority, SamplingParams
+from shared.protocol import SamplingParams
 
 #: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.
 _ONE_THREAD_BYTES = 32 * 2**20
@@ -97,7 +95,6 @@ class TorchRunner:
         self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
         model.bind(self._ops, dtype)
         model.limit(self.max_model_len)
-        self._limit: PrefillLimit | None = None
         self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
@@ -113,31 +110,14 @@ class TorchRunner:
         """Begin a step. A graph's is under way afterwards; every other is computed. Raises: as `run`."""
         if not batch.items:
             return ComputedStep(StepResult([]))
-        started = time.perf_counter()
         try:
-            step = self._launch(batch.items)
+            return self._launch(batch)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
-        if self._limit is not None and isinstance(step, ComputedStep):
-            self._note_time(batch, step.result, time.perf_counter() - started, self._limit)
-        return step
-
-    def _note_time(
-        self, batch: Batch, result: StepResult, seconds: float, limit: PrefillLimit
-    ) -> None:
-        """Let the limit know what a step without images took, if all its streams are to be kept smooth."""
-        if result.vision_s or result.deferred:
-            return
-        streams = [item for item in batch.items if item.num_new_tokens == 1]
-        if not all(map(_is_smooth, streams)):
-            return
-        num_streams = len(streams)
-        limit.note(num_streams, batch.num_tokens - num_streams, seconds)
-        self.limit_images(limit.spare_s)
 
     def release(self, request_id: str) -> None:
         """Let go of the images that a request holds, and of what layers keep of it."""
@@ -165,21 +145,6 @@ class TorchRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def follow(self, limit: PrefillLimit) -> None:
-        """Tell the limit from now on what steps take, and encode images in parts of the time that it leaves.
-
-        On a CPU: a GPU's streams are computed by graphs, its prompts are not, and neither says how long the other takes.
-        """
-        if self.device.type != "cpu":
-            return
-        self._limit = limit
-        self.limit_images(limit.spare_s)
-
-    def limit_images(self, seconds: float | None) -> None:
-        """Encode images beside running streams in parts of so many seconds; on a GPU they are fast enough."""
-        if self.device.type == "cpu":
-            self._images.seconds_beside_streams = seconds
-
     def warm_up(self) -> None:
         """Compute one image, one prompt and one token, so that the first request finds everything ready.
 
@@ -202,10 +167,13 @@ class TorchRunner:
             sequence.token_ids.append(0)
         self._encoder_cache.clear()
 
-    def _launch(self, items: list[ScheduledSequence]) -> RunningStep:
+    def _launch(self, batch: Batch) -> RunningStep:
+        items = batch.items
         if self._cuda is not None and (step := self._cuda.decode(items)) is not None:
             return step
-        result = self._compute(items)
+        # A GPU encodes images fast enough.
+        max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
+        result = self._compute(items, max_vision_s)
         self._sampled = result.choices
         # what stays on the device are the tokens of graphs alone; the sampler needs all earlier ones
         can_be_followed = self._cuda is None and not (
@@ -213,11 +181,11 @@ class TorchRunner:
         )
         return ComputedStep(result, can_be_followed)
 
-    def _compute(self, items: list[ScheduledSequence]) -> StepResult:
+    def _compute(self, items: list[ScheduledSequence], max_vision_s: float | None) -> StepResult:
         # attention wants sequences with one new token first; choices go back into the batch's own order
         order = sorted(range(len(items)), key=lambda place: items[place].num_new_tokens != 1)
         ordered = [items[place] for place in order]
-        vision_s, deferred, late = self._images.encode_missing(ordered)
+        vision_s, deferred, late = self._images.encode_missing(ordered, max_vision_s)
         if deferred:
             order = [p for p in order if items[p].sequence.request_id not in deferred]
             ordered = [items[place] for place in order]
@@ -298,11 +266,6 @@ def _to_spans(items: list[ScheduledSequence]) -> list[Span]:
         spans.append(Span(start, item.num_new_tokens, item.start, item.sequence.block_ids))
         start += item.num_new_tokens
     return spans
-
-
-def _is_smooth(item: ScheduledSequence) -> bool:
-    """Whether somebody waits for its token, as the scheduler sees it."""
-    return item.samples and item.sequence.priority is Priority.INTERACTIVE
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from engines.base import EngineStartError, LoadedEngine, Progress
+from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
-from engines.core.prefill_limit import measure_prefill_limit
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.memory import free_bytes
@@ -65,7 +65,6 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         runner.warm_up()
         model.verify(runner, settings.self_check)
         limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
-        runner.follow(limit)
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(

@@ -40,17 +40,16 @@ class ImageEncoder:
         self._max_batch = max_batch
         self._device = device
         self._dtype = dtype
-        self.seconds_beside_streams: float | None = None
         self._begun: tuple[ImageKey, EncodingRun] | None = None
 
     def encode_missing(
-        self, items: list[ScheduledSequence]
+        self, items: list[ScheduledSequence], max_vision_s: float | None = None
     ) -> tuple[float, frozenset[str], frozenset[str]]:
         """Encode the images that a step reads and the cache does not hold.
 
-        Returns seconds spent, the requests that must wait for the next step, as their images took the time that
-        their tokens would take, and which of these have images that are not there yet. Every image that is there
-        is pinned for its request afterwards. Raises: SequenceFailure.
+        Beside streams it takes `max_vision_s`, if that is given. Returns seconds spent, the requests that must wait
+        for the next step, as their images took the time that their tokens would take, and which of these have images
+        that are not there yet. Every image that is there is pinned for its request afterwards. Raises: SequenceFailure.
         """
         missing: dict[ImageKey, ImageInput] = {}
         wanted: list[tuple[str, ImageKey, bool]] = []
@@ -65,14 +64,15 @@ class ImageEncoder:
                     self._check(item.sequence, image)
                     missing[key] = image
         started = time.perf_counter()
-        is_limited = self.seconds_beside_streams is not None and any(map(_is_stream, items))
-        late = self._encode(missing, is_limited)
+        if not any(map(_is_stream, items)):
+            max_vision_s = None
+        late = self._encode(missing, max_vision_s)
         vision_s = time.perf_counter() - started if missing else 0.0
         for request_id, key, is_known in wanted:
             if key not in late:
                 self.cache.count_query(hit=is_known)
                 self.cache.pin(request_id, key)
-        if not is_limited:
+        if max_vision_s is None:
             return vision_s, frozenset(), frozenset()
         deferred, unready = (
             frozenset(request_id for request_id, key, _ in wanted if key in keys)
@@ -112,10 +112,12 @@ class ImageEncoder:
         if self._model.num_features(image.pixels) != image.num_slots:
             raise SequenceFailure(sequence.request_id, "An image was not prepared for this model.")
 
-    def _encode(self, missing: dict[ImageKey, ImageInput], is_limited: bool) -> Set[ImageKey]:
+    def _encode(
+        self, missing: dict[ImageKey, ImageInput], max_vision_s: float | None
+    ) -> Set[ImageKey]:
         """Encode what there is time for; returns what is not there yet."""
-        if missing and is_limited:
-            done = self._work_on_one(missing, self.seconds_beside_streams or 0.0)
+        if missing and max_vision_s is not None:
+            done = self._work_on_one(missing, max_vision_s)
             return missing.keys() - {done}
         encoded_images = list(missing.items())
         for start in range(0, len(encoded_images), self._max_batch):

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from engines.core.prefill_limit import PrefillLimit
 from engines.core.runner import DeviceOutOfMemory, SequenceFailure, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
-from shared.protocol import Priority
 from tests.factories_torch import (
     ModelPair,
     make_engine,
@@ -250,23 +248,6 @@ def test_the_pages_of_mapped_weights_are_not_given_to_the_kv_cache():
     before = weights + 100 * block_bytes
     runner = TorchRunner(pair().ours, config, CPU, torch.float32, free_before_load=before)
     assert runner.num_blocks == 40  # of 100
-
-
-def test_the_limit_hears_of_steps_whose_streams_are_to_be_smooth(monkeypatch):
-    noted: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        PrefillLimit, "note", lambda _, streams, tokens, seconds: noted.append((streams, tokens))
-    )
-    runner = make_runner(pair())
-    runner.follow(PrefillLimit(8))
-    stream = make_sequence("stream", [[5, 6]], 0)
-    prompt = make_sequence("prompt", [[7, 8, 9, 10, 11, 12]], 16)
-    run(runner, share(stream))
-    run(runner, share(stream), share(prompt, 3))
-    run(runner, share(stream), share(prompt, 1))  # a prompt's token is no stream's
-    stream.priority = Priority.BATCH
-    run(runner, share(stream))
-    assert noted == [(0, 2), (1, 3)]
 
 
 def test_closing_twice_is_harmless():

@@ -9,7 +9,13 @@ from engines.core.engine import BatchingEngine
 from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART
 from shared.protocol import Priority
-from tests.factories_torch import make_engine, make_model_pair, make_request, make_vlm_config
+from tests.factories_torch import (
+    encode_in_smallest_parts,
+    make_engine,
+    make_model_pair,
+    make_request,
+    make_vlm_config,
+)
 
 PAIR = make_model_pair(make_vlm_config())
 
@@ -45,7 +51,7 @@ def test_in_parts_an_image_is_encoded_as_at_once(tokens_per_part):
 def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
     """With a stream that has its first token, and images in the smallest parts."""
     engine = make_engine(PAIR, **changes)
-    engine.runner.limit_images(0.0)
+    encode_in_smallest_parts(engine)
     engine.add(make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=num_tokens))
     engine.step()
     return engine
@@ -99,7 +105,7 @@ def test_without_streams_an_image_is_encoded_at_once():
 
 def test_batch_streams_do_not_keep_an_image_from_being_encoded_at_once():
     engine = make_engine(PAIR)
-    engine.runner.limit_images(0.0)
+    encode_in_smallest_parts(engine)
     stream = make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=20)
     engine.add(replace(stream, priority=Priority.BATCH))
     engine.step()

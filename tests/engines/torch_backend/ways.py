@@ -10,7 +10,7 @@ from dataclasses import replace
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.torch_backend.sampling.sampler import needs_host
-from tests.factories_torch import run_to_end
+from tests.factories_torch import encode_in_smallest_parts, run_to_end
 
 Start = Callable[..., BatchingEngine]
 Tokens = dict[str, list[int]]
@@ -36,7 +36,7 @@ def run_one_after_another_has_begun(start: Start, wanted: list[EngineRequest]) -
 def run_beside_smooth_streams(start: Start, wanted: list[EngineRequest]) -> Tokens:
     """The same, with prompts and images in the smallest parts."""
     engine = start(max_mixed_prefill_tokens=3)
-    engine.runner.limit_images(0.0)
+    encode_in_smallest_parts(engine)
     return _run_in_turn(engine, wanted)
 
 

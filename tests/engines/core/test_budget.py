@@ -1,13 +1,20 @@
-"""Prompt tokens beside running streams: as many as keep a step within twice its time."""
+"""How much a step may compute: as memory allows, and beside running streams within twice its time."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from engines.core import prefill_limit
-from engines.core.prefill_limit import MAX_SLOWDOWN, PrefillLimit, measure_prefill_limit
+from engines.core import budget
+from engines.core.budget import (
+    MAX_SLOWDOWN,
+    RECOVERY_STEPS,
+    PrefillLimit,
+    StepLimits,
+    measure_prefill_limit,
+)
 from engines.core.runner import StepResult
-from engines.core.sequence import Batch
+from engines.core.sequence import Batch, ScheduledSequence
 from shared.protocol import Priority
 from tests.factories_engine import (
     make_engine,
@@ -25,6 +32,7 @@ class TimedRunner:
     """A runner on a clock of its own: a step costs a base, and something for each stream and prompt token."""
 
     block_size, num_blocks, max_model_len = 16, 64, 512
+    runs_async = False
 
     def __init__(self, base_s: float, stream_s: float, token_s: float) -> None:
         self.now = 0.0
@@ -49,7 +57,7 @@ class TimedRunner:
 def measure(monkeypatch: pytest.MonkeyPatch, *costs: float) -> PrefillLimit:
     runner = TimedRunner(*costs)
     clock = SimpleNamespace(perf_counter=lambda: runner.now)
-    monkeypatch.setattr(prefill_limit, "time", clock)
+    monkeypatch.setattr(budget, "time", clock)
     limit = measure_prefill_limit(runner, max_tokens=256)  # type: ignore[arg-type]
     assert not runner.held
     return limit
@@ -205,6 +213,81 @@ def test_more_streams_leave_more_to_prompts():
     assert shares(run_step(scheduler)) == {"a": 1, "b": 1, "c": 6}
 
 
+def batch_of(*num_new_tokens: int, images: int = 0, **fields: Any) -> Batch:
+    """Shares that reach the end of their sequences."""
+    slots = tuple(make_image(number, 1, f"image {number}") for number in range(images))
+    return Batch(
+        [
+            ScheduledSequence(make_sequence(count, f"r{place}", images=slots, **fields), count)
+            for place, count in enumerate(num_new_tokens)
+        ]
+    )
+
+
+def size(limits: StepLimits) -> tuple[int, int]:
+    """Tokens and images of the next step."""
+    budget = limits.budget([])
+    return budget.num_tokens, budget.max_images
+
+
+def test_steps_shrink_when_memory_runs_out_and_grow_again_when_it_lasts():
+    limits = StepLimits(max_tokens=64, max_images=4)
+    limits.halve(batch_of(42, images=2))
+    assert size(limits) == (21, 1)
+    limits.halve(batch_of(21))
+    assert size(limits) == (10, 1)
+    sizes = []
+    for _ in range(4 * RECOVERY_STEPS):
+        limits.note(batch_of(1), StepResult([None]), launch_s=0.1)
+        sizes.append(size(limits))
+    grown = [(10, 1), (20, 2), (40, 4), (64, 4)]
+    assert list(dict.fromkeys(sizes)) == grown
+    assert [sizes.count(each) for each in grown[1:3]] == [RECOVERY_STEPS] * 2
+
+
+def prefill_tokens_beside_one(limits: StepLimits) -> int:
+    stream = make_sequence(8, num_computed_tokens=7)
+    return limits.budget([stream]).num_prefill_tokens
+
+
+MIXED = batch_of(1, 80)
+
+
+@pytest.mark.parametrize(
+    ("slow", "result", "is_heard"),
+    [
+        pytest.param(MIXED, StepResult([]), True, id="streams and a prompt"),
+        pytest.param(MIXED, StepResult([], vision_s=0.1), False, id="an image"),
+        pytest.param(MIXED, StepResult([], deferred=frozenset({"r1"})), False, id="left out"),
+        pytest.param(
+            batch_of(1, 80, priority=Priority.BATCH), StepResult([]), False, id="batch work"
+        ),
+    ],
+)
+def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, is_heard):
+    limits = StepLimits(1024, 8, PrefillLimit(80, spare_s=0.6))
+    limits.note(batch_of(1), StepResult([]), 1.0)
+    limits.note(slow, result, 2.5)
+    assert prefill_tokens_beside_one(limits) == (72 if is_heard else 80)
+
+
+def test_where_launching_computes_nothing_its_time_moves_nothing():
+    limits = StepLimits(1024, 8, PrefillLimit(80))
+    limits.note(batch_of(1), StepResult([]), 1.0)
+    limits.note(MIXED, StepResult([]), 2.5)
+    assert prefill_tokens_beside_one(limits) == 80
+    assert limits.max_vision_s is None
+
+
+def test_a_configured_limit_stays_while_images_follow_the_times_of_steps():
+    limits = StepLimits(1024, 8, PrefillLimit(7, spare_s=0.3, is_fixed=True))
+    for _ in range(100):
+        limits.note(batch_of(1), StepResult([]), 2.0)
+        limits.note(MIXED, StepResult([]), 9.0)
+        assert prefill_tokens_beside_one(limits) == 7
+    assert limits.max_vision_s == pytest.approx((MAX_SLOWDOWN - 1) * 2.0)
+
+
 def test_streams_wait_for_no_prompt_however_many_come():
     engine = make_engine(num_output_tokens=40, max_mixed_prefill_tokens=3)
     engine.add(make_request("first", [7] * 4))
@@ -214,7 +297,6 @@ def test_streams_wait_for_no_prompt_however_many_come():
     for _ in range(20):
         said = {output.request_id: output.token_ids for output in engine.step()}
         assert len(said["first"]) == 1
-        assert engine.scheduler.running["first"].num_pending_tokens == 1
 
 
 def test_answers_are_the_same_with_and_without_a_limit():
