@@ -15,7 +15,7 @@ from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
@@ -46,7 +46,7 @@ class Services:
         self.queue = RedisGatewayQueue(self._redis, prefix)
         self.quotas = RedisQuotas(self._redis, prefix)
         self.records = RedisResumableCalls(self._redis, prefix)
-        self.image_store = ImageStore(self._redis, prefix)
+        self.blobs = RedisBlobStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
         self.models = ModelDirectory(self.registry, self.mailbox.open)
@@ -72,7 +72,7 @@ class Services:
             key_limits=self.key_limits,
             models=self.models,
             loader=self.loader,
-            image_store=self.image_store,
+            blobs=self.blobs,
             dispatcher=self.dispatcher,
             resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
@@ -92,7 +92,7 @@ class Services:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""
         await asyncio.gather(
             self.queue.open(),
-            self.image_store.open(),
+            self.blobs.open(),
             warn_of_known_faults(self._redis),
             return_exceptions=True,
         )
@@ -108,7 +108,7 @@ class Services:
         await self.dispatcher.stop()
         await self.refunds.stop()
         await self.mailbox.close()
-        for part in (self.queue, self.quotas, self.records, self.image_store, self.registry):
+        for part in (self.queue, self.quotas, self.records, self.blobs, self.registry):
             await part.close()
         if self.fetcher is not None:
             await self.fetcher.close()

@@ -14,7 +14,7 @@ from gateway.app import create_app
 from gateway.calls.surface import Surface
 from gateway.http.server import DrainingServer
 from gateway.services import Services
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import (
     CallEvent,
     ErrorCode,
@@ -173,7 +173,7 @@ class ScriptedWorker:
         self.cancelled = asyncio.Event()
         self.card = card
         self.registry = Registry(redis, prefix)
-        self.images = ImageStore(redis, prefix)
+        self.blobs = RedisBlobStore(redis, prefix)
         self.queue = RedisWorkerQueue(
             redis, redis_blocking, keys_prefix=prefix, model=card.name, worker_id="scripted",
             lease_s=10.0, max_attempts=3, batch_age_s=60.0,
@@ -203,7 +203,7 @@ class ScriptedWorker:
         for task in self._tasks:
             task.cancel()
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for part in (self.queue, self.registry, self.images):
+        for part in (self.queue, self.registry, self.blobs):
             await part.close()
         failures = [
             result

@@ -18,7 +18,7 @@ from engines.base import (
     PreparedImage,
 )
 from engines.registry import create_engine
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import Call, CallEvent, Failed, Finished, ImageRef, Tokens
 from shared.queue.registry import Registry
 from shared.settings.limits import LimitSettings
@@ -144,9 +144,9 @@ async def run_worker(
         loaded = await thread.start()
         assert isinstance(loaded.engine, StoppableEngine)
         stack.callback(loaded.engine.gate.set)
-        images, registry = ImageStore(ends.redis, ends.prefix), Registry(ends.redis, ends.prefix)
-        preprocessor = Preprocessor(loaded.engine, images, LimitSettings(), 2)
-        for close in (images.close, registry.close):
+        blobs, registry = RedisBlobStore(ends.redis, ends.prefix), Registry(ends.redis, ends.prefix)
+        preprocessor = Preprocessor(loaded.engine, blobs, LimitSettings(), 2)
+        for close in (blobs.close, registry.close):
             stack.push_async_callback(close)
         stack.callback(preprocessor.close)
         queue = ends.worker(

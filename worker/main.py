@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from engines.base import Decode, Engine, EngineStartError, LoadedEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
@@ -169,11 +169,11 @@ class WorkerProcess:
             max_attempts=settings.worker.max_attempts,
             batch_age_s=settings.worker.batch_age_s,
         )
-        images = ImageStore(redis, prefix)
+        blobs = RedisBlobStore(redis, prefix)
         registry = Registry(redis, prefix)
         preprocessor = Preprocessor(
             loaded.engine,
-            images,
+            blobs,
             settings.limits,
             settings.worker.preprocess_threads,
             decode=self._start_decoders(stack, loaded.engine),
@@ -183,7 +183,7 @@ class WorkerProcess:
             redis.aclose,
             blocking_redis.aclose,
             queue.close,
-            images.close,
+            blobs.close,
             registry.close,
         ):
             stack.push_async_callback(close)

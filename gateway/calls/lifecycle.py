@@ -34,7 +34,7 @@ from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, Headers, InvalidRequest, unavailable, unexpected
 from gateway.http.exchange import ClientGone, Exchange
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
-from shared.blobs.store import ImageStore
+from shared.blobs.api import BlobStore, BlobsUnavailable
 from shared.protocol import Call, ModelCard, Task
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.settings.limits import LimitSettings
@@ -62,7 +62,7 @@ class Lifecycle:
     key_limits: KeyLimits
     models: ModelDirectory
     loader: ImageLoader
-    image_store: ImageStore
+    blobs: BlobStore
     dispatcher: Dispatcher
     resume: Resume
     refunds: Refunds
@@ -164,7 +164,7 @@ class Lifecycle:
     ) -> OpenCall:
         """Queue one call per task.
 
-        Raises: InvalidRequest, Overloaded, RedisError, QueueUnavailable.
+        Raises: InvalidRequest, Overloaded, BlobsUnavailable, QueueUnavailable.
         """
         self.key_limits.check(card.name, context.tenant)
         if not plan.images:
@@ -172,21 +172,27 @@ class Lifecycle:
         images = await self._load_images(plan.images, clock, held)
         refs = tuple(image.ref for image in images)
         tasks = [replace(task, images=refs) for task in plan.tasks]
-        data_by_digest = {image.ref.sha256: image.data for image in images}
-        digests = list(data_by_digest)  # the bytes need not live as long as the request
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
-            ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
-            await self.image_store.put_all(data_by_digest.items(), ttl_s, holder)
+            await self._put_images(images, holder)
             call = await self._queue(plan, tasks, card, context, clock, resumes)
         except BaseException as error:
             may_run = resumes and isinstance(error, QueueUnavailable)
             if not may_run:
-                self.image_store.release_soon(digests, holder)
+                self.blobs.release(holder)
             raise
         if not resumes:  # else a worker may need them yet
-            call.when_closed(lambda _: self.image_store.release_soon(digests, holder))
+            call.when_closed(lambda _: self.blobs.release(holder))
         return call
+
+    async def _put_images(self, images: Sequence[LoadedImage], holder: str) -> None:
+        ttl_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
+        distinct = {image.ref.sha256: image for image in images}
+        puts = [
+            self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
+            for image in distinct.values()
+        ]
+        await asyncio.gather(*puts)
 
     async def _load_images(
         self, sources: Sequence[ImageSource], clock: StageClock, held: HeldBody
@@ -314,7 +320,7 @@ def _to_api_error(error: Exception) -> ApiError | None:
             return None
         case ApiError():
             return error
-        case QueueUnavailable() | RedisError():
+        case QueueUnavailable() | BlobsUnavailable() | RedisError():
             return unavailable()
         case _:
             logger.error("a request failed", exc_info=error)

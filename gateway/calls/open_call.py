@@ -125,7 +125,7 @@ class OpenCall:
         self.is_resumable = False  #: it goes on when it is closed
         self.listen: LookUp | None = None  #: of a follower: another call submitted it
         self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
-        self._on_close = [on_close]
+        self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self._pending: list[ChoiceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -202,7 +202,7 @@ class OpenCall:
         for callback in self._on_close:
             callback(self)
 
-    def when_closed(self, callback: Callable[["OpenCall"], None]) -> None:
+    def when_closed(self, callback: Callable[["OpenCall"], object]) -> None:
         """Call this too when it is closed; now, if it is."""
         if self.is_closed:
             callback(self)

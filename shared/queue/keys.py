@@ -1,6 +1,6 @@
 """Every key in Redis, how long it lives, and what is in it. Nothing else spells a key.
 
-All keys of one model share the hash tag `{model}`, those of one image its hash, so that a script may touch
+All keys of one model share the hash tag `{model}`, those of one blob its hash, so that a script may touch
 them together in a cluster.
 Everything expires: what a crash leaves behind goes away by itself.
 """
@@ -22,8 +22,8 @@ MAILBOX_TTL_S = 30.0
 MAX_MAILBOX_ENTRIES = 20_000
 DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
-#: An image stays that long after the last request that needed it: the conversation may go on.
-IMAGE_LINGER_S = 30.0
+#: A blob stays that long after the last request that needed it: the conversation may go on.
+BLOB_LINGER_S = 30.0
 #: A model without a worker keeps its queue open that long.
 MODEL_TTL_S = 24 * 3600.0
 
@@ -83,13 +83,13 @@ class RedisKeys:
         """How a gateway tells the answer of a resumable request; the gateways' own words."""
         return f"{self.prefix}:stream:{request_id}"
 
-    def image(self, sha256: str) -> str:
-        """The encoded bytes of one image."""
-        return f"{self.prefix}:image:{{{sha256}}}"
+    def blob(self, sha256: str) -> str:
+        """Bytes by their hash, such as an encoded image."""
+        return f"{self.prefix}:blob:{{{sha256}}}"
 
-    def image_holders(self, sha256: str) -> str:
-        """Sorted set of the requests that need an image, by the time (ms) until when at most."""
-        return f"{self.prefix}:image:{{{sha256}}}:holders"
+    def blob_holders(self, sha256: str) -> str:
+        """Sorted set of the requests that need a blob, by the time (ms) until when at most."""
+        return f"{self.prefix}:blob:{{{sha256}}}:holders"
 
     def worker(self, worker_id: str) -> str:
         """A worker's record (JSON); it expires when the worker stops announcing itself."""

@@ -24,7 +24,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from shared.queue.scripts import Script
+from shared.redis.script import Script
 
 Part = str | bytes | int
 Command = Sequence[Part]

@@ -9,26 +9,25 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from loadtest.fleet import ROOT
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import Tokens
-from shared.queue import scripts as scripts_module
 from shared.queue.claim import ClaimCalls, QueueEntries, RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
 from shared.queue.resume import RedisResumableCalls
-from shared.queue.scripts import Script
+from shared.queue.rights import USERS as RIGHTS
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.link import RedisSender
+from shared.redis.script import Script
 from shared.settings.tree import RedisSettings
 from tests import factories_queue
 from tests.config.redis_with_users import FOLDER, RedisWithUsers, run_redis
@@ -161,7 +160,7 @@ async def test_the_main_path_works_under_the_users(server, caplog):
 DENIED = {
     "gateway": (
         ("SET", "other", "1"),
-        ("GET", f"other:image:{SHA}"),
+        ("GET", f"other:blob:{SHA}"),
         ("XREAD", "STREAMS", "vlm:{m}:dead", "0"),
         ("XREADGROUP", "GROUP", "workers", "g", "STREAMS", "vlm:{m}:queue", ">"),
         ("XCLAIM", "vlm:{m}:queue", "workers", "g", "0", "1-1"),
@@ -253,14 +252,15 @@ CALLED = {
             RedisQuotas,
             RedisResumableCalls,
             RedisMailbox,
-            ImageStore.put_all,
-            ImageStore._put,
-            ImageStore.release,
+            RedisBlobStore.put,
+            RedisBlobStore._put,
+            RedisBlobStore._release,
+            RedisBlobStore.open,
         ),
         *(Registry.workers, Registry.models, Registry._members),
     ),
     "worker": (
-        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimCalls, ImageStore.get),
+        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimCalls, RedisBlobStore.get),
         *(Registry.announce, Registry.withdraw),
     ),
 }
@@ -288,15 +288,22 @@ def commands_of_script(script: Script) -> set[str]:
 def commands_of(code) -> set[str]:
     """The commands of a function or class, and those of each script that it names."""
     source = inspect.getsource(code)
-    named = [s for name, s in vars(scripts_module).items() if re.search(rf"\b{name}\b", source)]
+    known = vars(inspect.getmodule(code)).items()
+    named = [s for name, s in known if re.search(rf"\b{name}\b", source)]
     scripts = [script for script in named if isinstance(script, Script)]
     return commands_in(source).union(*map(commands_of_script, scripts))
 
 
 @pytest.mark.parametrize("user", ["gateway", "worker"])
-def test_users_may_call_what_their_code_calls_and_nothing_else(server, user):
+def test_users_have_the_rights_that_the_code_lists(user):
     [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
-    allowed = {command.upper() for command in re.findall(r"\+(\S+)", line)}
+    assert set(re.findall(r" \+(\S+)", line)) == set(RIGHTS[user].commands)
+    assert set(re.findall(r" ~(\S+)", line)) == set(RIGHTS[user].keys)
+
+
+@pytest.mark.parametrize("user", ["gateway", "worker"])
+def test_users_may_call_what_their_code_calls_and_nothing_else(server, user):
+    allowed = {command.upper() for command in RIGHTS[user].commands}
     called = commands_of(RedisSender.run).union(*map(commands_of, CALLED[user]))
     with server.client("admin") as admin:
         known = {name.upper() for name in admin.execute_command("COMMAND")}
@@ -327,18 +334,18 @@ async def connect(server: RedisWithUsers, user: str) -> AsyncIterator[tuple[Redi
 @asynccontextmanager
 async def open_queue(
     server: RedisWithUsers,
-) -> AsyncIterator[tuple[RedisGatewayQueue, ImageStore, RedisWorkerQueue]]:
+) -> AsyncIterator[tuple[RedisGatewayQueue, RedisBlobStore, RedisWorkerQueue]]:
     """What a gateway and a worker hold of the queue, each as its own user."""
     async with connect(server, "gateway") as (gateway, _), connect(server, "worker") as workers:
-        queue, images = RedisGatewayQueue(gateway, "vlm"), ImageStore(gateway, "vlm")
+        queue, blobs = RedisGatewayQueue(gateway, "vlm"), RedisBlobStore(gateway, "vlm")
         claims = RedisWorkerQueue(
             *workers, keys_prefix="vlm", model=factories_queue.MODEL, worker_id="w",
             lease_s=10.0, max_attempts=3, batch_age_s=60.0,
         )  # fmt: skip
         try:
-            yield queue, images, claims
+            yield queue, blobs, claims
         finally:
-            for closes in (queue, images, claims):
+            for closes in (queue, blobs, claims):
                 await closes.close()
 
 
@@ -354,11 +361,10 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
     """Requests that wait, one that runs, its tokens and images: all are there, and all will go away."""
     waiting = {f"waits-{number}" for number in range(8)}
     image = b"image"
-    digest = sha256(image).hexdigest()
     with run_redis(redis_program, tmp_path) as server:
-        async with open_queue(server) as (queue, images, worker):
+        async with open_queue(server) as (queue, blobs, worker):
             await factories_queue.enqueue(queue, make_request(id="runs"))
-            await images.put_all([(digest, image)], 60.0, "runs")
+            ref = await blobs.put(image, "runs", ttl_s=60.0)
             await worker.create_group()
             [claim] = await worker.read(1, 1.0)
             await worker.publish([publication(claim, 1, 0, make_delta(claim, 0, 5, 6))])
@@ -370,8 +376,8 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
             server.end(how)
             server.start()
             assert keys_that_never_expire(server) == []
-        async with open_queue(server) as (queue, images, worker):
-            assert await images.get(digest) == image
+        async with open_queue(server) as (queue, blobs, worker):
+            assert await blobs.get(ref) == image
             ends = publication(claim, 2, 2, make_delta(claim, 2, 7), make_finished(claim, 3))
             assert await worker.publish([ends]) == {}
             events = await events_of(queue, "runs")

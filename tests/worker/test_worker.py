@@ -10,7 +10,7 @@ from PIL import Image
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 import shared.queue.claim
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import (
     ChatMessage,
     ErrorCode,
@@ -69,8 +69,8 @@ async def test_an_answer_comes_started_whole_and_with_its_times(ends, answers):
 
 async def test_an_image_comes_from_the_store_and_is_decoded_once(ends, answers):
     data, ref = make_image()
-    store = ImageStore(ends.redis, ends.prefix)
-    await store.put_all([(ref.sha256, data)], 60)
+    store = RedisBlobStore(ends.redis, ends.prefix)
+    await store.put(data, "request", ttl_s=60)
     async with run_worker(ends) as running:
         requests = [await ends.enqueue(make_request(images=(ref,))) for _ in range(3)]
         for request in requests:
@@ -83,8 +83,8 @@ async def test_an_image_comes_from_the_store_and_is_decoded_once(ends, answers):
 
 async def test_tenants_share_no_cache_entry(ends, answers):
     data, ref = make_image()
-    store = ImageStore(ends.redis, ends.prefix)
-    await store.put_all([(ref.sha256, data)], 60)
+    store = RedisBlobStore(ends.redis, ends.prefix)
+    await store.put(data, "request", ttl_s=60)
     async with run_worker(ends) as running:
         for salt in ("", "tenant"):
             await answers.end(await ends.enqueue(make_request(images=(ref,), tenant=salt)))
@@ -97,8 +97,8 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
     _, missing = make_image("blue")
     junk = b"no image"
     broken = ImageRef(sha256(junk).hexdigest(), len(junk), "image/png", 8, 8)
-    store = ImageStore(ends.redis, ends.prefix)
-    await store.put_all([(broken.sha256, junk)], 60)
+    store = RedisBlobStore(ends.redis, ends.prefix)
+    await store.put(junk, "request", ttl_s=60)
     image = "messages.[0].content.[0].image_url"
     biased = make_request(sampling=SamplingParams(logit_bias={10**9: 1.0}))
     stopped = make_request(sampling=SamplingParams(stop=("a",) * 99))
@@ -125,8 +125,9 @@ async def test_of_several_images_the_one_refused_is_named(ends, answers):
     data, good = make_image()
     junk = b"no image"
     broken = ImageRef(sha256(junk).hexdigest(), len(junk), "image/png", 8, 8)
-    store = ImageStore(ends.redis, ends.prefix)
-    await store.put_all([(good.sha256, data), (broken.sha256, junk)], 60)
+    store = RedisBlobStore(ends.redis, ends.prefix)
+    for content in (data, junk):
+        await store.put(content, "request", ttl_s=60)
     messages = (
         ChatMessage("system", (TextPart("look"),)),
         ChatMessage("user", (ImagePart(0), TextPart("and"), ImagePart(1))),

@@ -10,8 +10,6 @@ import hashlib
 import logging
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from engines.base import (
     Decode,
     Engine,
@@ -23,7 +21,7 @@ from engines.base import (
     RequestError,
 )
 from engines.image_decoder import decode_image
-from shared.blobs.store import ImageStore
+from shared.blobs.api import BlobStore, BlobsUnavailable
 from shared.protocol import Call, Generate, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
@@ -39,7 +37,7 @@ FETCH_PAUSE_S = 0.2
 
 
 class ImageUnavailable(RequestError):
-    """The bytes of an image are not in the image store."""
+    """The bytes of an image are not stored."""
 
 
 class CannotContinue(RequestError):
@@ -61,7 +59,7 @@ class Preprocessor:
     def __init__(
         self,
         engine: Engine,
-        images: ImageStore,
+        blobs: BlobStore,
         limits: LimitSettings,
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
@@ -69,7 +67,7 @@ class Preprocessor:
     ) -> None:
         self._engine = engine
         self._prepares_quickly = engine.capabilities().prepares_quickly
-        self._images = images
+        self._blobs = blobs
         self._limits = limits
         self._image_threads = FairThreads(num_threads, "image")
         self._text_threads = FairThreads(NUM_TEXT_THREADS, "text")
@@ -107,7 +105,7 @@ class Preprocessor:
         return PreparedImage(image_hash, content)
 
     async def _prepare_image(self, image: ImageRef, tenant: str) -> tuple[Any, int]:
-        data = await self._fetch(image.sha256)
+        data = await self._fetch(image)
         if len(data) > self._limits.max_image_bytes:
             raise InvalidImage(
                 f"an image has {len(data)} bytes: send at most {self._limits.max_image_bytes}"
@@ -117,13 +115,13 @@ class Preprocessor:
         content = await self._image_threads.run(tenant, lambda: prepare(data, image, decode))
         return content, getattr(content, "nbytes", len(data))
 
-    async def _fetch(self, sha256: str) -> bytes:
+    async def _fetch(self, image: ImageRef) -> bytes:
         """The bytes of an image; waits out an outage of Redis. Raises: ImageUnavailable."""
         while True:
             try:
-                data = await self._images.get(sha256)
+                data = await self._blobs.get(image)
                 break
-            except RedisError as error:
+            except BlobsUnavailable as error:
                 logger.warning("cannot fetch an image: %s", error)
                 await asyncio.sleep(FETCH_PAUSE_S)
         if data is None:

@@ -4,30 +4,15 @@ Each is idempotent and fenced by the attempt number, so that it may be sent agai
 each; its top says which keys it takes, which named arguments (one MessagePack map) and raw bytes, and what it answers.
 """
 
-from dataclasses import dataclass
-from hashlib import sha1
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from shared.redis.script import Script, load_script, named
 
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A script's text and the digest by which Redis knows it."""
-
-    source: str
-    sha: str
-
-
-def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
-    """The arguments of one call: by name in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
-    return msgspec.msgpack.encode(arguments), *raw
+__all__ = ["Script", "named"]
 
 
 def _load(name: str) -> Script:
-    source = (Path(__file__).parent / f"{name}.lua").read_text()
-    return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+    return load_script(Path(__file__).parent / f"{name}.lua")
 
 
 SUBMIT = _load("submit")
@@ -42,5 +27,3 @@ REFUND = _load("refund")
 RENEW = _load("renew")
 RELEASE = _load("release")
 REAP = _load("reap")
-PUT_IMAGE = _load("put_image")
-RELEASE_IMAGE = _load("release_image")

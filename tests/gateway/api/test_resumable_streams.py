@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, contextmanager
 import httpx
 import pytest
 
-from shared.blobs.store import ImageStore
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisKeys
 from shared.queue.submit import RedisGatewayQueue
@@ -317,7 +316,7 @@ async def test_what_may_be_queued_keeps_its_images(gateway, worker, redis, redis
     body = make_body(messages=[{"role": "user", "content": parts}])
     with unavailable(gateway.services.queue, is_queued=True):
         assert (await gateway.chat(body, headers=key)).status_code == 503
-    [image] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:image:*}}")]
+    [image] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:blob:*}}")]
     assert await redis.pttl(image) > 60_000
 
 
@@ -333,10 +332,8 @@ async def test_a_detached_request_keeps_its_images_when_its_client_leaves(
         while not worker.answers:
             await asyncio.sleep(0.01)
         [answer] = worker.answers
-    store = ImageStore(redis, redis_prefix)
     [image] = answer.request.task.images
-    left_ms = await redis.pttl(store._keys.image(image.sha256))
-    await store.close()
+    left_ms = await redis.pttl(RedisKeys(redis_prefix).blob(image.sha256))
     script.go(6)
     assert left_ms > 60_000
 

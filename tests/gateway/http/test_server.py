@@ -15,7 +15,7 @@ import time
 import pytest
 
 from gateway.http.errors import NotFound
-from shared.protocol import ModelCard
+from shared.protocol import BlobRef, ModelCard
 from shared.queue.registry import WorkerRecord
 from shared.redis.link import RedisLink
 from tests.factories_gateway import (
@@ -223,7 +223,7 @@ async def test_redis_is_connected_before_the_first_request(gateway, redis_server
 
     monkeypatch.setattr(RedisLink, "_connect", refuse)
     assert (await gateway.services.queue.stats("tiny")).num_open == 0
-    assert await gateway.services.image_store.get("0" * 64) is None
+    assert await gateway.services.blobs.get(BlobRef("0" * 64, 1)) is None
 
 
 async def test_requests_one_after_the_other_share_a_connection(gateway):

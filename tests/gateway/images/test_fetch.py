@@ -368,7 +368,7 @@ async def test_a_remote_image_reaches_the_worker_where_it_is_allowed(
         monkeypatch.setattr(image_fetch, "is_public", lambda address: True)
         assert (await gateway.chat(asking("/x.png"))).status_code == 200
     [request] = worker.requests
-    assert await worker.images.get(request.task.images[0].sha256) == encoded(5)
+    assert await worker.blobs.get(request.task.images[0]) == encoded(5)
 
 
 async def test_fetched_images_count_against_the_memory_for_bodies(gateway, door, monkeypatch):

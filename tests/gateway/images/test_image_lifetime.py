@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from redis.asyncio import Redis
 
-from shared.queue.keys import IMAGE_LINGER_S, RedisKeys
+from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from tests.factories_gateway import Answer, make_body, say_nothing
 from tests.factories_images import data_url
 
@@ -17,7 +17,7 @@ def image_body(**changes):
 
 
 async def image_ttls(redis: Redis, prefix: str) -> list[int]:
-    keys = [key async for key in redis.scan_iter(RedisKeys(prefix).image("?" * 64))]
+    keys = [key async for key in redis.scan_iter(RedisKeys(prefix).blob("?" * 64))]
     return [await redis.ttl(key) for key in keys]
 
 
@@ -25,7 +25,7 @@ async def until_released(redis: Redis, prefix: str) -> None:
     async with asyncio.timeout(5):
         while True:
             ttls = await image_ttls(redis, prefix)
-            if ttls and all(ttl <= IMAGE_LINGER_S for ttl in ttls):
+            if ttls and all(ttl <= BLOB_LINGER_S for ttl in ttls):
                 return
             await asyncio.sleep(0.01)
 
@@ -68,7 +68,7 @@ async def test_an_image_stays_while_another_request_needs_it(gateway, worker, re
     await asyncio.sleep(0.05)  # more than a release needs
 
     [ttl] = await image_ttls(redis, redis_prefix)
-    assert ttl > IMAGE_LINGER_S
+    assert ttl > BLOB_LINGER_S
     go_on.set()
     assert (await slow).status_code == 200
     await until_released(redis, redis_prefix)

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis, retry_idempotent
 from shared.redis.link import RedisLink, RedisSender
@@ -47,13 +46,11 @@ async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
 async def test_many_images_at_once_each_have_their_time(redis_server, redis_prefix):
     """60 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
     async with slow_redis(redis_server, 20e6) as redis:
-        store, tokens = ImageStore(redis, redis_prefix), RedisSender(redis)
+        store, tokens = RedisBlobStore(redis, redis_prefix), RedisSender(redis)
         images = [bytes([number]) * 1_500_000 for number in range(40)]
-        named = {sha256(image).hexdigest(): image for image in images}
-        putting = asyncio.ensure_future(store.put_all(named.items(), 60.0, "request"))
+        putting = asyncio.gather(*(store.put(image, "request", ttl_s=60.0) for image in images))
         longest_s = await longest_answer_s(tokens, putting)
-        await putting
-        gets = [store.get(digest) for digest in named]
+        gets = [store.get(ref) for ref in await putting]
         assert await asyncio.gather(*gets) == images
         assert longest_s < 1.0  # all of them take 3 s
         await store.close()

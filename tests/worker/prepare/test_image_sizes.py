@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from engines.base import InvalidImage
 from engines.registry import create_engine
-from shared.blobs.store import ImageStore
+from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import ImageRef
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded, two_headed_png
@@ -19,16 +19,18 @@ from worker.prepare.preparer import ImageRefused, Preprocessor
 
 
 @pytest.fixture
-async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[ImageStore]:
-    store = ImageStore(redis, redis_prefix)
+async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[RedisBlobStore]:
+    store = RedisBlobStore(redis, redis_prefix)
     yield store
     await store.close()
 
 
-async def prepare(store: ImageStore, data: bytes, width: int, height: int, **limits: Any) -> None:
+async def prepare(
+    store: RedisBlobStore, data: bytes, width: int, height: int, **limits: Any
+) -> None:
     """Prepare a request with an image that a gateway has found to be of a size."""
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
-    await store.put_all([(image.sha256, data)], 60)
+    await store.put(data, "request", ttl_s=60)
     engine = create_engine({"kind": "mock"}).engine
     preprocessor = Preprocessor(engine, store, make_group(LimitSettings, **limits), 1)
     try:
@@ -37,7 +39,7 @@ async def prepare(store: ImageStore, data: bytes, width: int, height: int, **lim
         preprocessor.close()
 
 
-async def test_an_image_of_another_size_than_its_header_says_is_refused(store: ImageStore):
+async def test_an_image_of_another_size_than_its_header_says_is_refused(store: RedisBlobStore):
     with pytest.raises(ImageRefused, match="another size") as raised:
         await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
     assert isinstance(raised.value.cause, InvalidImage)
@@ -49,7 +51,7 @@ async def test_an_image_of_another_size_than_its_header_says_is_refused(store: I
     ids=str,
 )
 async def test_limits_hold_for_what_a_gateway_with_others_let_through(
-    store: ImageStore, limits: dict[str, Any]
+    store: RedisBlobStore, limits: dict[str, Any]
 ):
     data = encoded(size=(80, 20))
     await prepare(store, data, 80, 20)

@@ -11,7 +11,7 @@ import pytest
 from engines.base import Capabilities, Decode, EngineCall, PreparedImage
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
-from shared.protocol import ChatMessage, ImageRef, TextPart
+from shared.protocol import BlobRef, ChatMessage, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 from tests.factories_queue import make_request
 from worker.prepare.fair_threads import FairThreads
@@ -19,10 +19,10 @@ from worker.prepare.preparer import Preprocessor
 
 
 class Store:
-    """Stands in for the image store: an image's bytes are its own digest."""
+    """Stands in for the blobs: an image's bytes are its own digest."""
 
-    async def get(self, digest: str) -> bytes:
-        return digest.encode()
+    async def get(self, ref: BlobRef) -> bytes:
+        return ref.sha256.encode()
 
 
 class SlowEngine(BatchingEngine):

@@ -203,7 +203,7 @@ async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
     ]
     media = [(image.media_type, image.width, image.height) for image in request.task.images]
     assert media == [("image/png", 64, 48), ("image/jpeg", 64, 48), ("image/webp", 64, 48)]
-    assert await worker.images.get(request.task.images[0].sha256) == encoded(1)
+    assert await worker.blobs.get(request.task.images[0]) == encoded(1)
     assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 12
 
 

@@ -1,17 +1,17 @@
--- A request needs an image no longer: keep it as long as another does, or a short while if none does.
--- KEYS: image, holders    args: holder, linger_ms
--- Returns the milliseconds that the image has left.
+-- A holder needs a blob no longer: keep it as long as another does, or a short while if none does.
+-- KEYS: blob, holders    args: holder, linger_ms
+-- Returns the milliseconds that the blob has left.
 local args = cmsgpack.unpack(ARGV[1])
-local image, holders = KEYS[1], KEYS[2]
+local blob, holders = KEYS[1], KEYS[2]
 redis.call('ZREM', holders, args.holder)
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local longest = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
 local ttl_ms = args.linger_ms
 if longest[2] then ttl_ms = math.max(ttl_ms, longest[2] - now_ms) end
-local left_ms = redis.call('PTTL', image)
+local left_ms = redis.call('PTTL', blob)
 if left_ms > ttl_ms then
-  redis.call('PEXPIRE', image, ttl_ms)
+  redis.call('PEXPIRE', blob, ttl_ms)
   redis.call('PEXPIRE', holders, ttl_ms)
 end
 return left_ms

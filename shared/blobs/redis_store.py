@@ -1,0 +1,120 @@
+"""Blobs in Redis, beside the queue."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.blobs.api import BlobsUnavailable
+from shared.protocol import BlobRef
+from shared.queue.keys import BLOB_LINGER_S, RedisKeys, to_ms
+from shared.redis.client import redis_errors_as, retry_idempotent
+from shared.redis.link import RedisSender
+from shared.redis.script import load_script, named
+
+logger = logging.getLogger(__name__)
+
+_SCRIPTS = Path(__file__).parent / "scripts"
+PUT_BLOB = load_script(_SCRIPTS / "put.lua")
+RELEASE_BLOB = load_script(_SCRIPTS / "release.lua")
+
+MAX_REMEMBERED = 10_000
+#: Up to that many bytes, hashing takes less time than handing it to another thread.
+MAX_INLINE_BYTES = 256 * 1024
+
+
+class RedisBlobStore:
+    """The blobs under one key prefix: a `BlobStore`."""
+
+    def __init__(self, redis: Redis, prefix: str) -> None:
+        self._keys = RedisKeys(prefix)
+        self._sender = RedisSender(redis)
+        self._known: dict[str, float] = {}  # by hash: until when the bytes are likely there
+        self._held: dict[str, tuple[float, set[str]]] = {}  # by holder: until when, and hashes
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    @redis_errors_as(BlobsUnavailable)
+    async def put(
+        self, data: bytes, holder: str, *, ttl_s: float, ref: BlobRef | None = None
+    ) -> BlobRef:
+        """See `BlobStore.put`."""
+        ref = ref or BlobRef(await _hash(data), len(data))
+        now = time.monotonic()
+        self._note(holder, ref.sha256, now, ttl_s)
+        is_likely_there = self._known.get(ref.sha256, 0.0) > now
+        if not (is_likely_there and await self._put(b"", holder, ttl_s, ref)):
+            await self._put(data, holder, ttl_s, ref)
+        self._remember(ref.sha256, now + ttl_s)
+        return ref
+
+    async def _put(self, data: bytes, holder: str, ttl_s: float, ref: BlobRef) -> bool:
+        """Whether the bytes are there now; without any, whether they were."""
+        keys = self._blob_keys(ref.sha256)
+        arguments = named(data, ttl_ms=to_ms(ttl_s), holder=holder)
+        return await retry_idempotent(lambda: self._sender.run(PUT_BLOB, keys, arguments)) == 1
+
+    def _blob_keys(self, digest: str) -> tuple[str, str]:
+        return self._keys.blob(digest), self._keys.blob_holders(digest)
+
+    def _note(self, holder: str, digest: str, now: float, ttl_s: float) -> None:
+        """Remember what a holder holds; those whose time is over come first, and are forgotten."""
+        while self._held:
+            first = next(iter(self._held))
+            if self._held[first][0] > now:
+                break
+            del self._held[first]
+        _, digests = self._held.pop(holder, (0.0, set()))
+        self._held[holder] = (now + ttl_s, digests | {digest})
+
+    def _remember(self, digest: str, until: float) -> None:
+        self._known.pop(digest, None)
+        self._known[digest] = until
+        if len(self._known) > MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    def release(self, holder: str) -> asyncio.Task[None]:
+        """See `BlobStore.release`."""
+        _, digests = self._held.pop(holder, (0.0, set()))
+        task = asyncio.create_task(self._release(sorted(digests), holder), name="release blobs")
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+        return task
+
+    async def _release(self, digests: Sequence[str], holder: str) -> None:
+        arguments = named(holder=holder, linger_ms=to_ms(BLOB_LINGER_S))
+        calls = [
+            self._sender.run(RELEASE_BLOB, self._blob_keys(digest), arguments) for digest in digests
+        ]
+        try:
+            await asyncio.gather(*calls)
+        except RedisError as error:
+            logger.warning("cannot release %d blobs: %s", len(digests), error)
+
+    @redis_errors_as(BlobsUnavailable)
+    async def get(self, ref: BlobRef) -> bytes | None:
+        """See `BlobStore.get`."""
+        key = self._keys.blob(ref.sha256)
+        data = await retry_idempotent(lambda: self._sender.execute("GET", key))
+        return data if data is not None and await _hash(data) == ref.sha256 else None
+
+    @redis_errors_as(BlobsUnavailable)
+    async def open(self) -> None:
+        """Connect now rather than at the first blob."""
+        await self._sender.execute("TIME")
+
+    async def close(self) -> None:
+        """See `BlobStore.close`."""
+        if self._releasing:
+            await asyncio.wait(self._releasing)
+        await self._sender.close()
+
+
+async def _hash(data: bytes) -> str:
+    if len(data) <= MAX_INLINE_BYTES:
+        return sha256(data).hexdigest()
+    return await asyncio.to_thread(lambda: sha256(data).hexdigest())

@@ -1,0 +1,18 @@
+-- Keep a blob for a holder, at least that long.
+-- KEYS: blob, holders    args: ttl_ms, holder    raw: bytes ('' to keep only what is there)
+-- Holders are the requests that need it, each with the time until when at most.
+-- Returns 1 if the blob is there now, 0 if its bytes are needed.
+local args = cmsgpack.unpack(ARGV[1])
+local blob, holders, ttl_ms = KEYS[1], KEYS[2], args.ttl_ms
+local left_ms = redis.call('PTTL', blob)
+if left_ms == -2 then
+  if ARGV[2] == '' then return 0 end
+  redis.call('SET', blob, ARGV[2], 'PX', ttl_ms)
+elseif left_ms < ttl_ms then
+  redis.call('PEXPIRE', blob, ttl_ms)
+end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', holders, 'GT', string.format('%.0f', now_ms + ttl_ms), args.holder)
+redis.call('PEXPIRE', holders, math.max(left_ms, ttl_ms))
+return 1

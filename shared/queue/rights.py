@@ -1,0 +1,61 @@
+"""What gateways and workers may do in Redis. `config/redis/users.acl` says the same, and a test compares."""
+
+from dataclasses import dataclass
+
+from shared.queue.keys import RedisKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Of one user: patterns of keys, and commands in the words of Redis's ACL."""
+
+    keys: tuple[str, ...]
+    commands: tuple[str, ...]
+
+
+_KEYS = RedisKeys()
+#: Of each model's queue both touch these; `*` stands for every name.
+_QUEUE_KEYS = (
+    _KEYS.queue("*"),
+    _KEYS.backlog("*"),
+    _KEYS.reservations("*"),
+    _KEYS.request("*", "*"),
+    _KEYS.log("*", "*"),
+    _KEYS.mailbox("*", "*"),
+)
+_FLEET_KEYS = (
+    _KEYS.blob("*"),
+    _KEYS.workers,
+    _KEYS.worker("*"),
+    _KEYS.models,
+    _KEYS.model("*"),
+)
+
+GATEWAY = Rights(
+    keys=(
+        *_QUEUE_KEYS,
+        *_FLEET_KEYS,
+        _KEYS.usage("*"),
+        _KEYS.rates("*", "*"),
+        _KEYS.stream("*"),
+        _KEYS.blob_holders("*"),
+    ),
+    commands=(
+        *("eval", "evalsha", "time"),
+        *("get", "set", "mget", "del", "pexpire", "pttl"),
+        *("hget", "hmget", "hset", "hdel", "hlen", "lrange", "smembers", "srem"),
+        *("zadd", "zrem", "zrevrange", "zrangebyscore"),
+        *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xpending"),
+    ),
+)
+WORKER = Rights(
+    keys=(*_QUEUE_KEYS, *_FLEET_KEYS, _KEYS.dead("*")),
+    commands=(
+        *("eval", "evalsha", "time"),
+        *("get", "set", "del", "exists", "pexpire", "pttl"),
+        *("hget", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
+        *("xadd", "xlen", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
+        *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
+    ),
+)
+USERS = {"gateway": GATEWAY, "worker": WORKER}

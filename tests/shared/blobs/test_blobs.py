@@ -1,0 +1,127 @@
+"""Blobs in Redis: what is put is found by its hash, and goes soon after its last holder."""
+
+from hashlib import sha256
+
+import pytest
+
+from shared.blobs.api import BlobsUnavailable
+from shared.blobs.redis_store import RedisBlobStore
+from shared.protocol import BlobRef
+from shared.queue.keys import BLOB_LINGER_S, RedisKeys
+from shared.redis.client import create_redis
+from shared.settings.tree import RedisSettings
+
+DATA = b"an image"
+REF = BlobRef(sha256(DATA).hexdigest(), len(DATA))
+
+
+@pytest.fixture
+async def store(redis, redis_prefix):
+    store = RedisBlobStore(redis, redis_prefix)
+    yield store
+    await store.close()
+
+
+async def test_bytes_are_found_by_their_hash(store):
+    assert await store.put(DATA, "a", ttl_s=60) == REF
+    assert await store.get(REF) == DATA
+    assert await store.get(BlobRef("0" * 64, 1)) is None
+
+
+async def test_large_bytes_have_the_same_hash(store):
+    data = bytes(1_000_000)
+    ref = await store.put(data, "a", ttl_s=60)
+    assert ref == BlobRef(sha256(data).hexdigest(), len(data))
+    assert await store.get(ref) == data
+
+
+async def test_bytes_that_are_not_those_of_the_hash_are_not_given_out(store, redis, redis_prefix):
+    await redis.set(RedisKeys(redis_prefix).blob(REF.sha256), b"another image", px=1000)
+    assert await store.get(REF) is None
+
+
+async def test_known_bytes_are_kept_longer_without_being_sent(
+    store, redis, redis_prefix, monkeypatch
+):
+    key = RedisKeys(redis_prefix).blob(REF.sha256)
+    await store.put(DATA, "a", ttl_s=60)
+    sent = []
+    run = store._sender.run
+
+    async def watch(script, keys, arguments):
+        sent.append(arguments[1])
+        return await run(script, keys, arguments)
+
+    monkeypatch.setattr(store._sender, "run", watch)
+    await store.put(DATA, "a", ttl_s=600)
+    assert await redis.ttl(key) > 500
+    await store.put(DATA, "a", ttl_s=1)
+    assert await redis.ttl(key) > 500
+    assert sent == [b"", b""]
+
+    await redis.delete(key)
+    await store.put(DATA, "a", ttl_s=60)
+    assert sent[2:] == [b"", DATA]
+    assert await store.get(REF) == DATA
+
+
+async def test_a_blob_goes_soon_after_the_last_who_holds_it(store, redis, redis_prefix):
+    key = RedisKeys(redis_prefix).blob(REF.sha256)
+    elsewhere = RedisBlobStore(redis, redis_prefix)
+    await store.put(DATA, "a", ttl_s=300)
+    await elsewhere.put(DATA, "b", ttl_s=200)
+
+    for _ in range(2):
+        await store.release("a")
+        assert 190 < await redis.ttl(key) <= 200
+    await elsewhere.release("b")
+    assert 0 < await redis.ttl(key) <= BLOB_LINGER_S
+
+    await store.put(DATA, "c", ttl_s=300)
+    assert 290 < await redis.ttl(key) <= 300
+    assert await store.get(REF) == DATA
+    await elsewhere.close()
+
+
+async def test_a_holder_releases_all_that_it_has_put_and_nothing_else(store, redis, redis_prefix):
+    keys = RedisKeys(redis_prefix)
+    mine = [await store.put(bytes([number]), "a", ttl_s=300) for number in range(3)]
+    others = await store.put(b"other", "b", ttl_s=300)
+    await store.release("a")
+    assert [await redis.ttl(keys.blob(ref.sha256)) <= BLOB_LINGER_S for ref in mine] == [True] * 3
+    assert await redis.ttl(keys.blob(others.sha256)) > 290
+
+
+async def test_releasing_never_keeps_a_blob_longer(store, redis, redis_prefix):
+    key = RedisKeys(redis_prefix).blob(REF.sha256)
+    await store.put(DATA, "a", ttl_s=2)
+    await store.release("a")
+    await store.release("unknown")
+    assert await redis.pttl(key) <= 2000
+
+
+async def test_what_is_said_as_the_store_closes_is_heard(redis, redis_prefix):
+    store = RedisBlobStore(redis, redis_prefix)
+    await store.put(DATA, "a", ttl_s=300)
+    store.release("a")
+    await store.close()
+    assert await redis.ttl(RedisKeys(redis_prefix).blob(REF.sha256)) <= BLOB_LINGER_S
+
+
+async def test_all_that_is_kept_expires(store, redis, redis_prefix):
+    await store.put(DATA, "a", ttl_s=60)
+    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
+    assert len(keys) == 2
+    assert [key for key in keys if await redis.ttl(key) < 0] == []
+
+
+async def test_a_store_that_is_away_says_so(tmp_path):
+    redis = create_redis(RedisSettings(url=f"unix://{tmp_path}/nobody.sock"))
+    store = RedisBlobStore(redis, "away")
+    with pytest.raises(BlobsUnavailable):
+        await store.put(DATA, "a", ttl_s=60)
+    with pytest.raises(BlobsUnavailable):
+        await store.get(REF)
+    await store.release("a")  # nobody waits for it
+    await store.close()
+    await redis.aclose()

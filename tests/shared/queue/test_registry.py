@@ -1,0 +1,70 @@
+"""Workers: who announces itself is found, who does not do so again goes away."""
+
+import pytest
+
+from shared.protocol import ModelCard
+from shared.queue.keys import RedisKeys
+from shared.queue.registry import Registry, WorkerRecord
+
+
+@pytest.fixture
+async def registry(redis, redis_prefix):
+    registry = Registry(redis, redis_prefix)
+    yield registry
+    await registry.close()
+
+
+def make_record(worker_id: str = "w1", model: str = "m") -> WorkerRecord:
+    return WorkerRecord(worker_id, ModelCard(model, 1, 128, 100), "mock")
+
+
+async def test_workers_are_seen_until_they_fall_silent(registry, redis, redis_prefix):
+    await registry.announce(make_record("w1"), ttl_s=60)
+    await registry.announce(make_record("w2", "n"), ttl_s=60)
+    assert {record.worker_id for record in await registry.workers()} == {"w1", "w2"}
+
+    await redis.delete(RedisKeys(redis_prefix).worker("w2"))  # expired
+    assert [record.worker_id for record in await registry.workers()] == ["w1"]
+    await registry.withdraw("w1")
+
+    assert await registry.workers() == []
+    assert [card.name for card in await registry.models()] == ["m", "n"]
+
+
+async def test_what_newer_workers_add_to_their_records_is_ignored(registry, redis, redis_prefix):
+    keys = RedisKeys(redis_prefix)
+    await registry.announce(make_record("w1", "m"), ttl_s=60)
+    record, card = await redis.get(keys.worker("w1")), await redis.get(keys.model("m"))
+    newer_record = record.replace(b'"card":{', b'"mood":"fine","card":{"colour":"red",')
+    await redis.set(keys.worker("w1"), newer_record, px=60_000)
+    await redis.set(keys.model("m"), card[:-1] + b',"colour":"red"}', px=60_000)
+
+    assert await registry.workers() == [make_record("w1", "m")]
+    assert await registry.models() == [make_record("w1", "m").card]
+
+
+@pytest.mark.parametrize("junk", [b'{"worker_id":7}', b"no JSON", b"\xff"])
+async def test_a_record_that_cannot_be_read_hides_no_other(
+    registry, redis, redis_prefix, caplog, junk
+):
+    keys = RedisKeys(redis_prefix)
+    await registry.announce(make_record("w1", "m"), ttl_s=60)
+    await redis.sadd(keys.workers, "odd")
+    await redis.set(keys.worker("odd"), junk, px=60_000)
+    await redis.sadd(keys.models, "odd")
+    await redis.set(keys.model("odd"), junk, px=60_000)
+
+    for _ in range(3):
+        assert [record.worker_id for record in await registry.workers()] == ["w1"]
+        assert [card.name for card in await registry.models()] == ["m"]
+
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2  # once each, however often it is looked at
+    assert all("odd" in message for message in told)
+
+
+async def test_all_that_is_announced_expires(registry, redis, redis_prefix):
+    await registry.announce(make_record(), ttl_s=60)
+    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
+    assert len(keys) == 4
+    assert [key for key in keys if await redis.ttl(key) < 0] == []
