@@ -1,0 +1,40 @@
+"""Quantized formats that others publish: a reader for each, found by `quantization_config` of `config.json`.
+
+A reader says from the headers of a checkpoint what each quantized linear map is, and reads one map at a time, into the
+integers of our kernels or into plain numbers. What it cannot read it refuses by name and reason.
+"""
+
+from collections.abc import Callable
+
+from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.loading.formats.awq import AwqReader
+from engines.torch_backend.loading.formats.compressed_tensors import CompressedTensorsReader
+from engines.torch_backend.loading.formats.fp8 import Fp8Reader
+from engines.torch_backend.loading.formats.gptq import GptqReader
+from engines.torch_backend.loading.formats.reader import Reader
+
+#: by `quant_method`
+READERS: dict[str, Callable[[Fields], Reader]] = {
+    "gptq": GptqReader,
+    "awq": AwqReader,
+    "compressed-tensors": CompressedTensorsReader,
+    "fp8": Fp8Reader,
+    "fbgemm_fp8": Fp8Reader,
+}
+
+
+def detect(config: Fields) -> Reader | None:
+    """The reader of a checkpoint by its `config.json`; None where its weights are plain numbers.
+
+    Raises: UnsupportedCheckpoint for formats, and for settings of a format, that cannot be read.
+    """
+    section = config.section("quantization_config")
+    if not section.values and isinstance(config.get("text_config"), dict):
+        section = config.section("text_config").section("quantization_config")
+    if not section.values:
+        return None
+    method = section.get("quant_method")
+    if not isinstance(method, str) or method not in READERS:
+        known = ", ".join(sorted(READERS))
+        raise section.refuse("quant_method", f"{shown(method)} cannot be read; these can: {known}")
+    return READERS[method](section)

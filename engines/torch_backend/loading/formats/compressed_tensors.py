@@ -1,0 +1,208 @@
+"""compressed-tensors: what LLM Compressor and `vlm quantize` write.
+
+Layout: `pack-quantized` has `weight_packed` (N, K bits / 32), `weight_shape` (2,), `weight_scale` (N, G) or (N, 1),
+`weight_zero_point` (N bits / 32, G) if asymmetric, `weight_g_idx` (K,) if groups are of the most telling inputs first.
+The other formats have `weight` (N, K) of int8 or float8_e4m3fn, and the same scales, or one for all, or one a block.
+What is said of activations and of the KV cache is left out: they are computed and kept as for any other model.
+Source: compressed-tensors 0.20.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.loading.formats.fp8 import FLOATS, check_block, scaled, scaled_layout
+from engines.torch_backend.loading.formats.reader import (
+    Integers,
+    Layout,
+    Reader,
+    StoredLinear,
+    input_order,
+    unpack_words,
+)
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+)
+_STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How the weights of one group of maps are quantized."""
+
+    kind: str
+    bits: int
+    strategy: str
+    group_size: int
+    block: tuple[int, int] | None
+    is_symmetric: bool
+
+
+class CompressedTensorsReader(Reader):
+    """A checkpoint in the format of compressed-tensors."""
+
+    marker = ("weight_packed", "weight_scale")
+    part_names = frozenset(
+        {
+            "weight",
+            "weight_packed",
+            "weight_scale",
+            "weight_zero_point",
+            "weight_shape",
+            "weight_g_idx",
+        }
+    )
+    ignored = frozenset(
+        {"input_scale", "input_zero_point", "output_scale", "output_zero_point"}
+        | {f"{side}_{part}" for side in "qkv" for part in ("scale", "zero_point")}
+    )
+
+    def __init__(self, config: Fields) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        for name in ("sparsity_config", "transform_config"):
+            section = config.section(name)
+            if section.values and section.get("format") != "dense":
+                what = shown(section.get("sparsity_structure", section.get("format")))
+                raise config.refuse(name, f"asks for {what}; only dense weights can be read")
+        config.one_of("format", _FORMATS)
+        status = config.get("quantization_status", "compressed")
+        if status not in ("compressed", "frozen"):
+            raise config.refuse("quantization_status", f"is {shown(status)}, not 'compressed'")
+        groups = config.section("config_groups")
+        if not groups.values:
+            raise config.refuse("config_groups", "is missing")
+        self._schemes = [_read_scheme(groups.section(name)) for name in groups.values]
+        kinds = sorted({f"{scheme.kind}{scheme.bits}" for scheme in self._schemes})
+        self.name = f"compressed-tensors of {' and '.join(kinds)}"
+
+    def layout(self, linear: StoredLinear) -> Layout:
+        """What a map is, by its headers and by the one scheme that they fit."""
+        return self._find(linear)[1]
+
+    def read(self, linear: StoredLinear) -> Integers | Tensor:
+        """Its weights."""
+        scheme, layout = self._find(linear)
+        if not layout.bits:
+            return scaled(linear, "weight_scale", scheme.block)
+        num_outputs, num_inputs = layout.shape
+        if "weight_packed" in linear.parts:
+            if tuple(linear.read("weight_shape").tolist()) != layout.shape:
+                raise linear.refuse("weight_shape", f"does not say {layout.shape}")
+            values = unpack_words(linear.read("weight_packed"), layout.bits)[:, :num_inputs]
+            values = values.contiguous()
+        else:
+            values = linear.read("weight").view(torch.uint8) ^ 128
+        order = input_order(linear, "weight_g_idx", layout)
+        num_groups = -(-num_inputs // layout.group_size)
+        scale = linear.read("weight_scale").float().reshape(-1, num_groups)
+        zero = _zeros(linear, scheme, scale.shape[0])
+        return Integers(
+            values if order is None else values[:, order],
+            layout.bits,
+            layout.group_size,
+            scale.expand(num_outputs, -1).t().contiguous(),
+            None if zero is None else zero.expand(num_outputs, -1).t().contiguous(),
+            order,
+        )
+
+    def _find(self, linear: StoredLinear) -> tuple[_Scheme, Layout]:
+        """The scheme that fits, and what it makes of the map. Raises: UnsupportedCheckpoint, of the first that does not."""
+        refused: list[UnsupportedCheckpoint] = []
+        for scheme in self._schemes:
+            try:
+                return scheme, _layout(linear, scheme)
+            except UnsupportedCheckpoint as error:
+                refused.append(error)
+        raise refused[0]
+
+
+def _read_scheme(group: Fields) -> _Scheme:
+    weights = group.section("weights")
+    if not weights.values:
+        raise group.refuse("weights", "is missing; what quantizes activations alone cannot be run")
+    bits = weights.whole("num_bits", 8, at_most=16)
+    kind = weights.one_of("type", ("int", "float"), "int")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+        raise weights.refuse(
+            "num_bits", f"is {bits} of {kind}; int 4, int 8 and float 8 can be read"
+        )
+    group.one_of("format", _FORMATS)
+    size = weights.whole("group_size", None, at_least=-1, at_most=2**20)
+    usual = "group" if size and size > 0 else "channel" if size == -1 else "tensor"
+    strategy = weights.one_of("strategy", _STRATEGIES, usual)
+    if strategy == "group" and (size is None or size < 1):
+        raise weights.refuse("group_size", f"is {size}; groups have at least one input")
+    block = check_block(weights, "block_structure") if strategy == "block" else None
+    if (strategy == "block") is not (block is not None):
+        raise weights.refuse("block_structure", "is missing")
+    if (kind == "float" and strategy == "group") or (kind == "int" and strategy == "block"):
+        raise weights.refuse("strategy", f"{strategy!r} cannot be read for {kind} weights")
+    symmetric = weights.flag("symmetric", True)
+    if kind == "float" and not symmetric:
+        raise weights.refuse("symmetric", "is false; float weights can be read without zero points")
+    return _Scheme(kind, bits, strategy, size or 0, block, symmetric)
+
+
+def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
+    if scheme.kind == "float":
+        return scaled_layout(linear, "weight_scale", scheme.block, "F8_E4M3")
+    if "weight_packed" in linear.parts:
+        num_outputs, num_words = linear.expect_matrix("weight_packed", "I32")
+        linear.expect("weight_shape", (2,), "I64", "I32")
+        most = num_words * 32 // scheme.bits
+        num_inputs = int(linear.read("weight_shape")[1])
+        if not most - 32 // scheme.bits < num_inputs <= most:
+            raise linear.refuse("weight_shape", f"says {num_inputs} inputs, up to {most} are there")
+    else:
+        num_outputs, num_inputs = linear.expect_matrix("weight", "I8")
+    size = scheme.group_size if scheme.strategy == "group" else num_inputs
+    num_groups = -(-num_inputs // size)
+    shape = linear.expect("weight_scale", None, *FLOATS).shape
+    known = [(num_outputs, num_groups)]
+    if scheme.strategy != "group":
+        known += [(num_outputs,), (1,), (), (1, 1)]
+    if shape not in known:
+        raise linear.refuse("weight_scale", f"is {shape}, but the others make it {known[0]}")
+    _zeros_shape(linear, scheme, shape)
+    if "weight_g_idx" in linear.parts:
+        linear.expect("weight_g_idx", (num_inputs,), "I32", "I64")
+    return Layout((num_outputs, num_inputs), scheme.bits, size, scheme.is_symmetric)
+
+
+def _zeros_shape(linear: StoredLinear, scheme: _Scheme, scales: tuple[int, ...]) -> None:
+    """Raises: UnsupportedCheckpoint if zeros are not what the scheme makes them."""
+    if scheme.is_symmetric:
+        return
+    if _has_packed_zeros(linear, scheme):
+        num_words = -(-scales[0] * scheme.bits // 32)
+        linear.expect("weight_zero_point", (num_words, scales[1]), "I32")
+    else:
+        linear.expect("weight_zero_point", scales, "I8")
+
+
+def _has_packed_zeros(linear: StoredLinear, scheme: _Scheme) -> bool:
+    return "weight_packed" in linear.parts and scheme.strategy != "tensor"
+
+
+def _zeros(linear: StoredLinear, scheme: _Scheme, num_rows: int) -> Tensor | None:
+    """Shapes: returns (number of scales' rows, G)."""
+    if "weight_zero_point" not in linear.parts:
+        return None
+    zeros, middle = linear.read("weight_zero_point"), 2 ** (scheme.bits - 1)
+    if scheme.is_symmetric:
+        if bool(zeros.any()):
+            raise linear.refuse("weight_zero_point", "is not 0, but the weights are symmetric")
+        return None
+    if _has_packed_zeros(linear, scheme):
+        return unpack_words(zeros.t(), scheme.bits).t()[:num_rows].float()
+    if bool(((zeros < -middle) | (zeros >= middle)).any()):
+        raise linear.refuse("weight_zero_point", f"lies outside {-middle}..{middle - 1}")
+    return zeros.float().reshape(num_rows, -1) + middle

@@ -1,0 +1,78 @@
+"""FP8 weights with scales in float: one for all, one an output, or one a block of outputs and inputs.
+
+Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`, what the weights are multiplied by.
+What is said of activations is left out: they are computed in the engine's precision.
+Source: DeepSeek-V3, transformers' `FineGrainedFP8Config`, AutoFP8, FBGEMM.
+"""
+
+from torch import Tensor
+
+from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.loading.formats.reader import Layout, Reader, StoredLinear
+
+FLOATS = ("F32", "BF16", "F16")
+
+
+class Fp8Reader(Reader):
+    """A checkpoint in FP8."""
+
+    marker = ("weight_scale_inv", "weight_scale")
+    part_names = frozenset({"weight", "weight_scale_inv", "weight_scale"})
+    ignored = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})
+
+    def __init__(self, config: Fields) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        config.one_of("scale_fmt", ("float",))
+        config.one_of("fmt", ("e4m3",))
+        config.one_of("expert_dtype", ("fp8",))
+        self._block = check_block(config, "weight_block_size")
+        self.name = "FP8" if self._block is None else "FP8 in blocks of {}x{}".format(*self._block)
+
+    def layout(self, linear: StoredLinear) -> Layout:
+        """What a map is, by its headers."""
+        name = next(name for name in self.marker if name in linear.parts)
+        return scaled_layout(linear, name, self._block, "F8_E4M3")
+
+    def read(self, linear: StoredLinear) -> Tensor:
+        """Its weights."""
+        name = next(name for name in self.marker if name in linear.parts)
+        return scaled(linear, name, self._block)
+
+
+def check_block(config: Fields, name: str) -> tuple[int, int] | None:
+    """Outputs and inputs of a block, if there are blocks. Raises: UnsupportedCheckpoint."""
+    block = config.get(name)
+    if block is None:
+        return None
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(type(side) is int and 0 < side <= 2**20 for side in block):
+        raise config.refuse(name, f"is {shown(block)}, not two positive integers")
+    return block[0], block[1]
+
+
+def scaled_layout(
+    linear: StoredLinear, scale: str, block: tuple[int, int] | None, *kinds: str
+) -> Layout:
+    """What a map of scaled weights is. Raises: UnsupportedCheckpoint."""
+    num_outputs, num_inputs = linear.expect_matrix("weight", *kinds)
+    shape = linear.expect(scale, None, *FLOATS).shape
+    known = [(), (1,), (1, 1), (num_outputs,), (num_outputs, 1)]
+    if block is not None:
+        known = [(-(-num_outputs // block[0]), -(-num_inputs // block[1]))]
+    if shape not in known:
+        expected = " or ".join(map(str, known))
+        raise linear.refuse(scale, f"is {shape}, but the weights make it {expected}")
+    return Layout((num_outputs, num_inputs))
+
+
+def scaled(linear: StoredLinear, name: str, block: tuple[int, int] | None) -> Tensor:
+    """Weights times their scales. Shapes: returns float32 (N, K)."""
+    weight = linear.read("weight").float()
+    scale = linear.read(name).float()
+    if block is None:
+        return weight.mul_(scale.view(-1, 1))
+    num_inputs = weight.shape[1]
+    wide = scale.repeat_interleave(block[1], 1)[:, :num_inputs]
+    for row, rows in enumerate(weight.split(block[0])):
+        rows.mul_(wide[row])
+    return weight

@@ -1,0 +1,72 @@
+"""GPTQ: integers of 4 or 8 bits, packed along the inputs, whose groups may be those of the most telling inputs first.
+
+Layout: `qweight` (K bits / 32, N), `qzeros` (G, N bits / 32), `scales` (G, N), `g_idx` (K,), which names each input's
+group. Zeros of the format `gptq` are stored less one, those of `gptq_v2` as they are.
+Source: AutoGPTQ and GPTQModel.
+"""
+
+from engines.packages.checkpoint_json import Fields
+from engines.torch_backend.loading.formats.reader import (
+    Integers,
+    Layout,
+    Reader,
+    StoredLinear,
+    input_order,
+    unpack_words,
+)
+
+_ONES = {4: 0x11111111, 8: 0x01010101}  #: one in each of the integers of a word
+
+
+class GptqReader(Reader):
+    """A checkpoint by GPTQ."""
+
+    marker = ("qweight",)
+    part_names = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+
+    def __init__(self, config: Fields) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        self._bits = config.whole("bits", 4, at_most=8)
+        if self._bits not in _ONES:
+            raise config.refuse("bits", f"is {self._bits}; GPTQ can be read with 4 and 8")
+        self._group_size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
+        if self._group_size == 0:
+            raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
+        name = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
+        self._is_v1 = config.one_of(name, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self._is_symmetric = config.flag("sym", True)
+        self.name = f"GPTQ of {self._bits} bits"
+
+    def layout(self, linear: StoredLinear) -> Layout:
+        """What a map is, by its headers."""
+        per_word = 32 // self._bits
+        num_words, num_outputs = linear.expect_matrix("qweight", "I32")
+        num_inputs = num_words * per_word
+        size = num_inputs if self._group_size == -1 else self._group_size
+        num_groups = -(-num_inputs // size)
+        linear.expect("scales", (num_groups, num_outputs), "F16", "BF16", "F32")
+        linear.expect("qzeros", (num_groups, -(-num_outputs // per_word)), "I32")
+        if "g_idx" in linear.parts:
+            linear.expect("g_idx", (num_inputs,), "I32", "I64")
+        return Layout((num_outputs, num_inputs), self._bits, size, self._is_symmetric)
+
+    def read(self, linear: StoredLinear) -> Integers:
+        """Its integers, the inputs of a group side by side."""
+        layout = self.layout(linear)
+        values = unpack_words(linear.read("qweight").t(), self._bits)
+        zeros = linear.read("qzeros")
+        # The library adds to whole words, as it took away: an integer may have borrowed from the next.
+        zeros = unpack_words(zeros + _ONES[self._bits] if self._is_v1 else zeros, self._bits)
+        zero = zeros[:, : layout.shape[0]]
+        is_middle = bool((zero == 2 ** (self._bits - 1)).all())
+        if self._is_symmetric and not is_middle:
+            raise linear.refuse("qzeros", "has other zeros than the middle, but sym is true")
+        order = input_order(linear, "g_idx", layout)
+        return Integers(
+            values if order is None else values[:, order],
+            self._bits,
+            layout.group_size,
+            linear.read("scales").float(),
+            None if is_middle else zero.float(),
+            order,
+        )

@@ -1,0 +1,185 @@
+"""What every reader of a published format is, and the two forms in which our kernels take its integers.
+
+Shape letters: K inputs, N outputs, G groups of inputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engines.torch_backend.layers.quantized_linear import choose_group_size, pack_pairs
+from engines.torch_backend.loading.stored_tensors import StoredTensor
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+
+#: What a linear map becomes: integers as our kernels take them, or plain numbers.
+Form = Literal["int4", "int8", "float"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What headers tell of a quantized linear map."""
+
+    shape: tuple[int, int]  #: (N, K)
+    bits: int = 0  #: of integers; 0: numbers of another kind
+    group_size: int = 0  #: inputs that share a scale
+    is_symmetric: bool = False  #: whether the middle integer stands for 0
+
+    @property
+    def form(self) -> Form:
+        """What our kernels multiply with exactly; else plain numbers."""
+        num_inputs = self.shape[1]
+        if self.bits == 4 and num_inputs % self.group_size == 0:
+            return "int4" if choose_group_size(self.group_size) else "float"
+        is_int8 = self.bits == 8 and self.is_symmetric and self.group_size == num_inputs
+        return "int8" if is_int8 else "float"
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """In memory, with scales or numbers of this type."""
+        num_outputs, num_inputs = self.shape
+        if self.form == "float":
+            return num_outputs * num_inputs * dtype.itemsize
+        if self.form == "int8":
+            return num_outputs * num_inputs + num_outputs * dtype.itemsize
+        num_groups = num_inputs // (choose_group_size(self.group_size) or num_inputs)
+        return num_outputs * num_inputs // 2 + 2 * num_groups * num_outputs * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Weights as integers from 0: scale * (value - zero), a scale and a zero for each output and group of inputs."""
+
+    values: Tensor  #: uint8 (N, K)
+    bits: int
+    group_size: int
+    scale: Tensor  #: float32 (G, N)
+    zero: Tensor | None  #: float32 (G, N); None: the middle integer
+    order: Tensor | None = None  #: int64 (K,), which input each column is of; None: as they come
+
+    def int4(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parts of an `Int4Linear`, in groups of 64 or 32: `zero` there is what the integer 8 stands for."""
+        size = choose_group_size(self.group_size)
+        assert size is not None
+        offset = torch.zeros_like(self.scale) if self.zero is None else (8 - self.zero) * self.scale
+        pair = torch.stack([self.scale, offset], -1).to(dtype)
+        groups = self.values.view(self.values.shape[0], -1, size)
+        parts = {
+            "pairs": pack_pairs(groups),
+            "scale_zero": pair.repeat_interleave(self.group_size // size, 0),
+        }
+        return parts if self.order is None else {**parts, "order": self.order}
+
+    def int8(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parts of an `Int8Linear`."""
+        integers = (self.values ^ 128).view(torch.int8)
+        return {"integers": integers, "scale": self.scale[0].to(dtype)}
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """What the integers stand for. Shapes: returns (N, K)."""
+        num_inputs = self.values.shape[1]
+        group = torch.arange(num_inputs, device=self.values.device) // self.group_size
+        zero = 2 ** (self.bits - 1) if self.zero is None else self.zero.t()[:, group]
+        numbers = ((self.values.float() - zero) * self.scale.t()[:, group]).to(dtype)
+        if self.order is None:
+            return numbers
+        return torch.empty_like(numbers).index_copy_(1, self.order, numbers)
+
+
+class StoredLinear:
+    """The tensors of one quantized linear map, none of them read yet."""
+
+    def __init__(self, name: str, parts: Mapping[str, StoredTensor], device: torch.device) -> None:
+        self.name = name
+        self.parts = parts
+        self._device = device
+
+    def expect(self, part: str, shape: tuple[int, ...] | None, *kinds: str) -> StoredTensor:
+        """A tensor of it, of this shape and of one of these types. Raises: UnsupportedCheckpoint, with its name."""
+        stored = self.parts.get(part)
+        if stored is None:
+            raise self.refuse(part, "is missing")
+        if stored.kind not in kinds:
+            raise self.refuse(part, f"is of the type {stored.kind}, not {' or '.join(kinds)}")
+        if shape is not None and stored.shape != shape:
+            raise self.refuse(part, f"is {stored.shape}, but the others make it {shape}")
+        return stored
+
+    def expect_matrix(self, part: str, *kinds: str) -> tuple[int, int]:
+        """The shape of a tensor with two dimensions. Raises: UnsupportedCheckpoint."""
+        shape = self.expect(part, None, *kinds).shape
+        if len(shape) != 2 or 0 in shape:
+            raise self.refuse(part, f"is {shape}, no matrix")
+        return shape[0], shape[1]
+
+    def read(self, part: str) -> Tensor:
+        """A tensor of it, on the device."""
+        return self.parts[part].map().to(self._device)
+
+    def refuse(self, part: str, why: str) -> UnsupportedCheckpoint:
+        """The error that names a tensor; `why` continues the sentence."""
+        return UnsupportedCheckpoint(f"the weight {self.name}.{part} {why}")
+
+
+class Reader(ABC):
+    """One published format, with the settings of one checkpoint."""
+
+    name: str  #: as messages call it
+    marker: tuple[str, ...]  #: a tensor by one of these names makes a map a quantized one
+    part_names: frozenset[str]  #: of all tensors of a quantized map
+    ignored: frozenset[str] = frozenset()  #: last parts of names that say nothing of weights
+
+    def split(
+        self, stored: Iterable[StoredTensor], device: torch.device
+    ) -> tuple[list[StoredLinear], list[StoredTensor]]:
+        """The quantized linear maps of a checkpoint, and its other tensors."""
+        candidates: dict[str, dict[str, StoredTensor]] = {}
+        others: list[StoredTensor] = []
+        for tensor in stored:
+            name, _, part = tensor.name.rpartition(".")
+            if part in self.part_names:
+                candidates.setdefault(name, {})[part] = tensor
+            elif part not in self.ignored:
+                others.append(tensor)
+        linears = []
+        for name, parts in candidates.items():
+            if any(marker in parts for marker in self.marker):
+                linears.append(StoredLinear(name, parts, device))
+            else:
+                others += parts.values()
+        return linears, others
+
+    @abstractmethod
+    def layout(self, linear: StoredLinear) -> Layout:
+        """What a map is, by its headers. Raises: UnsupportedCheckpoint, naming the tensor that does not fit."""
+
+    @abstractmethod
+    def read(self, linear: StoredLinear) -> Integers | Tensor:
+        """Its weights: integers, or plain float32 (N, K). Raises: UnsupportedCheckpoint."""
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Integers of 4 or 8 bits, the lowest first. Shapes: int32 (N, n); returns uint8 (N, n * 32 / bits)."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
+
+
+def input_order(linear: StoredLinear, part: str, layout: Layout) -> Tensor | None:
+    """The inputs, those of a group side by side; None where they are so as they come.
+
+    Shapes: returns (K,). Raises: UnsupportedCheckpoint if they do not fill groups of the layout's size.
+    """
+    if part not in linear.parts:
+        return None
+    groups = linear.read(part).long()
+    usual = torch.arange(layout.shape[1], device=groups.device) // layout.group_size
+    if torch.equal(groups, usual):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], usual):
+        raise linear.refuse(part, f"does not put {layout.group_size} inputs into each group")
+    return order
