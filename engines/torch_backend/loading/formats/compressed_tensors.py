@@ -203,6 +203,7 @@ def _zeros(linear: StoredLinear, scheme: _Scheme, num_rows: int) -> Tensor | Non
         return None
     if _has_packed_zeros(linear, scheme):
         return unpack_words(zeros.t(), scheme.bits).t()[:num_rows].float()
+    zeros = zeros.float().reshape(num_rows, -1)
     if bool(((zeros < -middle) | (zeros >= middle)).any()):
         raise linear.refuse("weight_zero_point", f"lies outside {-middle}..{middle - 1}")
-    return zeros.float().reshape(num_rows, -1) + middle
+    return zeros + middle
