@@ -74,6 +74,12 @@ def pack(
     return torch.from_numpy(np.ascontiguousarray(packed))
 
 
+def unpack_rows(words: Tensor) -> Tensor:
+    """What was packed in 4 bits along the first axis. Shapes: (n, N); returns (8 n, N)."""
+    places = [(words >> 4 * place) & 15 for place in range(8)]
+    return torch.stack(places, 1).flatten(0, 1)
+
+
 def groups_of(num_inputs: int, size: int, shuffled: bool = False) -> np.ndarray:
     """The group of each input; -1 is one for all. Shuffled as `desc_act` does."""
     size = num_inputs if size == -1 else size

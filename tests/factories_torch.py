@@ -5,17 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.sequence import Batch
 from engines.mock.engine import MockProcessor
-from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.quantization import Scheme, prepare_linears
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.layers.rotary import RotaryTable, rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
-from engines.torch_backend.models.registry import rename_weights
+from engines.torch_backend.models.registry import FamilyModel, rename_weights
 from engines.torch_backend.ops.cpu_level import CpuLevel
 from engines.torch_backend.ops.native.packed_linear import pack_linears
 from engines.torch_backend.ops.registry import Ops
@@ -172,7 +175,7 @@ def quantize_pair(
     if ops is not None:
         pack_linears(ours, ops, torch.float32)
     elif level is not None:
-        scheme.prepare(ours, level)
+        prepare_linears(ours, level)
     return ModelPair(pair.config, theirs, ours.eval())
 
 
@@ -277,3 +280,30 @@ def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[st
             assert output.error is None, output.error
             tokens[output.request_id] += output.token_ids
     return tokens
+
+
+class PlainAttention:
+    """Causal attention over one sequence, as simple as can be."""
+
+    def __init__(self, config: TextConfig, rotation: tuple[Tensor, Tensor]) -> None:
+        self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.group = config.num_heads // config.num_kv_heads
+        self.rotation = rotation
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        query, key, value = qkv.unflatten(1, (sum(self.sizes), -1)).split(self.sizes, dim=1)
+        query, key = (rotate(x, *self.rotation) for x in (query, key))
+        key, value = (x.repeat_interleave(self.group, dim=1) for x in (key, value))
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), is_causal=True
+        )
+        return out.transpose(0, 1).flatten(1)
+
+
+@torch.inference_mode()
+def plain_logits(model: FamilyModel, token_ids: Tensor) -> Tensor:
+    """Of one text, by the decoder alone. Shapes: (N,); returns (N, vocabulary)."""
+    text, decoder = model.config.text, model.language_model
+    rotary = RotaryTable(text, len(token_ids), torch.float32, torch.device("cpu"))
+    attend = PlainAttention(text, rotary.at(torch.arange(len(token_ids))))
+    return decoder.logits(decoder(decoder.embed(token_ids), attend))

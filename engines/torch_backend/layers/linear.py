@@ -81,6 +81,35 @@ class VocabEmbedding(nn.Embedding):
         return mesh.all_reduce(rows.masked_fill(~is_own[:, None], 0))
 
 
+class Reordered(nn.Module):
+    """A map whose weights are kept for its inputs in another order: those that share a scale side by side."""
+
+    order: Tensor
+
+    def __init__(self, linear: nn.Module, order: Tensor) -> None:
+        """`order` names the input of each column. Shapes: (K,)."""
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("order", order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (M, K); returns (M, N)."""
+        return self.linear(x[:, self.order])
+
+
+class _ReorderedProduct:
+    """A product that is given its inputs in another order."""
+
+    def __init__(self, product: Product, order: Tensor) -> None:
+        self._product = product
+        self._order = order
+        self.max_tokens = product.max_tokens
+        self.takes_before, self.adds = product.takes_before, product.adds
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        return self._product(x[:, self._order], add_to)
+
+
 class Stream:
     """What goes through layers; what one has added waits for the next norm, which may add it in the same pass."""
 
@@ -143,10 +172,8 @@ class Linear:
         self._ops = ops
         dtype = ops.product_dtype(dtype)
         parts = self._parts()
-        kinds = {getattr(part, "op", "linear_float") for part in parts}
         self._plain = PlainProduct(self._parts, dtype)
-        bound = ops[kinds.pop()](parts, self._before, dtype) if len(kinds) == 1 else None
-        self.product = bound or self._plain
+        self.product = self._bind_reordered(ops, parts, dtype) or self._plain
 
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
         """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), which is added to `add_to` if it is given."""
@@ -161,6 +188,30 @@ class Linear:
         if add_to is not None:
             add_to.add(y)
         return y
+
+    def _bind_reordered(
+        self, ops: Ops, parts: Sequence[nn.Module], dtype: torch.dtype
+    ) -> Product | None:
+        """The operator's product. Parts whose inputs have one order are given these once, before a norm or gate."""
+        orders = [part.order for part in parts if isinstance(part, Reordered)]
+        if not orders:
+            return _bind(ops, parts, self._before, dtype)
+        order = orders[0]
+        if len(orders) < len(parts) or not all(torch.equal(order, other) for other in orders):
+            return None
+        before = self._before
+        if before.norm is not None:
+            gain = before.norm.weight
+            norm = RMSNorm(len(order), before.norm.eps).to(gain.device, gain.dtype)
+            norm.weight = nn.Parameter(gain[order], False)
+            before = Before(norm=norm)
+        inner = [part.linear for part in parts if isinstance(part, Reordered)]
+        bound = _bind(ops, inner, before, dtype)
+        if bound is None:
+            return None
+        if bound.takes_before and before.gate is not None:
+            order = torch.cat([order, order + len(order)])
+        return _ReorderedProduct(bound, order)
 
     def _prepare(self, x: Tensor | Stream, product: Product) -> Tensor:
         """What the product is given."""
@@ -177,6 +228,15 @@ class Linear:
 
     def _parts(self) -> Sequence[nn.Module]:
         return [_as_linear(self._owner.get_submodule(name)) for name in self._names]
+
+
+def _bind(
+    ops: Ops, parts: Sequence[nn.Module], before: Before, dtype: torch.dtype
+) -> Product | None:
+    kinds = {
+        (getattr(part, "op", "linear_float"), getattr(part, "group_size", 0)) for part in parts
+    }
+    return ops[kinds.pop()[0]](parts, before, dtype) if len(kinds) == 1 else None
 
 
 def _as_linear(module: nn.Module) -> nn.Module:

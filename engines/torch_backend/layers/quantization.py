@@ -46,12 +46,6 @@ class Scheme(ABC):
         Raises: UnsupportedCheckpoint if members of its mesh cannot share such weights.
         """
 
-    def prepare(self, model: nn.Module, level: CpuLevel) -> None:
-        """Bring loaded weights into the form that the fastest correct kernel reads."""
-        for module in model.modules():
-            if isinstance(module, QuantizedLinear):
-                module.prepare(level)
-
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """A weight's parts, by their names in the linear. Shapes: weight (N, K)."""
         num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
@@ -136,3 +130,10 @@ class Int4Scheme(Scheme):
 
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (Int8Scheme(), Int4Scheme())}
+
+
+def prepare_linears(model: nn.Module, level: CpuLevel) -> None:
+    """Bring loaded weights into the form that the fastest correct kernel reads."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.prepare(level)

@@ -23,7 +23,9 @@ MAX_SHARD_BYTES = 2 * 1024**3
 #: bytes of what is no floating-point number, and so keeps its type
 _INTEGER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "I32": 4, "I64": 8}
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_READABLE = frozenset(["F64", *_FLOATS, *_INTEGER_BYTES])
+#: what a format's scales make numbers of
+_SCALED = {"F8_E4M3": 1}
+_READABLE = frozenset(["F64", *_FLOATS, *_INTEGER_BYTES, *_SCALED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,17 @@ class StoredTensor:
     def float_dtype(self) -> torch.dtype | None:
         """Its floating-point type, if it is one that models are computed in."""
         return _FLOATS.get(self.kind)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it says nothing without scales."""
+        return self.kind in _SCALED
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Bytes in its file."""
+        sizes = {"F64": 8, **{kind: t.itemsize for kind, t in _FLOATS.items()}}
+        return self.num_values * (sizes | _INTEGER_BYTES | _SCALED)[self.kind]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory where floating-point numbers become `dtype`."""

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from engines.base import EngineStartError
-from engines.torch_backend.layers.quantization import SCHEMES, Scheme
+from engines.torch_backend.layers.quantization import SCHEMES, Scheme, prepare_linears
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.loading.formats.reader import StoredLinear
 from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.loading.published import PublishedLinears, find_published
 from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import (
@@ -68,20 +70,47 @@ class WeightReader:
 
     def read(self, stored: StoredTensor) -> dict[str, Tensor]:
         """The tensor by its name, or its quantized parts by theirs; of a mesh's member its share of them."""
-        layer, name = self._find(stored.name)
-        share, prefix, value = _share(layer), stored.name.removesuffix(name), stored.map()
-        dtype = self._dtype_in(layer, stored) if value.is_floating_point() else value.dtype
+        value = stored.map()
+        return self._convert(stored.name, value, value.dtype)
+
+    def read_linear(self, linear: StoredLinear, published: PublishedLinears) -> dict[str, Tensor]:
+        """The parts of a map in another's format, for which the model gets a linear; or its plain numbers."""
+        path = published.place(linear, self._model)
+        if path is not None:
+            return published.put(linear, self._model, path, self._dtype_of_scales(published))
+        numbers = published.read_numbers(linear)
+        return self._convert(f"{linear.name}.weight", numbers, published.dtype)
+
+    def _convert(self, stored_name: str, value: Tensor, stored: torch.dtype) -> dict[str, Tensor]:
+        layer, name = self._find(stored_name)
+        share, prefix = _share(layer), stored_name.removesuffix(name)
+        is_float = value.is_floating_point()
+        dtype = (self._dtype_in(layer, value.shape, stored) or stored) if is_float else value.dtype
         if self._scheme is None or not _is_quantized(layer, name):
-            return {stored.name: share.cut(name, value).to(self._device, dtype)}
+            return {stored_name: share.cut(name, value).to(self._device, dtype)}
         started = time.perf_counter()
-        parts = self._scheme.quantize(value.to(self._device), dtype or value.dtype)
+        parts = self._scheme.quantize(value.to(self._device), dtype)
         self.quantize_s += time.perf_counter() - started
         return {prefix + part: share.cut(part, parts[part]) for part in parts}
 
     def num_bytes(self, stored: StoredTensor) -> int:
         """What the tensor takes once it is read."""
+        return self._num_bytes(stored, stored.float_dtype)
+
+    def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
+        """What a map in another's format takes once it is read."""
+        layout = published.layout(linear)
+        if published.place(linear, self._model) is not None:
+            share = _share(self._find(f"{linear.name}.weight")[0])
+            whole = layout.num_bytes(self._dtype_of_scales(published))
+            return whole // (share.mesh.size if share.of else 1)
+        part = next(iter(linear.parts.values()))
+        numbers = StoredTensor(f"{linear.name}.weight", part.file, layout.shape, "F32")
+        return self._num_bytes(numbers, published.dtype)
+
+    def _num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None) -> int:
         layer, name = self._find(stored.name)
-        dtype = self._dtype_in(layer, stored)
+        dtype = self._dtype_in(layer, stored.shape, stored_dtype)
         assert dtype is not None
         whole = torch.empty(stored.shape, device="meta")
         stored = replace(stored, shape=tuple(_share(layer).cut(name, whole).shape))
@@ -101,11 +130,17 @@ class WeightReader:
         except AttributeError:  # an unknown weight, which is named when all are read
             return None, name
 
-    def _dtype_in(self, layer: nn.Module | None, stored: StoredTensor) -> torch.dtype | None:
+    def _dtype_in(
+        self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype | None
+    ) -> torch.dtype | None:
         """The type of a tensor, or its scales: matrices are multiplied as they are stored, if a kernel can."""
         is_matrix = isinstance(layer, nn.Linear | nn.Embedding | QuantizedLinear)
-        is_kept = is_matrix and len(stored.shape) == 2 and stored.float_dtype in self._kept
-        return stored.float_dtype if is_kept else self._dtype
+        is_kept = is_matrix and len(shape) == 2 and stored in self._kept
+        return stored if is_kept else self._dtype
+
+    def _dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
+        """Kernels that read several types have the scales as they are stored, which float32 holds."""
+        return torch.float32 if self._kept else self._dtype or published.dtype
 
 
 def _share(layer: nn.Module | None) -> Share:
@@ -137,28 +172,36 @@ def load_model(
     `level`, by default this machine's. On a mesh it is this member's share.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
-    form = choose_form(config, scheme)
-    stored = list_tensors(directory)
+    rename = partial(family.rename, config=config)
+    published, stored = find_published(directory, list_tensors(directory), device, rename)
+    form = choose_form(config, scheme, published)
     model = build_empty(family, config, form, dtype, mesh)
     if model.converts_weights and form is not None:
         raise UnsupportedCheckpoint(f"a {type(model).__name__} cannot be in {form.name} yet")
-    rename = partial(family.rename, config=config)
     kept = frozenset() if model.converts_weights else stored_dtypes(ops)
     reader = WeightReader(model, rename, form, device, dtype, kept)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
-    check_memory(sum(map(reader.num_bytes, stored)), device, dtype, scheme)
+    linear_bytes = 0
+    if published is not None:
+        stored = published.drop_zero_biases(stored, model)
+        linear_bytes = sum(reader.num_linear_bytes(x, published) for x in published.linears)
+    needed = sum(map(reader.num_bytes, stored)) + linear_bytes
+    check_memory(needed, device, dtype, scheme)
     if model.converts_weights:
         reader = WeightReader(model, rename, None, torch.device("cpu"), None)
-    read = _read_all(reader, stored, progress or (lambda share: None))
+    read = _read_all(reader, stored, published, progress or (lambda share: None))
     model.take(read, family, device, dtype)
     read.clear()
+    if published is not None:
+        published.finish(model, linear_bytes)
+    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     started = time.perf_counter()
     if ops is not None and ops.is_native:
         pack_linears(model, ops, dtype)
-        if form is not None:
+        if is_quantized:
             pack_int8_beside(model, ops)
-    elif form is not None:
-        form.prepare(model, level or choose_level())
+    elif is_quantized:
+        prepare_linears(model, level or choose_level())
     if scheme is not None and seconds is not None:
         seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
     return model.requires_grad_(False).eval()
@@ -185,8 +228,15 @@ def stored_dtypes(ops: Ops | None) -> frozenset[torch.dtype]:
     return frozenset(FLOAT_KINDS) if is_native else frozenset()
 
 
-def choose_form(config: ModelConfig, scheme: Scheme | None) -> Scheme | None:
+def choose_form(
+    config: ModelConfig, scheme: Scheme | None, published: PublishedLinears | None = None
+) -> Scheme | None:
     """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
+    if scheme is not None and published is not None and published.has_integers:
+        raise UnsupportedCheckpoint(
+            f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
+            "that they were made from"
+        )
     if config.quantization is None:
         return scheme
     if scheme is not None and scheme.name != config.quantization:
@@ -212,13 +262,20 @@ def check_memory(
 
 
 def _read_all(
-    reader: WeightReader, stored: list[StoredTensor], progress: Callable[[float], None]
+    reader: WeightReader,
+    stored: list[StoredTensor],
+    published: PublishedLinears | None,
+    progress: Callable[[float], None],
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    total = sum(tensor.num_values for tensor in stored)
+    linears = [] if published is None else published.linears
+    total = sum(item.num_values for item in (*stored, *linears))
     done = 0
-    for tensor in stored:
-        weights |= reader.read(tensor)
-        done += tensor.num_values
+    for item in (*stored, *linears):
+        if isinstance(item, StoredTensor):
+            weights |= reader.read(item)
+        elif published is not None:
+            weights |= reader.read_linear(item, published)
+        done += item.num_values
         progress(done / total)
     return weights

@@ -7,6 +7,7 @@ fields that a kind of model has reach transformers; no code of a checkpoint is e
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engines.packages.checkpoint_json import Fields, read_json, shown
@@ -22,6 +23,7 @@ from engines.torch_backend.models.config import (
 QUANT_METHOD = "vlm-fleet"
 MAX_IMAGE_SIZE = 2048
 _SCHEMES = ("int8", "int4")
+_DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
 #: Several times what the largest published models have, in whatever section they stand.
 MAX_WHOLE = {
@@ -93,18 +95,23 @@ def _bounded(section: Fields) -> dict[str, Any]:
 
 
 def stored_quantization(config: Fields) -> str | None:
-    """The scheme in which `vlm quantize` saved the weights; nobody else's can be read."""
+    """The scheme in which `vlm quantize` once saved the weights; what others wrote is the loader's to read."""
     given = config.section("quantization_config")
-    if not given.values:
+    if given.get("quant_method") != QUANT_METHOD:
         return None
-    scheme = given.get("scheme")
-    if scheme not in _SCHEMES or given.get("quant_method") != QUANT_METHOD:
-        raise config.refuse(
-            "quantization_config",
-            "says that the checkpoint is already quantized, and not by `vlm quantize`; take the "
-            "full-precision one and ask for --quantization int8 or int4",
-        )
+    scheme = given.one_of("scheme", _SCHEMES)
+    if scheme is None:
+        raise given.refuse("scheme", f"is missing; known: {', '.join(_SCHEMES)}")
     return scheme
+
+
+def stored_dtype(config: Fields) -> torch.dtype:
+    """The type that the weights of a checkpoint have, or had before they were quantized."""
+    for section in (config, config.section("text_config")):
+        name = section.get("dtype", section.get("torch_dtype"))
+        if isinstance(name, str) and name in _DTYPES:
+            return _DTYPES[name]
+    return torch.bfloat16
 
 
 def check_clip(section: Fields) -> None:

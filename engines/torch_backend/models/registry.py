@@ -267,6 +267,11 @@ def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> N
                 f"the weight {name} is {tuple(value.shape)} but config.json makes it "
                 f"{tuple(expected[name].shape)}"
             )
+        if value.is_floating_point() is not expected[name].is_floating_point():
+            raise UnsupportedCheckpoint(
+                f"the weight {name} holds {str(value.dtype).removeprefix('torch.')}, and config.json "
+                "says of no scales"
+            )
 
 
 def check_names(missing: list[str], unexpected: list[str]) -> None:

@@ -12,6 +12,7 @@ from engines.torch_backend.loading.formats.compressed_tensors import CompressedT
 from engines.torch_backend.loading.formats.fp8 import Fp8Reader
 from engines.torch_backend.loading.formats.gptq import GptqReader
 from engines.torch_backend.loading.formats.reader import Reader
+from engines.torch_backend.models.hf_config import QUANT_METHOD
 
 #: by `quant_method`
 READERS: dict[str, Callable[[Fields], Reader]] = {
@@ -31,7 +32,7 @@ def detect(config: Fields) -> Reader | None:
     section = config.section("quantization_config")
     if not section.values and isinstance(config.get("text_config"), dict):
         section = config.section("text_config").section("quantization_config")
-    if not section.values:
+    if not section.values or section.get("quant_method") == QUANT_METHOD:
         return None
     method = section.get("quant_method")
     if not isinstance(method, str) or method not in READERS:

@@ -34,6 +34,7 @@ class GptqReader(Reader):
             raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
         name = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
         self._is_v1 = config.one_of(name, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self._is_ordered = config.flag("desc_act", False)
         self._is_symmetric = config.flag("sym", True)
         self.name = f"GPTQ of {self._bits} bits"
 
@@ -46,7 +47,7 @@ class GptqReader(Reader):
         num_groups = -(-num_inputs // size)
         linear.expect("scales", (num_groups, num_outputs), "F16", "BF16", "F32")
         linear.expect("qzeros", (num_groups, -(-num_outputs // per_word)), "I32")
-        if "g_idx" in linear.parts:
+        if self._is_ordered or "g_idx" in linear.parts:
             linear.expect("g_idx", (num_inputs,), "I32", "I64")
         return Layout((num_outputs, num_inputs), self._bits, size, self._is_symmetric)
 

@@ -66,11 +66,10 @@ class Integers:
         offset = torch.zeros_like(self.scale) if self.zero is None else (8 - self.zero) * self.scale
         pair = torch.stack([self.scale, offset], -1).to(dtype)
         groups = self.values.view(self.values.shape[0], -1, size)
-        parts = {
+        return {
             "pairs": pack_pairs(groups),
             "scale_zero": pair.repeat_interleave(self.group_size // size, 0),
         }
-        return parts if self.order is None else {**parts, "order": self.order}
 
     def int8(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parts of an `Int8Linear`."""
@@ -95,6 +94,11 @@ class StoredLinear:
         self.name = name
         self.parts = parts
         self._device = device
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in its tensors."""
+        return sum(part.num_values for part in self.parts.values())
 
     def expect(self, part: str, shape: tuple[int, ...] | None, *kinds: str) -> StoredTensor:
         """A tensor of it, of this shape and of one of these types. Raises: UnsupportedCheckpoint, with its name."""
@@ -154,6 +158,10 @@ class Reader(ABC):
     @abstractmethod
     def layout(self, linear: StoredLinear) -> Layout:
         """What a map is, by its headers. Raises: UnsupportedCheckpoint, naming the tensor that does not fit."""
+
+    def is_ordered(self, linear: StoredLinear) -> bool:
+        """Whether the inputs of a group may lie apart."""
+        return any(part.endswith("g_idx") for part in linear.parts)
 
     @abstractmethod
     def read(self, linear: StoredLinear) -> Integers | Tensor:

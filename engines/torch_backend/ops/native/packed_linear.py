@@ -39,24 +39,24 @@ class PackedLinear(nn.Module):
         self.op = linear.op
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), False)
         if isinstance(linear, Int8Linear):
-            self.kind, self.group = Kind.INT8, INT8_GROUP
+            self.kind, self.group_size = Kind.INT8, INT8_GROUP
             self.num_outputs, self.num_inputs = linear.integers.shape
             blocks, scale = pack_int8(linear.integers), linear.scale.float()
         else:
             assert isinstance(linear, Int4Linear)
-            self.group = linear.group_size
+            self.group_size = linear.group_size
             self.num_outputs, self.num_inputs = linear.pairs.shape[0], linear.pairs.shape[1] * 2
             scale_zero = _narrowed(linear.scale_zero)
             is_narrow = scale_zero.dtype == torch.bfloat16
             self.kind = Kind.INT4_BFLOAT16_SCALES if is_narrow else Kind.INT4
-            blocks, scale = pack_int4(unpack_pairs(linear.pairs, self.group), scale_zero), None
+            blocks, scale = pack_int4(unpack_pairs(linear.pairs, self.group_size), scale_zero), None
         self.register_buffer("blocks", blocks)
         self.register_buffer("scale", scale)
 
     def to_weights(self) -> Weights:
         """As the kernels read them."""
         shape = (self.num_outputs, self.num_inputs)
-        return Weights(self.kind, *shape, self.blocks, self.group, self.scale, self.bias)
+        return Weights(self.kind, *shape, self.blocks, self.group_size, self.scale, self.bias)
 
     def dequantized(self) -> Tensor:
         """What the integers stand for. Shapes: returns float32 (N, K)."""
@@ -64,7 +64,7 @@ class PackedLinear(nn.Module):
             integers = unpack_int8(self.blocks, self.num_outputs, self.num_inputs)
             return integers * self.scale[:, None]
         dtype = torch.bfloat16 if self.kind is Kind.INT4_BFLOAT16_SCALES else torch.float32
-        integers, scale_zero = unpack_int4(self.blocks, self.num_outputs, self.group, dtype)
+        integers, scale_zero = unpack_int4(self.blocks, self.num_outputs, self.group_size, dtype)
         scale, zero = scale_zero.float().transpose(0, 1).unbind(2)
         return ((integers.float() - 8) * scale[..., None] + zero[..., None]).flatten(1)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engines.torch_backend.layers import quantized_linear as module
 from engines.torch_backend.layers.linear import LinearWeights, Precision
-from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantization import SCHEMES, prepare_linears
 from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
     QuantizedLinear,
@@ -58,7 +58,7 @@ def quantize(
     if bias is not None:
         parts["bias"] = bias.to(dtype)
     model["any"].load_state_dict(parts, assign=True)
-    SCHEMES[scheme].prepare(model.requires_grad_(False), level)
+    prepare_linears(model.requires_grad_(False), level)
     return model["any"]
 
 

@@ -170,7 +170,7 @@ def test_a_sliding_window_shortens_the_context() -> None:
         (make_config(architectures=["LlavaLlamaForCausalLM"]), "LlavaLlamaForCausalLM"),
         (make_config(vision_config={"model_type": "siglip_vision_model"}), "siglip_vision_model"),
         (make_config(text_config={"model_type": "gemma"}), "gemma.*llama, mistral, qwen2"),
-        (make_config(quantization_config={"quant_method": "awq"}), "already quantized"),
+        (make_config(quantization_config={"quant_method": "vlm-fleet"}), "scheme is missing"),
         (make_config(vision_feature_select_strategy="cls"), "vision_feature_select_strategy"),
         (make_config(vision_feature_layer=-26), "vision_feature_layer -26"),
         (make_config(image_token_index=40000), "image_token_index 40000"),

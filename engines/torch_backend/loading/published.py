@@ -1,0 +1,190 @@
+"""Linear maps in a quantized format that others publish, each put into the model in the form that its kernels take.
+
+Used by the loader. What no kernel multiplies as it is stored becomes plain numbers, as full-precision weights do, and
+the log says so. Knows no format: see `formats`.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engines.torch_backend.layers.linear import LinearWeights, Precision, Reordered
+from engines.torch_backend.layers.quantized_linear import (
+    Int4Linear,
+    Int8Linear,
+    choose_group_size,
+)
+from engines.torch_backend.loading.formats import detect
+from engines.torch_backend.loading.formats.reader import (
+    Form,
+    Integers,
+    Layout,
+    Reader,
+    StoredLinear,
+)
+from engines.torch_backend.loading.stored_tensors import StoredTensor
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_fields, stored_dtype
+from engines.torch_backend.models.registry import WeightPart
+from engines.torch_backend.parallel.mesh import Share
+
+logger = logging.getLogger(__name__)
+
+Rename = Callable[[str], str | WeightPart | None]
+
+
+class PublishedLinears:
+    """The quantized linear maps of a checkpoint, and the model that they go into."""
+
+    def __init__(
+        self, reader: Reader, linears: list[StoredLinear], dtype: torch.dtype, rename: Rename
+    ) -> None:
+        """`dtype` is the one that the checkpoint says its numbers have."""
+        self.linears = [x for x in linears if rename(f"{x.name}.weight") is not None]
+        self.dtype = dtype
+        self._reader = reader
+        self._rename = rename
+        self._layouts = {linear.name: reader.layout(linear) for linear in self.linears}
+        self._orders: dict[str, Tensor] = {}  # by the model's names
+        self._forms: Counter[Form] = Counter()
+
+    @property
+    def name(self) -> str:
+        """What the format is called."""
+        return self._reader.name
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether some stay integers, if the model has a place for them."""
+        return any(layout.form != "float" for layout in self._layouts.values())
+
+    def layout(self, linear: StoredLinear) -> Layout:
+        """What a map is."""
+        return self._layouts[linear.name]
+
+    def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
+        """Where the model takes the integers of a map; None where it wants plain numbers."""
+        if self.layout(linear).form == "float":
+            return None
+        target = self._rename(f"{linear.name}.weight")
+        path = target.removesuffix(".weight") if isinstance(target, str) else ""
+        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under its own name
+        layer = find_layer(model, path) if is_kept else None
+        if not isinstance(layer, LinearWeights) or layer.precision is Precision.FULL:
+            return None
+        return path if self._can_share(linear, layer.share) else None
+
+    def _can_share(self, linear: StoredLinear, share: Share) -> bool:
+        """Whether members of a mesh can have whole groups of inputs each."""
+        if share.of != "inputs" or share.mesh.size == 1:
+            return True
+        layout = self.layout(linear)
+        group_size = choose_group_size(layout.group_size) or layout.group_size
+        is_whole = layout.shape[1] // share.mesh.size % group_size == 0
+        return layout.form == "int8" or (is_whole and not self._reader.is_ordered(linear))
+
+    def put(
+        self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Put a linear for its integers into the model. Returns: the weights of that, by stored names."""
+        layout, weights = self.layout(linear), self._reader.read(linear)
+        layer = model.get_submodule(path)
+        assert isinstance(weights, Integers)
+        assert isinstance(layer, LinearWeights)
+        if layout.shape != layer.whole_shape:
+            raise UnsupportedCheckpoint(
+                f"the weight {linear.name} is {layout.shape} but config.json makes it "
+                f"{layer.whole_shape}"
+            )
+        shape = layer.out_features, layer.in_features
+        if layout.form == "int8":
+            parts = weights.int8(dtype)
+            quantized = Int8Linear(shape, layer.bias, dtype, layer.share)
+        else:
+            parts = weights.int4(dtype)
+            size = layout.shape[1] // parts["scale_zero"].shape[0]
+            quantized = Int4Linear(shape, layer.bias, dtype, size, layer.share)
+        model.set_submodule(path, quantized)
+        if weights.order is not None:
+            self._orders[path] = weights.order
+        self._forms[layout.form] += 1
+        cut = layer.share.cut
+        return {f"{linear.name}.{part}": cut(part, tensor) for part, tensor in parts.items()}
+
+    def read_numbers(self, linear: StoredLinear) -> Tensor:
+        """What the weights of a map stand for. Shapes: returns float32 (N, K)."""
+        self._forms["float"] += 1
+        weights = self._reader.read(linear)
+        return weights.numbers(torch.float32) if isinstance(weights, Integers) else weights
+
+    def drop_zero_biases(self, stored: list[StoredTensor], model: nn.Module) -> list[StoredTensor]:
+        """All but biases of zeros that the model does not have: quantizers write them to every map."""
+        names = {f"{linear.name}.bias" for linear in self.linears}
+        return [x for x in stored if x.name not in names or not self._is_spare(x, model)]
+
+    def _is_spare(self, stored: StoredTensor, model: nn.Module) -> bool:
+        target = self._rename(stored.name)
+        path = target.removesuffix(".bias") if isinstance(target, str) else ""
+        layer = find_layer(model, path)
+        return isinstance(layer, nn.Linear) and layer.bias is None and not stored.map().any()
+
+    def finish(self, model: nn.Module, taken: int) -> None:
+        """Give loaded linears their inputs' order, and log what became of all. `taken` in bytes."""
+        for path, order in self._orders.items():
+            model.set_submodule(path, Reordered(model.get_submodule(path), order))
+        parts = [part for linear in self.linears for part in linear.parts.values()]
+        before = sum(part.num_stored_bytes for part in parts)
+        forms = ", ".join(f"{count} {_WORDS[form]}" for form, count in self._forms.items())
+        logger.info(
+            "%s: %d quantized linear maps (%s), %.1f MiB in files, %.1f MiB in memory",
+            self.name,
+            len(self.linears),
+            forms,
+            before / 2**20,
+            taken / 2**20,
+        )
+
+
+_WORDS: dict[Form, str] = {
+    "int4": "as int4",
+    "int8": "as int8",
+    "float": "dequantized, which takes more memory",
+}
+
+
+def find_published(
+    directory: Path, stored: list[StoredTensor], device: torch.device, rename: Rename
+) -> tuple[PublishedLinears | None, list[StoredTensor]]:
+    """The maps that another's format quantized, if it is one, and all other tensors. Raises: UnsupportedCheckpoint."""
+    fields = read_fields(directory)
+    reader = detect(fields)
+    linears: list[StoredLinear] = []
+    others = stored
+    if reader is not None:
+        linears, others = reader.split(stored, device)
+    for tensor in others:
+        if tensor.is_scaled:
+            raise UnsupportedCheckpoint(
+                f"the weight {tensor.name} is of the type {tensor.kind}, and has no scale that "
+                "quantization_config of config.json says"
+            )
+    if reader is None:
+        return None, others
+    if not linears:
+        raise UnsupportedCheckpoint(
+            f"config.json says that weights are in {reader.name}, but none has a tensor "
+            f"{' or '.join(reader.marker)}"
+        )
+    return PublishedLinears(reader, linears, stored_dtype(fields), rename), others
+
+
+def find_layer(model: nn.Module, path: str) -> nn.Module | None:
+    """A module by its name; None where there is none."""
+    try:
+        return model.get_submodule(path) if path else None
+    except AttributeError:
+        return None

@@ -1,0 +1,318 @@
+"""A checkpoint in another's quantized format gives the logits of what its weights stand for, or is refused by name."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import CompressedTensorsConfig, LlavaForConditionalGeneration
+
+from engines.torch_backend.layers.linear import Reordered
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
+from engines.torch_backend.loading import weights as module
+from engines.torch_backend.loading.weights import ModelTooLarge, load_model
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
+from tests import factories_formats as formats
+from tests.factories_torch import plain_logits
+
+CPU = torch.device("cpu")
+TOKEN_IDS = torch.arange(5, 305, 13)
+PROJECTION = "language_model.model.layers.0.self_attn.q_proj."
+
+INT4 = {
+    "gptq": formats.gptq(),
+    "gptq symmetric, groups of 128": formats.gptq(group_size=128, sym=True),
+    "gptq one group": formats.gptq(group_size=-1),
+    "gptq groups of 32": formats.gptq(group_size=32),
+    "gptq v2": formats.gptq(version="gptq_v2"),
+    "gptq desc_act": formats.gptq(group_size=128, desc_act=True),
+    "awq": formats.awq(),
+    "awq groups of 128": formats.awq(128),
+    "packed groups of 128": formats.packed(4, 128),
+    "packed channels": formats.packed(4),
+    "packed asymmetric groups of 32": formats.packed(4, 32, symmetric=False),
+    "packed asymmetric channels": formats.packed(4, symmetric=False),
+    "packed ordered": formats.packed(4, 64, ordered=True),
+}
+INT8 = {
+    "gptq of 8 bits": formats.gptq(8, -1, sym=True, dtype=torch.float32),
+    "packed of 8 bits": formats.packed(8),
+    "int8": formats.int8(),
+    "int8, one scale": formats.int8("tensor"),
+    "w8a8": formats.int8(activations=True),
+}
+FLOAT = {
+    "gptq of 8 bits in groups": formats.gptq(8, 128, desc_act=True),
+    "awq small groups": formats.awq(16),
+    "int8 asymmetric": formats.int8(symmetric=False),
+    "int8 asymmetric, one scale": formats.int8("tensor", symmetric=False),
+    "fp8 channels": formats.float8(),
+    "fp8, one scale": formats.float8("tensor"),
+    "fp8 blocks of compressed-tensors": formats.float8("block", 96),
+    "fp8 blocks": formats.deepseek(),
+}
+ALL = INT4 | INT8 | FLOAT
+
+
+def load(directory: Path, mode: CpuKernels = "off", **options: Any) -> FamilyModel:
+    ops = cpu_ops(mode)
+    found = find_family(directory)
+    model = load_model(directory, *found, CPU, torch.float32, ops=ops, **options)
+    model.bind(ops, torch.float32)
+    return model
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    layers = model.language_model.model.layers
+    return [m for n, m in layers.named_modules() if n.endswith("_proj")]
+
+
+def expected_logits(directory: Path, weights: dict[str, Tensor]) -> Tensor:
+    """transformers', of the weights that a checkpoint stands for."""
+    plain = directory.with_name("plain")
+    plain.mkdir()
+    for file in directory.glob("*.json"):
+        (plain / file.name).write_bytes(file.read_bytes())
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(weights, plain / "model.safetensors")
+    theirs = LlavaForConditionalGeneration.from_pretrained(plain, dtype=torch.float32)
+    with torch.inference_mode():
+        return theirs(input_ids=TOKEN_IDS[None]).logits[0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_are_those_of_the_weights_that_it_stands_for(name: str, tmp_path: Path) -> None:
+    expected = expected_logits(tmp_path / "q", formats.write_checkpoint(tmp_path / "q", *ALL[name]))
+
+    model = load(tmp_path / "q")
+    assert_close(plain_logits(model, TOKEN_IDS), expected, rtol=1e-4, atol=1e-4)
+
+    native = plain_logits(load(tmp_path / "q", "fast"), TOKEN_IDS)
+    assert (native - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_kernels_multiply_stays_in_few_bits(name: str, tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "q", *ALL[name])
+    kinds = {Int4Linear: INT4, Int8Linear: INT8, nn.Linear: FLOAT}
+
+    found = [m.linear if isinstance(m, Reordered) else m for m in linears(load(tmp_path / "q"))]
+
+    assert len(found) == 14
+    assert all(name in kinds[kind] for kind in kinds for m in found if isinstance(m, kind))
+
+
+def test_maps_side_by_side_may_order_their_inputs_differently(tmp_path: Path) -> None:
+    directory = tmp_path / "q"
+    weights = formats.write_checkpoint(directory, *ALL["gptq desc_act"])
+    tensors = load_file(directory / "model.safetensors")
+    group = tensors[f"{PROJECTION}g_idx"]
+    shift = torch.arange(len(group)).roll(1)
+    tensors[f"{PROJECTION}g_idx"] = group[shift].contiguous()
+    words = formats.unpack_rows(tensors[f"{PROJECTION}qweight"])
+    tensors[f"{PROJECTION}qweight"] = formats.pack(words[shift].numpy(), 4, 0)
+    save_file(tensors, directory / "model.safetensors")
+    weights[f"{PROJECTION}weight"] = weights[f"{PROJECTION}weight"][:, shift].contiguous()
+    expected = expected_logits(directory, weights)
+
+    for mode in ("off", "fast"):
+        found = plain_logits(load(directory, mode), TOKEN_IDS)
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_the_log_says_what_became_of_the_maps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    formats.write_checkpoint(tmp_path / "q", *formats.deepseek())
+
+    with caplog.at_level(logging.INFO):
+        load(tmp_path / "q")
+
+    (line,) = [
+        r.getMessage() for r in caplog.records if "FP8 in blocks of 128x128" in r.getMessage()
+    ]
+    assert "14 quantized linear maps (14 dequantized" in line
+
+
+def test_zero_biases_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "q", *formats.gptq())
+    change(tmp_path / "q", {f"{PROJECTION}bias": torch.zeros(256)})
+    load(tmp_path / "q")
+
+    change(tmp_path / "q", {f"{PROJECTION}bias": torch.ones(256)})
+    with pytest.raises(UnsupportedCheckpoint, match=rf"unknown weights: {PROJECTION}bias"):
+        load(tmp_path / "q")
+
+
+def test_biases_that_the_model_has_are_added(tmp_path: Path) -> None:
+    weights = formats.write_checkpoint(
+        tmp_path / "q", *formats.gptq(group_size=128, desc_act=True), attention_bias=True
+    )
+
+    expected = expected_logits(tmp_path / "q", weights)
+
+    found = plain_logits(load(tmp_path / "q"), TOKEN_IDS)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_in_fp8_can_be_quantized_on_the_way(tmp_path: Path) -> None:
+    weights = formats.write_checkpoint(tmp_path / "q", *formats.deepseek())
+    expected = expected_logits(tmp_path / "q", weights)
+
+    model = load(tmp_path / "q", scheme=SCHEMES["int8"])
+
+    assert {type(linear) for linear in linears(model)} == {Int8Linear}
+    assert (plain_logits(model, TOKEN_IDS) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_integers_are_not_quantized_again(tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "q", *formats.awq())
+
+    with pytest.raises(UnsupportedCheckpoint, match="holds weights in AWQ of 4 bits; for int8"):
+        load(tmp_path / "q", scheme=SCHEMES["int8"])
+
+
+@pytest.mark.parametrize("name", ["gptq", "int8", "fp8 blocks"])
+def test_the_memory_that_is_asked_for_is_what_the_weights_take(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats.write_checkpoint(tmp_path / "q", *ALL[name])
+    taken = sum(value.nbytes for value in load(tmp_path / "q").state_dict().values())
+
+    monkeypatch.setattr(module, "free_bytes", lambda device: taken)
+    load(tmp_path / "q")
+    monkeypatch.setattr(module, "free_bytes", lambda device: taken - 1)
+    with pytest.raises(ModelTooLarge):
+        load(tmp_path / "q")
+
+
+def change(directory: Path, tensors: dict[str, Tensor | None]) -> None:
+    """Replace tensors of a checkpoint; None removes."""
+    file = directory / "model.safetensors"
+    found = load_file(file) | tensors
+    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file)
+
+
+HOSTILE: list[tuple[Any, dict[str, Tensor | None], str]] = [
+    (formats.gptq(), {"qzeros": None}, "qzeros is missing"),
+    (formats.gptq(), {"scales": torch.zeros(3, 256).half()}, r"scales is \(3, 256\), .* \(4, 256\)"),
+    (formats.gptq(), {"scales": torch.zeros(4, 256).long()}, "scales is of the type I64"),
+    (formats.gptq(), {"qweight": torch.zeros(4).int()}, r"qweight is \(4,\), no matrix"),
+    (formats.gptq(), {"qweight": torch.zeros(0, 4).int()}, r"qweight is \(0, 4\), no matrix"),
+    (formats.gptq(), {"g_idx": torch.zeros(7).int()}, r"g_idx is \(7,\)"),
+    (formats.gptq(), {"g_idx": torch.zeros(256).int()}, "g_idx does not put 64 inputs into each"),
+    (formats.gptq(), {"g_idx": torch.full((256,), -5).int()}, "g_idx does not put"),
+    (formats.gptq(desc_act=True), {"g_idx": None}, "g_idx is missing"),
+    (
+        formats.gptq(group_size=128, sym=True),
+        {"qzeros": torch.full((2, 32), 0x12345678).int()},
+        "qzeros has other zeros than the middle, but sym is true",
+    ),
+    (formats.awq(), {"qzeros": torch.zeros(4, 31).int()}, r"qzeros is \(4, 31\)"),
+    (formats.packed(), {"weight_shape": torch.tensor([2**40, 2**40])}, "weight_shape says"),
+    (formats.packed(), {"weight_shape": torch.tensor([1, 256])}, "weight_shape does not say"),
+    (formats.packed(), {"weight_scale": None}, "weight_scale is missing"),
+    (formats.packed(4, 64), {"weight_scale": torch.ones(256, 1)}, r"weight_scale is \(256, 1\)"),
+    (formats.packed(symmetric=False), {"weight_zero_point": None}, "weight_zero_point is missing"),
+    (formats.int8(), {"weight": torch.zeros(256, 256)}, "weight is of the type F32, not I8"),
+    (formats.int8(), {"weight_scale": None}, "weight holds int8"),
+    (
+        formats.int8(),
+        {"weight_zero_point": torch.ones(256, 1).char()},
+        "weight_zero_point is not 0, but the weights are symmetric",
+    ),
+    (formats.deepseek(), {"weight_scale_inv": torch.ones(1, 1)}, r"weight_scale_inv is \(1, 1\)"),
+    (formats.deepseek(), {"weight_scale_inv": None}, "type F8_E4M3, and has no scale"),
+    (
+        formats.gptq(),
+        {"qweight": torch.zeros(16, 256).int(), "scales": torch.ones(2, 256).half(), "g_idx": None,
+         "qzeros": torch.zeros(2, 32).int()},
+        r"is \(256, 128\) but config.json makes it \(256, 256\)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "changes", "reason"), HOSTILE)
+def test_tensors_that_do_not_fit_are_named(
+    how: Any, changes: dict[str, Tensor | None], reason: str, tmp_path: Path
+) -> None:
+    formats.write_checkpoint(tmp_path / "q", *how)
+    change(tmp_path / "q", {PROJECTION + part: value for part, value in changes.items()})
+
+    with pytest.raises(UnsupportedCheckpoint, match=reason) as caught:
+        load(tmp_path / "q")
+    assert PROJECTION.removesuffix(".") in str(caught.value)
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    config = formats.packed()[1]
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' cannot be read; these can"),
+        ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
+        ({}, "lacks weights|unknown"),
+        (formats.gptq()[1] | {"bits": 3}, "bits is 3; GPTQ can be read with 4 and 8"),
+        (formats.gptq()[1] | {"group_size": 0}, "group_size is 0"),
+        (formats.gptq()[1] | {"group_size": 10**9}, "group_size is 1000000000, no integer"),
+        (formats.gptq()[1] | {"group_size": "many"}, "group_size is 'many', no integer"),
+        (formats.gptq()[1] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (formats.gptq()[1] | {"group_size": 2**20}, r"scales is \(6, 256\)"),
+        (formats.awq()[1] | {"version": "gemv"}, "version is 'gemv'"),
+        (formats.awq()[1] | {"zero_point": False}, "zero_point is false"),
+        (formats.awq()[1] | {"bits": 8}, "bits is 8"),
+        (compressed(num_bits=2), "num_bits is 2 of int"),
+        (compressed(num_bits=4, type="float"), "num_bits is 4 of float"),
+        (compressed(strategy="tensor_group"), "strategy 'tensor_group'"),
+        (compressed(strategy="group"), "group_size is None"),
+        (formats.packed()[1] | {"format": "marlin-24"}, "format 'marlin-24'"),
+        (
+            formats.packed()[1]
+            | {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
+            "sparsity_config asks for '2:4'; only dense weights",
+        ),
+        (formats.packed()[1] | {"transform_config": {"config_groups": {}}}, "transform_config"),
+        (formats.packed()[1] | {"config_groups": None}, "config_groups is missing"),
+        (formats.packed()[1] | {"config_groups": {"a": 3}}, "config_groups.a is 3, no object"),
+        (formats.deepseek()[1] | {"weight_block_size": [0, 128]}, "weight_block_size is"),
+        (formats.deepseek()[1] | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(
+    config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    formats.write_checkpoint(tmp_path / "q", formats.gptq()[0], config)
+
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path / "q")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if "packed" in name or "int8" in name])
+def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> None:
+    """So the writers here write what the format is."""
+    pytest.importorskip("compressed_tensors")
+    if name == "packed ordered":
+        pytest.skip("the library gave the order of inputs up")
+    expected = expected_logits(tmp_path / "q", formats.write_checkpoint(tmp_path / "q", *ALL[name]))
+    theirs = LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "q",
+        dtype=torch.float32,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+    )
+    with torch.inference_mode():
+        found = theirs(input_ids=TOKEN_IDS[None]).logits[0]
+    assert (found - expected).norm() < 0.01 * expected.norm()  # it multiplies in scales' precision
