@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 
@@ -262,10 +263,30 @@ def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **te
     """A tiny LLaVA whose decoder is quantized. Returns: the weights that it stands for."""
     changes = {"text_config": TEXT | text}
     make_checkpoint("tiny", directory, changes=changes, dtype=torch.float32)
+    return _rewrite(directory, write, config)
+
+
+def write_text_checkpoint(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
+    """As `write_checkpoint`, of a tiny Qwen2."""
+    settings = Qwen2Config(
+        vocab_size=320,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    Qwen2ForCausalLM(settings).save_pretrained(directory)
+    return _rewrite(directory, write, config)
+
+
+def _rewrite(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
     file = directory / "model.safetensors"
     plain, stored = load_file(file), {}
     for name, tensor in list(plain.items()):
-        if name.startswith("language_model.") and name.endswith("_proj.weight"):
+        if "vision_tower" not in name and name.endswith("_proj.weight"):
             parts, plain[name] = write(tensor)
             stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
         else:

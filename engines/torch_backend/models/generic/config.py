@@ -19,7 +19,7 @@ from engines.torch_backend.models.hf_config import MAX_WHOLE, stored_quantizatio
 _NEVER_READ = frozenset({
     "auto_map", "attn_implementation", "experts_implementation", "transformers_weights", "fusion_config", "kernel_config",
     "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
-    "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing",
+    "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
 
 

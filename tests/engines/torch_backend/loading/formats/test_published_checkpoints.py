@@ -316,3 +316,15 @@ def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> 
     with torch.inference_mode():
         found = theirs(input_ids=TOKEN_IDS[None]).logits[0]
     assert (found - expected).norm() < 0.01 * expected.norm()  # it multiplies in scales' precision
+
+
+@pytest.mark.parametrize("name", ["gptq desc_act", "awq", "packed groups of 128", "fp8 blocks"])
+def test_models_that_transformers_drives_have_what_the_integers_stand_for(
+    name: str, tmp_path: Path
+) -> None:
+    weights = formats.write_text_checkpoint(tmp_path / "q", *ALL[name])
+
+    model = load(tmp_path / "q")
+
+    found = model.inner.state_dict()
+    assert all(torch.equal(found[n].float(), value) for n, value in weights.items())
