@@ -262,7 +262,7 @@ def test_a_runs_slots_are_as_many_as_its_image_has_features(loaded: Loaded) -> N
     for prompt in loaded.prompts.values():
         filled = []
         for image in prompt.images:
-            assert loaded.model.num_features(image.pixels) == image.num_slots
+            assert loaded.model.num_features(image) == image.num_slots
             assert image.num_tokens <= loaded.processor.image_tokens
             filled += [image.offset + place for slots in image.slot_runs for place in range(*slots)]
         assert filled == [i for i, token in enumerate(prompt.token_ids) if token == slot_id]

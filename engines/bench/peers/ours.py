@@ -85,7 +85,7 @@ class Ours:
         pixels = self._pixels()[None].to(self._device, self._runner._dtype)
         started = time.perf_counter()
         with torch.inference_mode():
-            self._runner._images.encode(pixels)
+            self._runner.model.encode_images(pixels)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started

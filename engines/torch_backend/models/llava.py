@@ -108,10 +108,11 @@ class Llava(FamilyModel):
         self.multi_modal_projector = Projector(config)
         self.language_model = Llama(config.text, mesh)
 
-    def num_features(self, pixels: Any) -> int | None:
+    def num_features(self, image: ImageInput) -> int | None:
         """One image is one square."""
         size = self.config.vision.image_size
-        return self.config.tokens_per_image if tuple(pixels.shape) == (3, size, size) else None
+        is_square = tuple(image.pixels.shape) == (3, size, size)
+        return self.config.tokens_per_image if is_square else None
 
     def example_image(self) -> ImageInput:
         """A black one."""

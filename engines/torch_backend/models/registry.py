@@ -3,7 +3,7 @@
 A family is one file beside this one and a line in `_BUILT_IN`. The loader asks here and never for a class by name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -151,13 +151,45 @@ class FamilyModel(nn.Module):
         for part in (self.vision_tower, self.multi_modal_projector, self.language_model):
             part.bind(ops, dtype)
 
-    def num_features(self, pixels: Any) -> int | None:
-        """Rows of features that an image's pixels become; None for what is none of this model's."""
+    def num_features(self, image: ImageInput) -> int | None:
+        """Rows of features that an image becomes; None for what is none of this model's."""
         return None
+
+    def encode(
+        self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Features of images, each of its own size. Shapes: returns (slots of the image, C) each.
+
+        Here an image is one square, or several tiles of one size, and all go through the tower together.
+        """
+        tiles = [_tiles(image, device, dtype) for image in images]
+        features = self.encode_images(torch.cat(tiles))
+        return [part.flatten(0, 1) for part in features.split([len(part) for part in tiles])]
+
+    def encode_in_parts(
+        self, image: ImageInput, tokens_per_part: int, device: torch.device, dtype: torch.dtype
+    ) -> Generator[None, None, Tensor]:
+        """`encode` of one image, yielding before each part, so that streams may go on between two of them."""
+        if isinstance(self.vision_tower, NoTower):
+            yield
+            return self.encode([image], device, dtype)[0]
+        pixels = _tiles(image, device, dtype)
+        features = yield from self.vision_tower.in_parts(pixels, tokens_per_part)
+        projected = []
+        for piece in features.split(tokens_per_part, dim=1):
+            yield
+            projected.append(self.multi_modal_projector(piece))
+        return torch.cat(projected, dim=1).to(dtype).flatten(0, 1)
 
     def example_image(self) -> ImageInput | None:
         """An image to warm up with, at offset 0; None where a model takes none."""
         return None
+
+
+def _tiles(image: ImageInput, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Shapes: returns (tiles, 3, size, size)."""
+    pixels = torch.as_tensor(image.pixels)
+    return pixels.view(-1, *pixels.shape[-3:]).to(device, dtype)
 
 
 class ModelFamily(Protocol):

@@ -6,7 +6,7 @@ image after another, each in parts, when it is told how long a part may take.
 """
 
 import time
-from collections.abc import Set
+from collections.abc import Generator, Set
 
 import torch
 from torch import Tensor
@@ -15,13 +15,31 @@ from engines.core.request import ImageInput
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.layers.attention import Span
-from engines.torch_backend.models.encoding_run import EncodingRun
 from engines.torch_backend.models.registry import FamilyModel, ImageSlots
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache, ImageKey
 from shared.protocol import Priority
 
+NOT_FINITE = "The model's features of an image are not finite numbers."
 #: Tokens of a part: few enough for a part to be short beside a decode step, enough for products to be quick.
 TOKENS_PER_PART = 150
+
+
+class EncodingRun:
+    """An image on its way through a model: `advance` until it `is_done`; then `features` are there."""
+
+    def __init__(self, parts: Generator[None, None, Tensor]) -> None:
+        """`parts` are of `FamilyModel.encode_in_parts`."""
+        self.is_done = False
+        self.features = torch.empty(0)  #: (slots, C) in the end
+        self._parts = parts
+        next(parts)
+
+    def advance(self) -> None:
+        """Compute the next part."""
+        try:
+            next(self._parts)
+        except StopIteration as stop:
+            self.features, self.is_done = stop.value, True
 
 
 class ImageEncoder:
@@ -70,6 +88,8 @@ class ImageEncoder:
         vision_s = time.perf_counter() - started if missing else 0.0
         for request_id, key, is_known in wanted:
             if key not in late:
+                if key not in self.cache:
+                    raise SequenceFailure(request_id, NOT_FINITE)
                 self.cache.count_query(hit=is_known)
                 self.cache.pin(request_id, key)
         if max_vision_s is None:
@@ -79,10 +99,6 @@ class ImageEncoder:
             for keys in (missing, late)
         )
         return vision_s, deferred, unready
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Images at once, cache aside. Shapes: (B, 3, size, size); returns (B, P, C)."""
-        return self._model.encode_images(pixels)
 
     def place(self, items: list[ScheduledSequence], spans: list[Span]) -> list[ImageSlots]:
         """Where in the flat batch which features belong; a chunk may hold a part of an image."""
@@ -109,7 +125,7 @@ class ImageEncoder:
                     self.cache.unpin(item.sequence.request_id, _key(item.sequence, image))
 
     def _check(self, sequence: Sequence, image: ImageInput) -> None:
-        if self._model.num_features(image.pixels) != image.num_slots:
+        if self._model.num_features(image) != image.num_slots:
             raise SequenceFailure(sequence.request_id, "An image was not prepared for this model.")
 
     def _encode(
@@ -122,22 +138,22 @@ class ImageEncoder:
         encoded_images = list(missing.items())
         for start in range(0, len(encoded_images), self._max_batch):
             part = encoded_images[start : start + self._max_batch]
-            pixels = self._pixels([image for _, image in part])
-            features = self.encode(torch.cat(pixels)).split([len(tiles) for tiles in pixels])
-            for (key, _), encoded_image in zip(part, features, strict=True):
-                # a copy of its own, so that evicting one image frees its memory
-                self.cache.put(key, encoded_image.flatten(0, 1).clone())
-        if missing and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else the time would count as prefill
+            images = [image for _, image in part]
+            features = self._model.encode(images, self._device, self._dtype)
+            # waits for a GPU, too, whose time would else count as prefill
+            are_finite = torch.stack([rows.isfinite().all() for rows in features]).tolist()
+            for (key, _), rows, is_finite in zip(part, features, are_finite, strict=True):
+                if is_finite:
+                    # a copy of its own, so that evicting one image frees its memory
+                    self.cache.put(key, rows.clone())
         return frozenset()
 
     def _work_on_one(self, missing: dict[ImageKey, ImageInput], seconds: float) -> ImageKey | None:
         """Go on with the image that was begun, if it is still wanted; returns the one that is done with."""
         if self._begun is None or self._begun[0] not in missing:
             key, image = next(iter(missing.items()))
-            [pixels] = self._pixels([image])
-            run = EncodingRun(self._model, pixels, TOKENS_PER_PART)
-            self._begun = key, run
+            parts = self._model.encode_in_parts(image, TOKENS_PER_PART, self._device, self._dtype)
+            self._begun = key, EncodingRun(parts)
         key, run = self._begun
         started = before = time.perf_counter()
         longest = 0.0
@@ -149,13 +165,9 @@ class ImageEncoder:
         if not run.is_done:
             self._begun = key, run
             return None
-        self.cache.put(key, run.features.flatten(0, 1))
+        if run.features.isfinite().all():
+            self.cache.put(key, run.features)
         return key
-
-    def _pixels(self, images: list[ImageInput]) -> list[Tensor]:
-        """An image is one square, or several tiles of one size. Shapes: returns (tiles, 3, size, size) each."""
-        pixels = [torch.as_tensor(image.pixels) for image in images]
-        return [p.view(-1, *p.shape[-3:]).to(self._device, self._dtype) for p in pixels]
 
 
 def _is_stream(item: ScheduledSequence) -> bool:

@@ -31,9 +31,9 @@ PLACES = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # rows and columns by the number of 
 class TiledLlava(Llava):
     """LLaVA over several squares an image."""
 
-    def num_features(self, pixels: Any) -> int | None:
+    def num_features(self, image: ImageInput) -> int | None:
         """So many for each tile."""
-        size = self.config.vision.image_size
+        size, pixels = self.config.vision.image_size, image.pixels
         is_tiled = pixels.ndim == 4 and tuple(pixels.shape[1:]) == (3, size, size)
         return len(pixels) * self.config.tokens_per_image if is_tiled else None
 

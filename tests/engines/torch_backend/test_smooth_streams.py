@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engines.core.engine import BatchingEngine
-from engines.torch_backend.models.encoding_run import EncodingRun
-from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART
+from engines.core.request import ImageInput
+from engines.torch_backend.multimodal.image_encoder import TOKENS_PER_PART, EncodingRun
 from shared.protocol import Priority
 from tests.factories_torch import (
     encode_in_smallest_parts,
@@ -24,7 +24,9 @@ def make_run(pixels: torch.Tensor | None = None, tokens_per_part: int = TOKENS_P
     size = PAIR.config.vision.image_size
     if pixels is None:
         pixels = torch.zeros(1, 3, size, size)
-    return EncodingRun(PAIR.ours, pixels, tokens_per_part)
+    image = ImageInput(0, len(pixels) * PAIR.config.tokens_per_image, "image", pixels)
+    cpu = torch.device("cpu")
+    return EncodingRun(PAIR.ours.encode_in_parts(image, tokens_per_part, cpu, torch.float32))
 
 
 def count_parts(run: EncodingRun) -> int:
@@ -45,7 +47,8 @@ def test_in_parts_an_image_is_encoded_as_at_once(tokens_per_part):
     pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     run = make_run(pixels, tokens_per_part)
     assert count_parts(run) >= 3 * len(PAIR.ours.vision_tower.blocks) + 1
-    torch.testing.assert_close(run.features, PAIR.ours.encode_images(pixels), rtol=1e-4, atol=1e-4)
+    expected = PAIR.ours.encode_images(pixels).flatten(0, 1)
+    torch.testing.assert_close(run.features, expected, rtol=1e-4, atol=1e-4)
 
 
 def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.models.encoding_run import EncodingRun
+from engines.core.request import ImageInput
 from engines.torch_backend.models.llava import Llava
+from engines.torch_backend.multimodal.image_encoder import EncodingRun
 from engines.torch_backend.ops.native.packed_linear import PackedLinear, pack_int8_beside
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from tests.factories_torch import make_model_pair, make_vlm_config
@@ -129,9 +130,11 @@ def test_in_parts_it_is_the_same(ops: Ops, tokens_per_part: int):
     pack_int8_beside(model, ops)
     pixels = make_pixels(model)
     model.bind(ops, torch.float32)
-    run = EncodingRun(model, pixels, tokens_per_part)
+    image = ImageInput(0, len(pixels) * model.config.tokens_per_image, "image", pixels)
+    cpu = torch.device("cpu")
+    run = EncodingRun(model.encode_in_parts(image, tokens_per_part, cpu, torch.float32))
     while not run.is_done:
         run.advance()
 
-    assert error(run.features, encode(model, ops, pixels)) < 1e-2
-    assert error(run.features, plain(model, pixels)) < 0.03
+    assert error(run.features, encode(model, ops, pixels).flatten(0, 1)) < 1e-2
+    assert error(run.features, plain(model, pixels).flatten(0, 1)) < 0.03

@@ -1,0 +1,109 @@
+"""Images of any shape become features in their slots, and what is no number fails its request and is not kept."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.request import ImageInput
+from engines.core.runner import SequenceFailure
+from engines.core.sequence import ScheduledSequence
+from engines.core.sequence import Sequence as EngineSequence
+from engines.torch_backend.layers.attention import Span
+from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.multimodal.encoder_cache import EncoderCache
+from engines.torch_backend.multimodal.image_encoder import ImageEncoder
+from shared.protocol import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+class Patches(FamilyModel):
+    """Takes (rows * columns, 4) patches of a grid, as many as an image has; four neighbours become a feature."""
+
+    def num_features(self, image: ImageInput) -> int:
+        rows, columns = image.grid
+        return rows * columns // 4
+
+    def encode(
+        self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        patches = [torch.as_tensor(image.pixels).to(device, dtype) for image in images]
+        return [rows.view(-1, 4, rows.shape[-1]).sum(dim=1) for rows in patches]
+
+
+def make_image(name: str, grid: tuple[int, int], offset: int = 1) -> ImageInput:
+    count = grid[0] * grid[1]
+    pixels = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+    return ImageInput(offset, count // 4, name, pixels, grid=grid)
+
+
+def make_share(request_id: str, *images: ImageInput, num_tokens: int = 12) -> ScheduledSequence:
+    sampling = SamplingParams(temperature=0)
+    sequence = EngineSequence(request_id, [0] * num_tokens, num_tokens, sampling, images)
+    return ScheduledSequence(sequence, num_tokens)
+
+
+def make_stream() -> ScheduledSequence:
+    sequence = EngineSequence("stream", [0, 0], 1, SamplingParams(temperature=0))
+    sequence.num_computed_tokens = 1
+    return ScheduledSequence(sequence, 1)
+
+
+def make_encoder() -> ImageEncoder:
+    return ImageEncoder(Patches(), EncoderCache(1 << 20), 8, CPU, torch.float32)
+
+
+def test_images_of_different_grids_are_encoded_together():
+    small, wide = make_image("small", (2, 2)), make_image("wide", (4, 10))
+    items = [make_share("a", small), make_share("b", wide)]
+    encoder = make_encoder()
+
+    encoder.encode_missing(items)
+    slots = encoder.place(items, [Span(0, 12, 0, []), Span(12, 12, 0, [])])
+
+    assert [(slot.start, len(slot.features)) for slot in slots] == [(1, 1), (13, 10)]
+    expected = wide.pixels.view(10, 4, 4).sum(dim=1)
+    assert torch.equal(slots[1].features, expected)
+
+
+def test_beside_streams_they_are_encoded_one_after_another():
+    items = [
+        make_stream(),
+        make_share("a", make_image("small", (2, 2))),
+        make_share("b", make_image("wide", (4, 10))),
+    ]
+    encoder = make_encoder()
+    encoder.seconds_beside_streams = 0.0
+
+    late = [encoder.encode_missing(items)[2] for _ in range(3)]
+
+    assert late == [{"b"}, frozenset(), frozenset()]
+
+
+def test_another_number_of_patches_than_slots_is_the_requests_failure():
+    image = make_image("wrong", (2, 2))
+    wrong = ImageInput(1, 3, "wrong", image.pixels, grid=(2, 2))
+
+    with pytest.raises(SequenceFailure, match="not prepared for this model") as caught:
+        make_encoder().encode_missing([make_share("a", wrong)])
+    assert caught.value.request_id == "a"
+
+
+@pytest.mark.parametrize("beside_streams", [False, True])
+def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside_streams: bool):
+    sound, bad = make_image("sound", (4, 4)), make_image("bad", (2, 2))
+    hostile = ImageInput(1, 1, "bad", bad.pixels * torch.inf, grid=(2, 2))
+    encoder = make_encoder()
+    streams = []
+    if beside_streams:
+        encoder.seconds_beside_streams, streams = 0.0, [make_stream()]
+
+    with pytest.raises(SequenceFailure, match="not finite") as caught:
+        encoder.encode_missing([*streams, make_share("a", hostile), make_share("b", sound)])
+    assert caught.value.request_id == "a"
+
+    encoder.encode_missing([make_share("b", sound), make_share("c", bad)])
+    encoder.cache.check_integrity()
+    assert encoder.cache.pin("c", ("", "bad")).isfinite().all()
