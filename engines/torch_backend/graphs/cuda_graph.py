@@ -20,7 +20,6 @@ from engines.torch_backend.graphs.decode_buffers import DecodeBuffers
 from engines.torch_backend.graphs.decode_step import NO_TOKEN, DecodeStep
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.rotary import RotaryTable
-from engines.torch_backend.layers.step_attention import choose_rotate_keep
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.sampling.choose import draw, is_limited
@@ -53,7 +52,7 @@ class DecodeGraphs:
         """The last block of the pool must be nobody's: rows without a sequence write there."""
         self._decoder = decoder
         self._attend_decodes = ops["decode_attention"]
-        self._rotate_keep = choose_rotate_keep(ops, rotary)
+        self._rotate_keep = ops["rotate_keep"]
         self._pool = pool
         self._rotary = rotary
         self._vocab_size = vocab_size

@@ -42,12 +42,12 @@ class RotaryTable:
         self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_rows = max(1, len(config.rope_sections))  #: R, positions of one token
-        # (D,) which row of positions turns a channel; None where there is one
-        self._rows: Tensor | None = None
+        #: (D,) which row of positions turns a channel; None where there is one
+        self.channel_rows: Tensor | None = None
         if config.rope_sections:
             sections = torch.tensor(config.rope_sections)
             rows = torch.arange(self.num_rows).repeat_interleave(sections).repeat(2)
-            self._rows = rows.to(device)
+            self.channel_rows = rows.to(device)
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
         sin = angles.sin()
         self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)
@@ -56,8 +56,11 @@ class RotaryTable:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""
-        if self._rows is not None:
-            by_channel = positions[self._rows].T, torch.arange(len(self._rows)).to(self._rows)
+        if self.channel_rows is not None:
+            by_channel = (
+                positions[self.channel_rows].T,
+                torch.arange(len(self.channel_rows)).to(self.channel_rows),
+            )
             return self.cos[by_channel].unsqueeze(1), self.sin[by_channel].unsqueeze(1)
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 

@@ -10,13 +10,7 @@ from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.attention import AttentionPlan, attend_runs
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.ops.rotate_keep.reference import RotateKeep, rotate_keep
 from engines.torch_backend.ops.varlen_attention.reference import Runs
-
-
-def choose_rotate_keep(ops: Ops, rotary: RotaryTable) -> RotateKeep:
-    """Kernels turn all channels of a token by one position."""
-    return ops["rotate_keep"] if rotary.num_rows == 1 else rotate_keep
 
 
 class StepAttention:
@@ -31,7 +25,7 @@ class StepAttention:
         positions: Tensor,
     ) -> None:
         """Without a candidate for varlen attention, runs are computed one after another."""
-        self._rotate_keep = choose_rotate_keep(ops, rotary)
+        self._rotate_keep = ops["rotate_keep"]
         self._attend_decodes = ops["decode_attention"]
         self._varlen = ops["varlen_attention"] if ops.uses("varlen_attention") else None
         self._pool = pool

@@ -1,5 +1,7 @@
 """Queries and keys turned by their positions; keys and values kept in the paged pool."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,23 @@ from engines.torch_backend.ops.triton_kernel import triton_candidate
 
 
 def _example(rotate_keep: RotateKeep, site: Site) -> list[Tensor]:
-    text, pool = site.text, site.pool()
+    """Tokens of one position, and of three that turn channels of their own."""
+    text, found = site.text, []
     width = (text.num_heads + 2 * text.num_kv_heads) * text.head_dim
     slots = torch.tensor([5, site.block_size, 2], device=site.device)
-    positions = torch.tensor([0, 3, 1], device=site.device)
-    rotary = RotaryTable(text, 4, site.dtype, site.device)
-    turned = rotate_keep(site.numbers(3, width), rotary, positions, slots, pool, 0)
-    return [*turned, *pool.read(0, torch.arange(8, device=site.device))]
+    half = text.head_dim // 2
+    sections = (half - half // 2, half // 2 - half // 4, half // 4)
+    for rope_sections, positions in (
+        ((), [0, 3, 1]),
+        (sections, [[0, 3, 1], [2, 0, 3], [1, 2, 0]]),
+    ):
+        pool = site.pool()
+        shaped = replace(text, rope_sections=rope_sections)
+        rotary = RotaryTable(shaped, 4, site.dtype, site.device)
+        places = torch.tensor(positions, device=site.device)
+        found += rotate_keep(site.numbers(3, width), rotary, places, slots, pool, 0)
+        found += pool.read(0, torch.arange(8, device=site.device))
+    return found
 
 
 OP = Op("rotate_keep", rotate_keep, (triton_candidate("rotate_keep", "rotate_keep"),), _example)

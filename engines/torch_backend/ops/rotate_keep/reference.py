@@ -22,7 +22,7 @@ def rotate_keep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turned queries; turned keys and values as they will be read; the latter two are kept in the pool.
 
-    Shapes: qkv (N, (H + 2 K) D), positions and slots (N,); returns (N, H, D) and two (N, K, D).
+    Shapes: qkv (N, (H + 2 K) D), positions (N,) or (R, N), slots (N,); returns (N, H, D) and two (N, K, D).
     """
     num_kv_heads, head_dim = pool.blocks(layer)[0].shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)

@@ -34,7 +34,9 @@ def _rotate_keep_kernel(
     qkv,  # (N, (H + 2 K) D)
     cosines,  # (positions, D)
     sines,  # (positions, D), signed
-    positions,  # (N,)
+    positions,  # (N,), or (R, N)
+    channel_rows,  # (D,) of positions' rows
+    row_stride,  # of positions
     slots,  # (N,)
     query_out,  # (N, H, D)
     key_out,  # (N, K, D)
@@ -47,6 +49,7 @@ def _rotate_keep_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     IS_INT8: tl.constexpr,
 ):
     """A program turns one head of one token; a key's also keeps it and the value beside it."""
@@ -55,7 +58,12 @@ def _rotate_keep_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     row = qkv + token * (H + 2 * K) * D
-    position = tl.load(positions + token).to(tl.int64)
+    place = positions + token
+    if HAS_ROWS:
+        rows = tl.load(channel_rows + d, mask=inside, other=0)
+        position = tl.load(place + rows * row_stride, mask=inside, other=0).to(tl.int64)
+    else:
+        position = tl.load(place).to(tl.int64)
     dtype = query_out.dtype.element_ty
     x = tl.load(row + head * D + d, mask=inside, other=0.0).to(tl.float32)
     rolled = tl.load(row + head * D + (d + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
@@ -87,7 +95,7 @@ def rotate_keep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turned queries; turned keys and values as they will be read.
 
-    Shapes: qkv (N, (H + 2 K) D), positions and slots (N,); returns (N, H, D) and two (N, K, D).
+    Shapes: qkv (N, (H + 2 K) D), positions (N,) or (R, N), slots (N,); returns (N, H, D) and two (N, K, D).
     """
     keys, values = pool.blocks(layer)
     _, _, num_kv_heads, head_dim = keys.shape
@@ -95,12 +103,14 @@ def rotate_keep(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     key, value = (qkv.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-    scales = pool.scales(layer)
+    scales, channel_rows = pool.scales(layer), rotary.channel_rows
     _rotate_keep_kernel[(num_tokens, num_heads + num_kv_heads)](
         qkv.contiguous(),
         rotary.cos,
         rotary.sin,
         positions,
+        slots if channel_rows is None else channel_rows,
+        positions.stride(0),
         slots,
         query,
         key,
@@ -113,6 +123,7 @@ def rotate_keep(
         K=num_kv_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        HAS_ROWS=channel_rows is not None,
         IS_INT8=scales is not None,
         num_warps=1,
     )

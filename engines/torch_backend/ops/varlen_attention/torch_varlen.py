@@ -5,7 +5,6 @@
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 
 from torch import Tensor
 
@@ -21,7 +20,9 @@ def lacks(site: Site) -> str:
 
 def build(site: Site) -> AttendRuns:
     """Torch's function behind the reference's signature."""
-    return _adapt(import_module("torch.nn.attention.varlen").varlen_attn)
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - of GPUs
+
+    return _adapt(varlen_attn)
 
 
 def _adapt(function: Callable[..., Tensor]) -> AttendRuns:

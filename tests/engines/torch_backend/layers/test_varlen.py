@@ -3,6 +3,7 @@
 A stand-in computes here what torch's kernel does on a GPU, behind the interfaces of torch 2.11 and of 2.12.
 """
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from engines.torch_backend.layers.attention import paged_attention_by_sequence, 
 from engines.torch_backend.layers.rotary import RotaryTable, rotate
 from engines.torch_backend.layers.step_attention import StepAttention
 from engines.torch_backend.ops.registry import Ops, Site, choose, discover, references
-from engines.torch_backend.ops.varlen_attention import torch_varlen
 from engines.torch_backend.ops.varlen_attention.reference import attend_one_by_one
 from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_pool, make_spans
 from tests.factories_torch import make_text_config
@@ -65,7 +65,7 @@ def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
 
 def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) -> Ops:
     module = SimpleNamespace(varlen_attn=function) if function else SimpleNamespace()
-    monkeypatch.setattr(torch_varlen, "import_module", lambda name: module)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     text = make_text_config(num_kv_heads=num_kv_heads)
     [op] = [op for op in discover() if op.name == "varlen_attention"]
     ops = choose(Site(CPU, text=text, interprets=True), ops=[op])

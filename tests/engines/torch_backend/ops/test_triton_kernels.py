@@ -75,13 +75,17 @@ def test_one_half_gates_the_other(dtype: torch.dtype):
     assert_close(KERNELS.gate(x), TWINS.gate(x), **TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("sections", [(), (4, 5, 3)], ids=["one position", "three positions"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_are_turned_and_kept(dtype: torch.dtype, kv_dtype: str):
-    config = make_text_config(head_dim=24)
+def test_heads_are_turned_and_kept(dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...]):
+    config = make_text_config(head_dim=24, rope_sections=sections)
     rotary = RotaryTable(config, 40, dtype, DEVICE)
     qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
     positions = torch.tensor([0, 39, 17], device=DEVICE)
+    if sections:  # a slice of what has room for more tokens, as buffers of graphs are
+        rows = [[0, 39, 17, 1], [7, 2, 38, 1], [3, 11, 0, 1]]
+        positions = torch.tensor(rows, device=DEVICE)[:, :3]
     slots = torch.tensor([9, 0, 127], device=DEVICE)
     pools = [make_pool(2, 24, dtype, kv_dtype) for _ in range(2)]
     found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1)
