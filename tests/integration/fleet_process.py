@@ -23,10 +23,10 @@ class Served:
         self.url = re.findall(r"http://127\.0\.0\.1:\d+", screen)[0]
 
     @classmethod
-    def start(cls, command: list[str], **variables: str) -> Self:
+    def start(cls, command: list[str], cwd: Path = ROOT, **variables: str) -> Self:
         """Run a command that serves; returns when its screen is complete."""
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **variables}, text=True,
+            command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(cwd), **variables}, text=True,
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         assert process.stderr is not None
@@ -64,11 +64,14 @@ class Served:
         self.process.stderr.close()
 
 
-def start_fleet(data_dir: Path, *arguments: str, engine: str = "mock", **variables: str) -> Served:
+def start_fleet(
+    data_dir: Path, *arguments: str, engine: str = "mock", cwd: Path = ROOT, **variables: str
+) -> Served:
     """Start `vlm serve` on a free port; returns when its screen is complete."""
     return Served.start(
         [sys.executable, "-m", "vlm", "serve", "--engine", engine, "--port", "0",
          "--data-dir", str(data_dir), *arguments],
+        cwd,
         **variables,
     )  # fmt: skip
 
