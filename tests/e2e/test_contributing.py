@@ -106,7 +106,7 @@ def test_the_family_is_served(copy, tmp_path):
 
 
 def make_llama(directory: Path) -> None:
-    """A small one at random, as transformers writes it."""
+    """A small one at random, under the name of the page's family."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -121,6 +121,8 @@ def make_llama(directory: Path) -> None:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "PlainLlamaForCausalLM"))
     make_tokenizer(320).save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
