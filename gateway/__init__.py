@@ -1,1 +1,1 @@
-"""HTTP in, SSE out. Knows images as bytes and requests as text; imports neither torch nor engines."""
+"""The HTTP side of the fleet: images are bytes here, and requests are text."""

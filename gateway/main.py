@@ -28,8 +28,9 @@ def raise_file_limit(num_needed: int) -> None:
         pass
     if soft != resource.RLIM_INFINITY and soft < num_needed:
         logger.warning(
-            "%d file descriptors are too few for limits.max_open_requests: raise the limit (ulimit -n, LimitNOFILE) to "
-            "%d, or lower limits.max_open_requests; connections beyond it are refused",
+            "%d file descriptors are too few for limits.max_open_requests: raise the limit "
+            "(ulimit -n, LimitNOFILE) to %d, or lower limits.max_open_requests; connections beyond "
+            "it are refused",
             soft,
             num_needed,
         )

@@ -146,9 +146,9 @@ class Dispatcher:
     ) -> OpenCall:
         """The events of a resumable request from its first, whoever queued it.
 
-        Closing it cancels nothing. `listen` has them sent here and says how it stands. `timeout_s`: the longest that it may take, where Redis knows no
-        shorter deadline. `begins_within_s`: how long Redis need not know it. Raises:
-        QueueUnavailable.
+        Closing it cancels nothing. `listen` has them sent here and says how it stands. `timeout_s`:
+        the longest that it may take, where Redis knows no shorter deadline. `begins_within_s`: how
+        long Redis need not know it. Raises: QueueUnavailable.
         """
         await self.mailbox.open([model])
         now = time.monotonic()
@@ -223,7 +223,7 @@ class Dispatcher:
     # Events
 
     async def _supervise(self, run: Callable[[], Awaitable[None]]) -> None:
-        """Run one of our loops for ever: without it, requests would hang or miss their deadlines."""
+        """Run one of our loops for ever: without it, requests hang or miss deadlines."""
         while True:
             try:
                 await run()

@@ -152,7 +152,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
 
 
 def open_tokens(task: Task, num_tokens: int) -> int:
-    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
+    """Tokens that an open request counts as, by what its answer may take of Redis's memory."""
     sampling = task.sampling
     if sampling.num_logprobs is None:
         return num_tokens

@@ -24,9 +24,10 @@ class Gone(Exception):
 class ChoiceProgress:
     """What one choice has received. Lets through each output token once and in order.
 
-    A higher attempt supersedes a lower one. What does not follow what came before is a gap: it is held back until
-    the request's log, in which Redis keeps every event, has been read again. A later attempt may repeat tokens, if
-    Redis lost its last writes: repeats are dropped if they are the same tokens; two answers are never spliced.
+    A higher attempt supersedes a lower one. What does not follow what came before is a gap: it is
+    held back until the request's log, in which Redis keeps every event, has been read again. A
+    later attempt may repeat tokens, if Redis lost its last writes: repeats are dropped if they are
+    the same tokens; two answers are never spliced.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -50,7 +51,7 @@ class ChoiceProgress:
         return self._accept(event)
 
     def replay(self, log: Sequence[CallEvent]) -> list[CallEvent]:
-        """What is new in the whole log, which holds the accepted events of all attempts in order."""
+        """What is new in the whole log: the accepted events of all attempts in order."""
         new: list[CallEvent] = []
         for event in log:
             self.attempt = max(self.attempt, event.attempt)
@@ -160,7 +161,7 @@ class OpenCall:
             self._put(choice, event)
 
     def fail(self, choice: int, code: ErrorCode, message: str) -> None:
-        """End a choice from our side: its deadline has passed, or its worker and record are gone."""
+        """End a choice from our side: its deadline has passed, or its worker is gone."""
         if not self.choices[choice].is_finished:
             self._put(choice, self.choices[choice].fail(code, message))
 
@@ -173,7 +174,7 @@ class OpenCall:
             self._waiter.set_result(None)
 
     async def receive(self, timeout_s: float | None = None) -> list[ChoiceEvent]:
-        """All that has arrived since the last call, at least one event; none only on time-out. Raises: Gone."""
+        """All that has arrived since the last call; nothing only on time-out. Raises: Gone."""
         if not self._pending and not self.is_closed:
             await self._wait(timeout_s)
         if self.is_closed:

@@ -69,7 +69,7 @@ class Admission:
 
 
 class HeldBody:
-    """What one request holds of the memory for bodies. A context manager: `with held:` releases it."""
+    """What one request holds of the memory for bodies. `with held:` releases it."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission

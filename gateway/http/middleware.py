@@ -35,7 +35,7 @@ class GatewayMiddleware:
         apis: Mapping[str, ASGIApp],
         renders: Mapping[str, Render],
     ) -> None:
-        """`apis`: who answers a POST to a path. `renders`: paths with their own shape of an error."""
+        """`apis`: who answers a POST to a path. `renders`: paths with errors of their own shape."""
         self.app = app
         self.keys = keys
         self.wrong_keys = wrong_keys

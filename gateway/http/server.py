@@ -123,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._send_timeout_s = settings.gateway.send_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request's headers their time, or hang up where file descriptors are short."""
+        """Give the first headers their time, or hang up where file descriptors are short."""
         if not self._files.admits(transport):
             transport.abort()
         bounded = BoundedClose(transport, self.loop, self._send_timeout_s)
@@ -265,7 +265,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_large(self, part: str) -> str:
         limits = self._limits
-        return f"Too many {part}: send at most {limits.max_headers}, {limits.max_header_bytes} bytes together."
+        count, size = limits.max_headers, limits.max_header_bytes
+        return f"Too many {part}: send at most {count}, {size} bytes together."
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the words of all other errors; hang up where an answer has

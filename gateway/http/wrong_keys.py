@@ -1,8 +1,9 @@
 """Who guesses keys: the wrong keys of each client address within a minute.
 
-Guesses beyond the limit are refused with 429, and the log names the address. A right key always passes, so that nobody
-can lock out others behind the same proxy; what keeps guesses from being right is the length of the keys. The table is
-bounded: of too many addresses the one that began its minute first is forgotten.
+Guesses beyond the limit are refused with 429, and the log names the address. A right key always
+passes, so that nobody can lock out others behind the same proxy; what keeps guesses from being
+right is the length of the keys. The table is bounded: of too many addresses the one that began its
+minute first is forgotten.
 """
 
 import ipaddress
