@@ -42,6 +42,13 @@ async def test_a_finished_request_is_one_line_with_its_tokens_and_stages(gateway
         assert secret not in str(line)
 
 
+@pytest.mark.parametrize("headers", [{}, {"idempotency-key": "once"}])
+async def test_the_answer_names_its_line(gateway, worker, lines, headers):
+    response = await gateway.chat(headers=headers)
+    [line] = lines()
+    assert response.headers["x-request-id"] == f"req_{line['request_id']}"
+
+
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one", "sk-two")}}])
 async def test_the_tenant_is_a_hash_that_tells_keys_apart(gateway, lines):
     for key in ("sk-one", "sk-two", "sk-one"):
