@@ -104,7 +104,7 @@ def test_prompts_and_decodes_of_a_step_agree_with_the_plain_form(
     ("function", "complaint"),
     [
         (aligned_to_the_left, "off by"),
-        (None, "AttributeError"),
+        (None, "ImportError"),
         (lambda query, key, value: query, "TypeError"),
     ],
     ids=["wrong", "missing", "another interface"],
