@@ -35,7 +35,8 @@ from shared.queue.mailbox import RedisMailbox
 from shared.queue.quota import Limits, RedisQuotas, Reservation
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
-from worker.wire import read_claim, to_publication
+from worker.active_requests import read_claim
+from worker.outbox import to_publication
 
 MODEL = "tiny"
 WRITTEN_WITHIN_S = 30.0

@@ -8,18 +8,32 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
 
 from engines.base import EngineOutput, InvalidImage, PromptTooLong, RequestError
-from shared.protocol import ErrorCode
-from shared.queue.api import Claim
-from worker.active_request import ActiveRequest
+from shared.protocol import (
+    Call,
+    CallEvent,
+    ErrorCode,
+    Failed,
+    Finished,
+    ImagePart,
+    Priority,
+    StageTimings,
+    Started,
+    Tokens,
+    UnsupportedVersion,
+    decode_call,
+    decode_log,
+)
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication
 from worker.engine_thread import Added, EngineEvent, EngineThread
-from worker.outbox import Outbox
+from worker.outbox import Outbox, join_tokens, to_publication
 from worker.prepare.preparer import CannotContinue, ImageRefused, ImageUnavailable, Preprocessor
-from worker.trace import RequestTracer
-from worker.wire import Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +48,121 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
 )
 
 
+class Unreadable(Exception):
+    """A call that cannot be read here; `refusal` is its end."""
+
+    def __init__(self, refusal: Publication) -> None:
+        super().__init__(refusal.dead_reason)
+        self.refusal = refusal
+
+
+def read_claim(claim: Claim) -> tuple[Call, tuple[int, ...]]:
+    """The call, and the output tokens that earlier attempts have published. Raises: Unreadable."""
+    try:
+        call, log = decode_call(claim.payload), decode_log(claim.log)
+    except UnsupportedVersion as error:
+        raise _refuse(claim, ErrorCode.UNSUPPORTED_VERSION, str(error)) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        logger.error("cannot read request %s: %s", claim.id, error)
+        message = "the worker cannot read the request"
+        raise _refuse(claim, ErrorCode.INVALID_REQUEST, message, "unreadable") from error
+    return call, tuple([token for e in log if isinstance(e, Tokens) for token in e.token_ids])
+
+
+def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") -> Unreadable:
+    failed = Failed(claim.id, claim.attempt, code, message)
+    return Unreadable(to_publication(claim, 1, 0, (failed,), dead_reason or code.value))
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A claim and where it stands. Instants are of `time.monotonic`."""
+
+    claim: Claim
+    call: Call
+    output_token_ids: tuple[int, ...]  #: what earlier attempts have published
+    claimed_at: float
+    deadline_at: float
+    started_at: float = 0.0  #: its preparation began; 0 while it is parked
+    added_at: float = 0.0  #: the engine accepted it
+    num_tokens: int = 0  #: output tokens published so far
+    num_publications: int = 0
+    is_announced: bool = False  #: `Started` was said
+    is_traced: bool = False  #: its spans are made
+    preparation: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, claim: Claim, now: float) -> "ActiveRequest":
+        """The request of a claim that was made now. Raises: Unreadable."""
+        call, tokens = read_claim(claim)
+        return cls(claim, call, tokens, now, now + claim.remaining_s, num_tokens=len(tokens))
+
+    @property
+    def request_id(self) -> str:
+        """The request's id on the wire."""
+        return self.claim.id
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing may run beside it: a suspect until it is cleared."""
+        num_new_tokens = self.num_tokens - len(self.output_token_ids)
+        return self.claim.is_suspect and num_new_tokens < CLEARED_AFTER_TOKENS
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it makes way for interactive requests."""
+        return self.call.priority is Priority.BATCH
+
+    @property
+    def engine_id(self) -> str:
+        """The request's id inside the engine: what an earlier attempt still says is not taken for ours."""
+        return f"{self.request_id}@{self.claim.attempt}"
+
+    def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
+        """The event that ends it in an error. `param` names what is to blame in the request."""
+        return Failed(self.request_id, self.claim.attempt, code, message, param)
+
+    def place_of_image(self, index: int) -> str | None:
+        """Where the client put an image, in the words of the wire."""
+        for i, message in enumerate(self.call.task.messages):
+            for j, part in enumerate(message.parts):
+                if isinstance(part, ImagePart) and part.image == index:
+                    return f"messages.[{i}].content.[{j}].image_url"
+        return None
+
+    def events(self, outputs: Sequence[EngineOutput]) -> list[CallEvent]:
+        """What consecutive outputs of the engine mean on the wire: their tokens are one event."""
+        request_id, attempt = self.request_id, self.claim.attempt
+        events: list[CallEvent] = []
+        first, last = outputs[0], outputs[-1]
+        if first.usage is not None and first.error is None and not self.is_announced:
+            self.is_announced = True
+            events.append(Started(request_id, attempt, first.usage))
+        said = [output for output in outputs if output.token_ids or output.text]
+        if said:
+            events.append(join_tokens(request_id, attempt, said))
+        if last.error is not None:
+            events.append(self.failed(ErrorCode.ENGINE_FAILURE, last.error))
+        elif last.finish_reason is not None:
+            assert last.usage is not None
+            timings = self._timings(last.timings or StageTimings())
+            events.append(Finished(request_id, attempt, last.finish_reason, last.usage, timings))
+        return events
+
+    def _timings(self, engine: StageTimings) -> StageTimings:
+        """The engine's stages, with the wait in Redis and the preparation here."""
+        parked_s = self.started_at - self.claimed_at
+        return msgspec.structs.replace(
+            engine,
+            queue_s=self.claim.waited_s + parked_s + engine.queue_s,
+            preprocess_s=self.added_at - self.started_at,
+        )
+
+
+#: Makes the spans of a request that ends: the engine's own stages, if it has told them, and the outcome.
+Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
+
+
 class ActiveRequests:
     """The active requests. `changed` is set when room may have come, or the last one may have ended."""
 
@@ -44,13 +173,13 @@ class ActiveRequests:
         outbox: Outbox,
         max_num_seqs: int,
         begin: Callable[[Claim], Awaitable[bool]],
-        tracer: RequestTracer | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._engine = engine
         self._preprocessor = preprocessor
         self._outbox = outbox
         self._max_num_seqs = max_num_seqs
-        self._tracer = tracer
+        self._trace = trace
         self._begin = begin  # says that a suspect starts; whether it is still ours
         self._active_requests: dict[str, ActiveRequest] = {}  # by request id
         self._by_engine_id: dict[str, ActiveRequest] = {}
@@ -170,9 +299,9 @@ class ActiveRequests:
         for event in active.events(outputs):
             self._outbox.post(active, event)
         last = outputs[-1]
-        if self._tracer is not None and last.timings is not None:
+        if self._trace is not None and last.timings is not None:
             outcome = "ok" if last.error is None else ErrorCode.ENGINE_FAILURE.value
-            self._tracer.trace(active, last.timings, outcome)
+            self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
             del self._by_engine_id[active.engine_id]
 
@@ -202,11 +331,11 @@ class ActiveRequests:
         self.forget(active)
 
     def _tell(self, active: ActiveRequest, outcome: str) -> None:
-        if self._tracer is not None:
-            self._tracer.trace(active, None, outcome)
+        if self._trace is not None:
+            self._trace(active, None, outcome)
 
     def forget(self, active: ActiveRequest) -> None:
-        """Land: nothing more is done or said about it."""
+        """Drop a request: nothing more is done or said about it."""
         self._stop_work(active)
         self._outbox.drop(active)
         if self.find(active.claim) is active:

@@ -6,15 +6,25 @@ Filled and emptied on the event loop.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from shared.protocol import CallEvent, Failed, Finished, Started, Tokens
-from shared.queue.api import Publication
-from worker.active_request import ActiveRequest, to_delta
-from worker.wire import to_publication
+from engines.base import EngineOutput
+from shared.protocol import Call, CallEvent, Failed, Finished, Started, Tokens, encode_events
+from shared.queue.api import Claim, Ending, Publication
 
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
 HOLD_S = 0.25
+
+
+class Published(Protocol):
+    """A claimed request, as far as publishing needs to know it; equal to itself alone."""
+
+    claim: Claim
+    call: Call
+    num_tokens: int  #: output tokens published so far
+    num_publications: int
 
 
 @dataclass(slots=True)
@@ -43,7 +53,7 @@ class _Draft:
         if self.deltas:
             first, *others = self.deltas
             parts.append(
-                to_delta(first.request_id, first.attempt, self.deltas) if others else first
+                join_tokens(first.request_id, first.attempt, self.deltas) if others else first
             )
         if self.terminal is not None:
             parts.append(self.terminal)
@@ -55,14 +65,14 @@ class Outbox:
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
-        self._held: dict[ActiveRequest, _Draft] = {}  # for later
-        self._due: dict[ActiveRequest, _Draft] = {}  # for now
-        # ActiveRequests whose end was posted and that are not yet dropped.
-        self._ended: set[ActiveRequest] = set()
+        self._held: dict[Published, _Draft] = {}  # for later
+        self._due: dict[Published, _Draft] = {}  # for now
+        # Requests whose end was posted and that are not yet dropped.
+        self._ended: set[Published] = set()
         self._refusals: list[Publication] = []
         self._filled = asyncio.Event()
 
-    def post(self, active: ActiveRequest, event: CallEvent) -> None:
+    def post(self, active: Published, event: CallEvent) -> None:
         """Say something about a request; nothing counts after its terminal event."""
         if active in self._ended:
             return
@@ -91,17 +101,43 @@ class Outbox:
         self._refusals.append(refusal)
         self._filled.set()
 
-    def drop(self, active: ActiveRequest) -> None:
+    def drop(self, active: Published) -> None:
         """Forget a request."""
         self._held.pop(active, None)
         self._due.pop(active, None)
         self._ended.discard(active)
 
 
-def _publication(active: ActiveRequest, draft: _Draft) -> Publication:
+def _publication(active: Published, draft: _Draft) -> Publication:
     active.num_publications += 1
     publication = to_publication(
         active.claim, active.num_publications, active.num_tokens, draft.events()
     )
     active.num_tokens += publication.num_new_tokens
     return publication
+
+
+def to_publication(
+    claim: Claim, number: int, num_tokens: int, events: Sequence[CallEvent], dead_reason: str = ""
+) -> Publication:
+    """Events for the queue; `num_tokens` output tokens came before them."""
+    last = events[-1]
+    ending: Ending | None = None
+    if isinstance(last, Finished | Failed):
+        ending = "finished" if isinstance(last, Finished) else "failed"
+    num_new_tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+    return Publication(
+        claim, number, num_tokens, num_new_tokens, encode_events(events), ending, dead_reason
+    )
+
+
+def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:
+    """The tokens of consecutive pieces as one event."""
+    return Tokens(
+        request_id,
+        attempt,
+        pieces[0].index,
+        tuple([token_id for piece in pieces for token_id in piece.token_ids]),
+        "".join([piece.text for piece in pieces]),
+        tuple([logprob for piece in pieces for logprob in piece.logprobs]),
+    )

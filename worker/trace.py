@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shared.protocol import StageTimings
 from shared.telemetry.tracing import NOT_FAILURES, Attributes, epoch_ns, lay_out
-from worker.active_request import ActiveRequest
+from worker.active_requests import ActiveRequest
 
 if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer

@@ -19,11 +19,10 @@ from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
-from worker.claim_loops import ClaimLoops
 from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
+from worker.loops import ClaimLoops, repeat
 from worker.outbox import Outbox
 from worker.prepare.preparer import Preprocessor
-from worker.repeat import repeat
 from worker.trace import RequestTracer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,12 @@ class Worker:
         self._registry = registry
         self._outbox = Outbox()
         self._active_requests = ActiveRequests(
-            engine, preprocessor, self._outbox, self._max_num_seqs, self._begin, tracer
+            engine,
+            preprocessor,
+            self._outbox,
+            self._max_num_seqs,
+            self._begin,
+            tracer and tracer.trace,
         )
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()

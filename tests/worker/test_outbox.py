@@ -24,7 +24,7 @@ from shared.protocol import (
 )
 from shared.queue.api import Claim
 from tests.factories_queue import make_request
-from worker.active_request import ActiveRequest
+from worker.active_requests import ActiveRequest
 from worker.outbox import Outbox
 
 

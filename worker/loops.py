@@ -1,25 +1,35 @@
 """How work comes in: the loops that claim requests, batch work where that leaves room, and what
-others have left.
+others have left. A loop outlives an outage of Redis.
 
 Called by the worker, one loop a coroutine.
 """
 
 import asyncio
+import logging
+import random
 import time
+from collections.abc import Awaitable, Callable
 
-from shared.queue.api import WorkerQueue
+from redis.exceptions import RedisError
+
+from shared.queue.api import QueueUnavailable, WorkerQueue
 from shared.redis.client import BLOCK_S
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
 from worker.engine_thread import EngineThread
-from worker.repeat import repeat
 
 #: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
 MAX_CLAIMS_PER_READ = 8
 
 
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
 class ClaimLoops:
-    """Brings into the air what the engine has room for."""
+    """Starts what the engine has room for."""
 
     def __init__(
         self,
@@ -84,3 +94,22 @@ class ClaimLoops:
         if self._queue.num_backlog:
             self._batch_waits.set()
         await self._reclaim_in_turn()
+
+
+async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float = 0.0) -> None:
+    """Run `body` again and again, `every_s` apart; while Redis fails, with growing pauses."""
+    pause_s = 0.0
+    while True:
+        try:
+            await body()
+        except (QueueUnavailable, RedisError) as error:
+            if pause_s == 0.0:
+                logger.warning("cannot %s: %s; trying on", name, error)
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 2 or FIRST_PAUSE_S)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            continue
+        if pause_s:
+            logger.warning("can %s again", name)
+            pause_s = 0.0
+        if every_s:
+            await asyncio.sleep(every_s)
