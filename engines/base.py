@@ -103,7 +103,8 @@ class EngineInput(Protocol):
 class EngineOutput:
     """What one step made for one request. The first output of a request may have no token yet.
 
-    `index` is the number of output tokens before `token_ids`. `finish_reason` or `error` make it terminal;
+    `index` is the number of output tokens before these. An engine that has no token ids sets `num_without_id`: usage,
+    rates and the order of events count tokens, not texts. `finish_reason` or `error` make it terminal;
     `usage` is complete then, and `timings` hold the engine's own stages (queue, vision, prefill, decode).
     """
 
@@ -116,6 +117,7 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: StageTimings | None = None
+    num_without_id: int = 0  #: further tokens, whose ids the engine does not know
 
 
 @dataclass(slots=True)

@@ -69,9 +69,9 @@ class Answer:
     def __init__(self, worker: "ScriptedWorker", claim: Claim) -> None:
         self.worker = worker
         self.claim = claim
-        self.request, tokens = read_claim(claim)
+        self.request, told = read_claim(claim)
         self.usage = Usage(num_prompt_tokens=7, num_image_tokens=4 * len(self.request.task.images))
-        self.num_tokens = len(tokens)
+        self.num_tokens = sum(event.num_tokens for event in told)
         self.refused: str | None = None
         self._numbers = itertools.count(1)
 

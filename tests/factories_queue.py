@@ -69,8 +69,8 @@ def call_of(claim: Claim) -> Call:
 
 def tokens_of(claim: Claim) -> tuple[int, ...]:
     """The output tokens that earlier attempts have published."""
-    _, tokens = read_claim(claim)
-    return tokens
+    _, told = read_claim(claim)
+    return tuple(token_id for event in told for token_id in event.token_ids)
 
 
 async def events_of(queue: RedisGatewayQueue, request_id: str) -> tuple[CallEvent, ...]:

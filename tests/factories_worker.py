@@ -39,6 +39,7 @@ class StoppableEngine(Engine):
         self.engine = engine
         self.gate = threading.Event()
         self.gate.set()
+        self.steps_left: int | None = None  #: steps until the gate closes; None: it stays open
         self.error: Exception | None = None
         self.added: list[EngineInput] = []
         self.company: list[int] = []  #: how many others were there when each was added
@@ -69,6 +70,10 @@ class StoppableEngine(Engine):
     def step(self) -> list[EngineOutput]:
         self.threads.add(threading.get_ident())
         self.gate.wait()
+        if self.steps_left is not None:
+            self.steps_left -= 1
+            if self.steps_left == 0:
+                self.gate.clear()
         if self.error is not None:
             raise self.error
         return self.engine.step()
@@ -216,9 +221,11 @@ class Answers:
 def token_ids(events: list[CallEvent]) -> list[int]:
     """The output tokens; fails on a gap or a repetition."""
     tokens: list[int] = []
+    num_tokens = 0
     for event in events:
         if isinstance(event, Tokens):
-            assert event.index == len(tokens)
+            assert event.index == num_tokens
+            num_tokens += event.num_tokens
             tokens += event.token_ids
     return tokens
 

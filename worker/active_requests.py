@@ -56,8 +56,8 @@ class Unreadable(Exception):
         self.refusal = refusal
 
 
-def read_claim(claim: Claim) -> tuple[Call, tuple[int, ...]]:
-    """The call, and the output tokens that earlier attempts have published. Raises: Unreadable."""
+def read_claim(claim: Claim) -> tuple[Call, list[Tokens]]:
+    """The call, and the output that earlier attempts have published. Raises: Unreadable."""
     try:
         call, log = decode_call(claim.payload), decode_log(claim.log)
     except UnsupportedVersion as error:
@@ -66,7 +66,7 @@ def read_claim(claim: Claim) -> tuple[Call, tuple[int, ...]]:
         logger.error("cannot read request %s: %s", claim.id, error)
         message = "the worker cannot read the request"
         raise _refuse(claim, ErrorCode.INVALID_REQUEST, message, "unreadable") from error
-    return call, tuple([token for e in log if isinstance(e, Tokens) for token in e.token_ids])
+    return call, [event for event in log if isinstance(event, Tokens)]
 
 
 def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") -> Unreadable:
@@ -81,6 +81,7 @@ class ActiveRequest:
     claim: Claim
     call: Call
     output_token_ids: tuple[int, ...]  #: what earlier attempts have published
+    num_told: int  #: tokens that they have published, those without an id too
     claimed_at: float
     deadline_at: float
     started_at: float = 0.0  #: its preparation began; 0 while it is parked
@@ -94,8 +95,11 @@ class ActiveRequest:
     @classmethod
     def of(cls, claim: Claim, now: float) -> "ActiveRequest":
         """The request of a claim that was made now. Raises: Unreadable."""
-        call, tokens = read_claim(claim)
-        return cls(claim, call, tokens, now, now + claim.remaining_s, num_tokens=len(tokens))
+        call, told = read_claim(claim)
+        token_ids = tuple([token_id for event in told for token_id in event.token_ids])
+        num_told = sum([event.num_tokens for event in told])
+        deadline_at = now + claim.remaining_s
+        return cls(claim, call, token_ids, num_told, now, deadline_at, num_tokens=num_told)
 
     @property
     def request_id(self) -> str:
@@ -105,7 +109,7 @@ class ActiveRequest:
     @property
     def is_alone(self) -> bool:
         """Whether nothing may run beside it: a suspect until it is cleared."""
-        num_new_tokens = self.num_tokens - len(self.output_token_ids)
+        num_new_tokens = self.num_tokens - self.num_told
         return self.claim.is_suspect and num_new_tokens < CLEARED_AFTER_TOKENS
 
     @property
@@ -138,7 +142,7 @@ class ActiveRequest:
         if first.usage is not None and first.error is None and not self.is_announced:
             self.is_announced = True
             events.append(Started(request_id, attempt, first.usage))
-        said = [output for output in outputs if output.token_ids or output.text]
+        said = [o for o in outputs if o.token_ids or o.text or o.num_without_id]
         if said:
             events.append(join_tokens(request_id, attempt, said))
         if last.error is not None:
@@ -265,7 +269,7 @@ class ActiveRequests:
                 self.let_go(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(
-                active.call, active.engine_id, active.output_token_ids
+                active.call, active.engine_id, active.output_token_ids, active.num_told
             )
         except RequestError as error:
             self._refuse(active, error)

@@ -125,7 +125,7 @@ def to_publication(
     ending: Ending | None = None
     if isinstance(last, Finished | Failed):
         ending = "finished" if isinstance(last, Finished) else "failed"
-    num_new_tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+    num_new_tokens = sum(event.num_tokens for event in events if isinstance(event, Tokens))
     return Publication(
         claim, number, num_tokens, num_new_tokens, encode_events(events), ending, dead_reason
     )
@@ -140,4 +140,5 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
         tuple([token_id for piece in pieces for token_id in piece.token_ids]),
         "".join([piece.text for piece in pieces]),
         tuple([logprob for piece in pieces for logprob in piece.logprobs]),
+        sum([piece.num_without_id for piece in pieces]),
     )

@@ -81,14 +81,17 @@ class ChoiceProgress:
 
     def _accept_delta(self, event: Tokens) -> CallEvent | None:
         num_known = len(self.token_ids) - event.index
-        if num_known == 0:
-            self.token_ids.extend(event.token_ids)
-            return event
         if num_known < 0:
-            self._hold_back(event.index + len(event.token_ids))
+            self._hold_back(event.index + event.num_tokens)
             return None
-        known = self.token_ids[event.index : event.index + len(event.token_ids)]
-        if tuple(known) == event.token_ids:
+        token_ids = event.token_ids
+        if event.num_without_id:  # equal to those of their attempt alone
+            token_ids += (-event.attempt,) * event.num_without_id
+        if num_known == 0:
+            self.token_ids.extend(token_ids)
+            return event
+        known = self.token_ids[event.index : event.index + len(token_ids)]
+        if tuple(known) == token_ids:
             return None
         return self.fail(
             ErrorCode.WORKER_LOST,

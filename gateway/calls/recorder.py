@@ -159,8 +159,8 @@ class Recorder:
         if event.text and self.clock.first_text_at is None:
             self.clock.first_text_at = now
         last = self._last_token_at.get(index)
-        if last is not None and event.token_ids and not self.is_followed:
-            self.metrics.record_tokens(self.model, now - last, len(event.token_ids))
+        if last is not None and event.num_tokens and not self.is_followed:
+            self.metrics.record_tokens(self.model, now - last, event.num_tokens)
         self._last_token_at[index] = now
 
     def stages(self, e2e_s: float) -> dict[str, float]:

@@ -144,7 +144,7 @@ class NumberedAnswer:
         seen = [
             place
             for place, (_, event) in enumerate(events, 1)
-            if isinstance(event, Tokens) and event.index + len(event.token_ids) <= self._last_id
+            if isinstance(event, Tokens) and event.index + event.num_tokens <= self._last_id
         ]
         return seen[-1] if seen else 0
 

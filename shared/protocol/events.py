@@ -123,6 +123,13 @@ class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
+    #: Further tokens whose ids the engine does not know, as one behind an API; nobody can continue them.
+    num_without_id: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens these are."""
+        return len(self.token_ids) + self.num_without_id
 
 
 class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defaults=True):

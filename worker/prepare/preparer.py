@@ -75,11 +75,19 @@ class Preprocessor:
         self._decode = decode
 
     async def prepare(
-        self, request: Call, engine_id: str, output_token_ids: tuple[int, ...] = ()
+        self,
+        request: Call,
+        engine_id: str,
+        output_token_ids: tuple[int, ...] = (),
+        num_told: int = 0,
     ) -> EngineInput:
-        """The engine's input for a call, known to it as `engine_id`. Raises: RequestError."""
+        """The engine's input for a call, known to it as `engine_id`. Raises: RequestError.
+
+        `num_told` output tokens went out before, of which some may have no id.
+        """
         task, tenant = request.task, request.tenant
-        if output_token_ids and not self._engine.capabilities().can_continue:
+        can_continue = self._engine.capabilities().can_continue
+        if num_told and not (can_continue and num_told == len(output_token_ids)):
             raise CannotContinue(
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
                 "continue it: send the request again."

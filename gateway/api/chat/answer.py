@@ -77,7 +77,7 @@ class ChatAnswer:
                 frames.append((0, self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")))))
             if isinstance(event, Tokens):
                 if event.text or (self.options.with_logprobs and event.logprobs):
-                    position = event.index + len(event.token_ids)
+                    position = event.index + event.num_tokens
                     frames.append((position, self._chunk(self._content(index, event))))
             elif isinstance(event, Finished):
                 self._num_tokens = event.usage.num_output_tokens
@@ -168,6 +168,7 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
         first.token_ids + second.token_ids,
         first.text + second.text,
         first.logprobs + second.logprobs,
+        first.num_without_id + second.num_without_id,
     )
 
 

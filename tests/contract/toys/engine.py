@@ -1,7 +1,7 @@
 """An engine of one file that takes messages: no tokenizer, no scheduler, no image processor of ours.
 
-What stands behind it might be llama.cpp or a remote server. It answers with the conversation's last words, one a step;
-its token ids only count, and it cannot go on with an answer that another worker began.
+What stands behind it might be llama.cpp or a remote server. It answers with the conversation's last words, one a step.
+It counts tokens without knowing their ids, and cannot go on with an answer that another worker began.
 """
 
 import time
@@ -14,13 +14,17 @@ from engines.base import (
     EngineCall,
     EngineOutput,
     EngineStats,
+    InvalidRequest,
     LoadedEngine,
     PreparedImage,
     Progress,
+    PromptTooLong,
 )
 from engines.registry import EngineKind
 from engines.settings import EngineSettings
 from shared.protocol import FinishReason, ModelCard, Priority, StageTimings, TextPart, Usage
+
+MAX_MODEL_LEN = 1000
 
 
 class ToySettings(EngineSettings):
@@ -37,6 +41,7 @@ class ToyInput:
     priority: Priority
     words: list[str]
     usage: Usage
+    finish_reason: FinishReason
     added_at: float = field(default_factory=time.perf_counter)
     num_told: int = 0
 
@@ -53,13 +58,22 @@ class ToyEngine(Engine[ToyInput]):
         return Capabilities(self._settings.max_num_seqs)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ToyInput:
+        sampling = call.task.sampling
+        if sampling.stop or sampling.logit_bias or sampling.num_logprobs is not None:
+            raise InvalidRequest("the toy knows no stop, logit_bias and logprobs: send none")
         parts = call.task.messages[-1].parts
         words = " ".join(part.text for part in parts if isinstance(part, TextPart)).split()
+        if len(words) >= MAX_MODEL_LEN:
+            raise PromptTooLong(f"{len(words)} words: send fewer than {MAX_MODEL_LEN}")
         sizes = [f"{len(image.content)}-bytes" for image in images]
-        words = [*self._settings.greeting.split(), *sizes, *words][: call.task.sampling.max_tokens]
-        return ToyInput(call.request_id, call.priority, words, Usage(len(words)))
+        answer = [*self._settings.greeting.split(), *sizes, *words]
+        told = answer[: sampling.max_tokens]
+        reason = FinishReason.STOP if told == answer else FinishReason.LENGTH
+        return ToyInput(call.request_id, call.priority, told, Usage(len(words)), reason)
 
     def add(self, request: ToyInput) -> None:
+        if request.request_id in self._running:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
         self._running[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
@@ -72,13 +86,14 @@ class ToyEngine(Engine[ToyInput]):
     def _say(self, request: ToyInput) -> EngineOutput:
         index = request.num_told
         request.num_told += 1
-        output = EngineOutput(request.request_id, index, (index,), f" {request.words[index]}")
+        text = f" {request.words[index]}"
+        output = EngineOutput(request.request_id, index, text=text, num_without_id=1)
         if index == 0:
             output.usage = request.usage
         if request.num_told == len(request.words):
             del self._running[request.request_id]
-            output.finish_reason = FinishReason.STOP
-            output.usage = Usage(len(request.words), request.num_told)
+            output.finish_reason = request.finish_reason
+            output.usage = Usage(request.usage.num_prompt_tokens, request.num_told)
             output.timings = StageTimings(decode_s=time.perf_counter() - request.added_at)
         return output
 
@@ -94,7 +109,7 @@ class ToyEngine(Engine[ToyInput]):
 
 def create(settings: ToySettings, progress: Progress | None) -> LoadedEngine:
     """The toy has nothing to load."""
-    card = ModelCard(settings.served_name or "toy", int(time.time()), 1000, 1000)
+    card = ModelCard(settings.served_name or "toy", int(time.time()), MAX_MODEL_LEN, 1000)
     return LoadedEngine(ToyEngine(settings), card)
 
 

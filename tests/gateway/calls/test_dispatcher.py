@@ -47,6 +47,29 @@ def test_a_later_attempt_supersedes_an_earlier_one():
     assert progress.accept(finished(2, attempt=2))
 
 
+def counted(index: int, num_tokens: int, attempt: int = 1) -> Tokens:
+    """From an engine that has no token ids."""
+    return Tokens("r", attempt, index, (), " word" * num_tokens, num_without_id=num_tokens)
+
+
+def test_tokens_without_ids_pass_once_and_in_order():
+    progress = ChoiceProgress("r")
+    events = [counted(0, 1), counted(0, 1), counted(1, 2), counted(2, 1), counted(3, 1)]
+    passed = [event for event in events if progress.accept(event) is not None]
+    assert passed == [events[0], events[2], events[4]]
+    assert progress.accept(counted(5, 1)) is None
+    assert progress.has_gap
+    assert progress.accept(finished(4)) is not None
+
+
+def test_tokens_without_ids_of_two_attempts_are_never_spliced():
+    progress = ChoiceProgress("r")
+    progress.accept(counted(0, 2))
+    failed = progress.accept(counted(0, 1, attempt=2))
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.WORKER_LOST
+
+
 @pytest.mark.parametrize("overlap", [delta(0, 9, attempt=2), delta(1, 2, 3, attempt=2)])
 def test_two_different_answers_are_never_spliced(overlap):
     progress = ChoiceProgress("r")

@@ -133,6 +133,15 @@ def test_a_call_with_what_is_not_known_is_refused(change):
         decode_call(encode_call(make_request(tenant="t")).replace(*change))
 
 
+def test_tokens_with_ids_say_nothing_of_tokens_without():
+    """Gateways that do not know the count read what they always did."""
+    data = b'{"type":"tokens","request_id":"r","attempt":1,"index":0,"token_ids":[5],"text":"x"}'
+    assert encode(Tokens("r", 1, 0, (5,), "x")) == data
+    tokens = Tokens("r", 1, 0, (), "x", num_without_id=2)
+    assert decode_events(b"[" + encode(tokens) + b"]") == (tokens,)
+    assert tokens.num_tokens == 2
+
+
 def test_events_come_back_as_they_were():
     events = (
         Started("r", 1, Usage(1)),
