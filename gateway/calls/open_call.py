@@ -38,9 +38,8 @@ class ChoiceProgress:
         self.is_finished = False
         self.is_settled = False  #: the fleet itself ended it, so that there is nothing to cancel
         self.token_ids: list[int] = []
-        self._num_expected = (
-            0  #: what was held back comes after so many tokens, or is the end after one less
-        )
+        #: what was held back comes after so many tokens, or is the end after one less
+        self._num_expected = 0
         self.heard_at = time.monotonic()
 
     def accept(self, event: CallEvent) -> CallEvent | None:

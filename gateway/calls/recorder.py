@@ -90,9 +90,8 @@ class Recorder:
         self.user: str | None = None
         self.priority = Priority.INTERACTIVE
         self.outcome = "cancelled"
-        self.is_followed = (
-            False  #: the answer is another request's, which is the one that is counted
-        )
+        #: the answer is another request's, which is the one that is counted
+        self.is_followed = False
         self._is_streamed = False
         self._num_choices = 0
         self._last_token_at: dict[int, float] = {}
@@ -166,7 +165,7 @@ class Recorder:
     def stages(self, e2e_s: float) -> dict[str, float]:
         """Each stage of the slowest choice, once the answer is complete."""
         timings = [event.timings for event in self.totals.finished]
-        return stages_of(self.clock, slowest(timings), e2e_s)
+        return _stages_of(self.clock, _slowest(timings), e2e_s)
 
     def known_timing(self) -> Headers:
         """What can be said of the time when a stream begins."""
@@ -208,7 +207,7 @@ class Recorder:
         ttft_s = self.clock.ttft_s
         if ttft_s is not None and not self._is_streamed:
             # Tokens of a whole answer arrive together: the worker knows when it had the first.
-            ttft_s = ttft_of(stages)
+            ttft_s = _ttft_of(stages)
         prompt = self.totals.prompt
         self.metrics.record_finished(
             RequestRecord(
@@ -312,7 +311,7 @@ def short_hash(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 
-def stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
+def _stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str, float]:
     """All stages in their order (`shared.telemetry.metrics.STAGES`)."""
     stages = {
         "ingest": clock.ingest_s,
@@ -327,12 +326,12 @@ def stages_of(clock: StageClock, worker: StageTimings, e2e_s: float) -> dict[str
     return stages
 
 
-def ttft_of(stages: dict[str, float]) -> float:
+def _ttft_of(stages: dict[str, float]) -> float:
     """Until the worker had the first token of an answer that is sent whole."""
     return sum(seconds for name, seconds in stages.items() if name not in ("decode", "relay"))
 
 
-def slowest(timings: list[StageTimings]) -> StageTimings:
+def _slowest(timings: list[StageTimings]) -> StageTimings:
     """Of the choices of one request the one that the client waited for."""
     if len(timings) == 1:
         return timings[0]

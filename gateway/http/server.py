@@ -100,9 +100,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _in_headers = False
     _in_body = False
     _problem = ""  #: why the parser stopped, where it was us
-    _num_received = (
-        0  #: bytes of headers that are not yet complete, or of chunks' headers and trailers
-    )
+    #: bytes of headers that are not yet complete, or of chunks' headers and trailers
+    _num_received = 0
     _num_trailers = 0
     _read = b""
     _without_upgrade = b""  #: the head of a request that asked for another protocol

@@ -43,9 +43,8 @@ class GatewaySettings(Group):
     """The HTTP side."""
 
     header_timeout_s: ClassVar[float] = 10.0  #: for receiving a request's headers
-    headers_after_s: ClassVar[float] = (
-        15.0  #: a stream's headers wait that long for its first event
-    )
+    #: a stream's headers wait that long for its first event
+    headers_after_s: ClassVar[float] = 15.0
     keep_alive_s: ClassVar[float] = 10.0  #: between the SSE comments of a waiting stream
     send_timeout_s: ClassVar[float] = 30.0  #: then a stream whose client does not read is cancelled
     silence_timeout_s: ClassVar[float] = 30.0  #: then Redis is asked about a request
@@ -101,9 +100,8 @@ class GatewaySettings(Group):
 class WorkerSettings(Group):
     """The worker process around an engine."""
 
-    max_attempts: ClassVar[int] = (
-        3  #: workers that one request may end before it fails as the cause
-    )
+    #: workers that one request may end before it fails as the cause
+    max_attempts: ClassVar[int] = 3
     batch_age_s: ClassVar[float] = 60.0  #: then batch requests may queue among interactive ones
     decode_timeout_s: ClassVar[float] = 2.0  #: CPU time for decoding an image
 
