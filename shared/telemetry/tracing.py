@@ -41,12 +41,12 @@ def create_tracer(settings: TraceSettings, process: str, instance: str) -> "Trac
     if settings.export == "none" or is_disabled:
         return None
     try:
-        from shared.telemetry import spans  # noqa: PLC0415 - an optional extra
+        from shared.telemetry.spans import Tracer  # noqa: PLC0415 - an optional extra
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"VLM_TRACES__EXPORT: {error.name} is missing; pip install '.[traces]'"
         ) from None
-    return spans.Tracer(process, instance, package_version())
+    return Tracer(process, instance, package_version())
 
 
 def epoch_ns(elapsed_s: float) -> int:
