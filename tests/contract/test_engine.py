@@ -1,0 +1,443 @@
+"""What every engine promises: to the thread that drives it, and behind a worker, Redis and the HTTP gateway.
+
+An engine joins by its name in the registry and a line in `SETTINGS`.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.base import Engine, EngineCall, EngineOutput, LoadedEngine, PreparedImage, RequestError
+from engines.image_decoder import decode_image
+from engines.registry import create_engine, engine_kinds, register
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from shared.protocol import (
+    ChatMessage,
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    ImagePart,
+    ImageRef,
+    SamplingParams,
+    TextPart,
+    Tokens,
+)
+from tests.contract.toys.engine import TOY
+from tests.factories_engine import make_mock
+from tests.factories_gateway import make_body, make_settings, run_gateway_on_socket
+from tests.factories_images import data_url, encoded
+from tests.factories_queue import MODEL, Ends, make_request
+from tests.factories_worker import Answers, RunningWorker, run_worker, text
+from tests.worker.conftest import answers as answers
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mock": {"mock": make_mock(num_output_tokens=12).model_dump()},
+    "torch": {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 * 2**20},
+    "toy": {"greeting": "you said:"},
+}
+QUESTION = "one two three four five six seven eight nine ten"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint("tiny", directory, seed=3)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy is an engine that the project does not know."""
+    monkeypatch.setattr("engines.registry._kinds", dict(engine_kinds()))
+    register("toy", TOY)
+
+
+@dataclass
+class Case:
+    """One engine of those that run here."""
+
+    kind: str
+    model: Path
+    loaded: list[LoadedEngine] = field(default_factory=list)
+
+    def load(self, **changes: Any) -> LoadedEngine:
+        values = {"kind": self.kind, "served_name": MODEL, **SETTINGS[self.kind], **changes}
+        if self.kind == "torch":
+            values["model"] = str(self.model)
+        self.loaded.append(create_engine(values))
+        return self.loaded[-1]
+
+    def start(self, **changes: Any) -> Engine:
+        return self.load(**changes).engine
+
+
+@pytest.fixture(params=SETTINGS)
+def case(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Case]:
+    case = Case(request.param, checkpoint)
+    yield case
+    for loaded in case.loaded:
+        loaded.engine.close()
+
+
+def test_every_engine_keeps_this_contract():
+    assert set(engine_kinds()) == set(SETTINGS)
+
+
+# Driven directly
+
+
+def make_call(
+    request_id: str = "r", *, prompt: str = QUESTION, num_images: int = 0, **sampling: Any
+) -> EngineCall:
+    parts = (*(ImagePart(place) for place in range(num_images)), TextPart(prompt))
+    wishes = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
+    return EngineCall(request_id, Generate((ChatMessage("user", parts),), wishes))
+
+
+def add(engine: Engine, call: EngineCall, *seeds: int) -> None:
+    """Prepare and add a call with images."""
+    images = []
+    for seed in seeds:
+        data = encoded(seed, size=(64 + seed, 48))
+        ref = ImageRef(f"sha-{seed}", len(data), "image/png", 64 + seed, 48)
+        content = engine.prepare_image(data, ref, decode_image)
+        images.append(PreparedImage(f"hash-{seed}", content))
+    engine.add(engine.prepare(call, images))
+
+
+@dataclass
+class Said:
+    """What came of one request, the laws of outputs checked."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    last: EngineOutput | None = None
+
+    def take(self, output: EngineOutput) -> None:
+        assert self.last is None, "an output after the last"
+        assert output.index == self.num_tokens
+        if self.num_tokens == 0 and output.token_ids:
+            assert output.usage is not None or self.text == ""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.num_tokens += len(output.token_ids) + output.num_without_id
+        self.num_logprobs += len(output.logprobs)
+        if output.finish_reason is not None or output.error is not None:
+            self.last = output
+
+
+def run(engine: Engine, *request_ids: str) -> dict[str, Said]:
+    """Step until nothing is left."""
+    said = {request_id: Said() for request_id in request_ids}
+    for _ in range(1000):
+        if not engine.has_work():
+            break
+        for output in engine.step():
+            said[output.request_id].take(output)
+    assert not engine.has_work()
+    for one in said.values():
+        assert one.last is not None, "no last output"
+    return said
+
+
+def answer(engine: Engine, call: EngineCall, *seeds: int) -> Said:
+    add(engine, call, *seeds)
+    return run(engine, call.request_id)[call.request_id]
+
+
+def test_capabilities_do_not_change(case: Case):
+    engine = case.start(max_num_seqs=3)
+    before = engine.capabilities()
+    assert before.max_num_seqs == 3
+    assert "generate" in before.tasks
+    answer(engine, make_call())
+    assert engine.capabilities() == before
+
+
+def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(case: Case):
+    said = answer(case.start(), make_call(max_tokens=5))
+    assert said.text
+    assert said.num_tokens == 5
+    assert said.last is not None
+    assert said.last.finish_reason is FinishReason.LENGTH
+    assert said.last.usage is not None
+    assert said.last.usage.num_output_tokens == 5
+    assert said.last.usage.num_prompt_tokens > 0
+    assert said.last.timings is not None
+    assert said.last.timings.decode_s >= 0
+
+
+def test_the_first_output_has_the_usage(case: Case):
+    engine = case.start()
+    add(engine, make_call())
+    outputs: list[EngineOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    assert outputs[0].usage is not None
+
+
+def test_answers_in_company_equal_answers_alone(case: Case):
+    engine = case.start()
+    calls = [make_call(f"r{n}", prompt=f"{QUESTION} {n} times", max_tokens=4 + n) for n in range(4)]
+    for call in calls:
+        add(engine, call)
+    together = run(engine, *(call.request_id for call in calls))
+    for call in calls:
+        alone = answer(case.start(), call)
+        assert (together[call.request_id].text, together[call.request_id].token_ids) == (
+            alone.text,
+            alone.token_ids,
+        )
+
+
+def test_one_seed_gives_one_answer(case: Case):
+    sampled = make_call(temperature=1.0, seed=7)
+    assert answer(case.start(), sampled).text == answer(case.start(), sampled).text
+
+
+def test_images_count(case: Case):
+    if not case.load().card.supports_images:
+        pytest.skip("it takes no images")
+    engine = case.start()
+    first = answer(engine, make_call("a", num_images=1), 0)
+    assert answer(engine, make_call("b", num_images=1), 9).text != first.text
+    assert answer(engine, make_call("c", num_images=1), 0).text == first.text
+
+
+def test_abort_is_silent_and_idempotent(case: Case):
+    engine = case.start()
+    engine.abort("unknown")
+    for name in "ab":
+        add(engine, make_call(name))
+    engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    assert run_rest(engine) == {"b"}
+    assert answer(engine, make_call("a")).num_tokens > 0
+
+
+def run_rest(engine: Engine) -> set[str]:
+    """Whose outputs come until nothing is left."""
+    names: set[str] = set()
+    while engine.has_work():
+        names |= {output.request_id for output in engine.step()}
+    return names
+
+
+def test_a_stop_string_ends_the_answer_or_is_refused(case: Case):
+    whole = answer(case.start(), make_call()).text
+    stop = whole[len(whole) // 2 :][:3]
+    try:
+        said = answer(case.start(), make_call(stop=(stop,)))
+    except RequestError:
+        return
+    assert said.text == whole[: whole.index(stop)]
+    assert said.last is not None
+    assert said.last.finish_reason is FinishReason.STOP
+
+
+def test_logprobs_come_for_each_token_or_are_refused(case: Case):
+    try:
+        said = answer(case.start(), make_call(num_logprobs=2))
+    except RequestError:
+        return
+    assert said.num_logprobs == said.num_tokens
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(make_call("bad", prompt="word " * 50_000), id="too long"),
+        pytest.param(make_call("bad", logit_bias={10**6: 1.0}), id="no such token"),
+    ],
+)
+def test_a_bad_request_is_refused_and_nothing_else_is_harmed(case: Case, bad: EngineCall):
+    engine = case.start()
+    add(engine, make_call("good"))
+    with pytest.raises(RequestError) as refused:
+        add(engine, bad)
+    assert str(refused.value)
+    assert run(engine, "good")["good"].text == answer(case.start(), make_call()).text
+
+
+def test_an_id_is_used_once_at_a_time(case: Case):
+    engine = case.start()
+    add(engine, make_call())
+    with pytest.raises(RequestError):
+        add(engine, make_call())
+    assert run(engine, "r")["r"].num_tokens > 0
+    assert answer(engine, make_call()).num_tokens > 0
+
+
+def test_who_can_continue_continues_as_if_nothing_had_happened(case: Case):
+    engine = case.start()
+    if not engine.capabilities().can_continue:
+        pytest.skip("it cannot continue an answer")
+    call = make_call(temperature=0.7, seed=1, num_images=1, max_tokens=8)
+    whole = answer(engine, call, 0)
+    add(case.start(), call, 0)
+    other = case.start()
+    add(other, replace(call, output_token_ids=whole.token_ids[:3]), 0)
+    token_ids: tuple[int, ...] = ()
+    while other.has_work():
+        for output in other.step():
+            assert output.index == 3 + len(token_ids)
+            token_ids += output.token_ids
+    assert token_ids == whole.token_ids[3:]
+
+
+def test_every_step_counts(case: Case):
+    """The worker takes an engine whose count stands still for one that hangs."""
+    engine = case.start()
+    add(engine, make_call())
+    assert engine.stats().num_running + engine.stats().num_waiting == 1
+    counts = []
+    while engine.has_work():
+        engine.step()
+        counts.append(engine.stats().num_steps)
+    assert counts == sorted(set(counts))
+    assert engine.stats().num_running + engine.stats().num_waiting == 0
+
+
+def test_close_may_be_repeated_with_work_left(case: Case):
+    engine = case.start()
+    add(engine, make_call())
+    engine.step()
+    engine.close()
+    engine.close()
+
+
+# Behind a worker, Redis and the gateway
+
+
+def ask(question: str = QUESTION, **changes: Any) -> dict[str, Any]:
+    return make_body(question, **{"temperature": 0, "max_tokens": 6, **changes})
+
+
+async def test_an_answer_over_http_is_the_engines_own(
+    case: Case, ends: Ends, redis_server, redis_prefix
+):
+    expected = answer(case.start(), make_call())
+    async with (
+        run_worker(ends, load=case.load),
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        response = await gateway.chat(ask())
+        streamed = await gateway.stream(ask(stream_options={"include_usage": True}))
+        refused = await gateway.chat(ask(logit_bias={"999": 1}, max_tokens=10**9))
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    assert whole["choices"][0]["message"]["content"] == expected.text
+    assert whole["usage"]["completion_tokens"] == expected.num_tokens
+    chunks = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    texts = [c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"]]
+    assert "".join(texts) == expected.text
+    assert chunks[-1]["usage"]["completion_tokens"] == expected.num_tokens
+    assert refused.status_code == 400, refused.text
+
+
+async def test_an_image_reaches_the_engine(case: Case, ends: Ends, redis_server, redis_prefix):
+    texts = []
+    async with (
+        run_worker(ends, load=case.load),
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        for seed in (0, 9, 0):
+            url = data_url(seed, size=(64 + seed, 48))
+            parts = [
+                {"type": "image_url", "image_url": {"url": url}},
+                {"type": "text", "text": "?"},
+            ]
+            response = await gateway.chat(ask(messages=[{"role": "user", "content": parts}]))
+            assert response.status_code == 200, response.text
+            texts.append(response.json()["choices"][0]["message"]["content"])
+    assert texts[0] == texts[2] != texts[1]
+
+
+async def until(running: RunningWorker, is_so) -> None:
+    """Until what the engine's thread does has happened."""
+    async with asyncio.timeout(20):
+        while not is_so(running.engine):
+            await asyncio.sleep(0.005)
+
+
+async def test_a_client_that_leaves_frees_the_engine(
+    case: Case, ends: Ends, redis_server, redis_prefix
+):
+    async with (
+        run_worker(ends, load=case.load) as running,
+        run_gateway_on_socket(make_settings(redis_server, redis_prefix)) as gateway,
+    ):
+        running.engine.gate.clear()
+        client = asyncio.create_task(gateway.chat(ask()))
+        await until(running, lambda engine: engine.added)
+        client.cancel()
+        await asyncio.wait({client})
+        running.engine.gate.set()
+        await until(running, lambda engine: not engine.has_work())
+
+
+async def test_a_deadline_ends_the_request_in_the_engine_too(
+    case: Case, ends: Ends, answers: Answers
+):
+    async with run_worker(ends, load=case.load) as running:
+        running.engine.gate.clear()
+        request = await ends.enqueue(timeout_s=0.5)
+        failed = (await answers.end(request))[-1]
+        assert isinstance(failed, Failed)
+        assert failed.code is ErrorCode.DEADLINE_EXCEEDED
+        running.engine.gate.set()
+        await until(running, lambda engine: not engine.has_work())
+        again = (await answers.end(await ends.enqueue(make_request())))[-1]
+    assert isinstance(again, Finished)
+
+
+async def test_a_prompt_that_is_too_long_fails_alone(case: Case, ends: Ends, answers: Answers):
+    async with run_worker(ends, load=case.load):
+        long = await ends.enqueue(make_request("word " * 50_000))
+        failed = (await answers.end(long))[-1]
+        finished = (await answers.end(await ends.enqueue(make_request())))[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code in (ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.INVALID_REQUEST)
+    assert isinstance(finished, Finished)
+
+
+async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
+    case: Case, ends: Ends, answers: Answers
+):
+    """Never is a part of it told twice."""
+    async with run_worker(ends, "first", load=case.load) as first:
+        first.engine.steps_left = 1
+        request = await ends.enqueue(make_request(QUESTION))
+        await answers.wait_for(request, lambda events: any(isinstance(e, Tokens) for e in events))
+        await first.vanish()
+    async with run_worker(ends, "second", load=case.load, lease_s=0.6):
+        events = await answers.end(request)
+    if case.start().capabilities().can_continue:
+        assert isinstance(events[-1], Finished)
+    else:
+        assert isinstance(events[-1], Failed)
+        assert events[-1].code is ErrorCode.WORKER_LOST
+
+
+async def test_an_answer_of_which_nothing_was_told_is_started_again(
+    case: Case, ends: Ends, answers: Answers
+):
+    request = await ends.enqueue(make_request())
+    async with run_worker(ends, "first", load=case.load) as first:
+        first.engine.gate.clear()
+        await until(first, lambda engine: engine.added)
+        await first.vanish()
+    async with run_worker(ends, "second", load=case.load, lease_s=0.6):
+        events = await answers.end(request)
+    assert isinstance(events[-1], Finished)
+    assert text(events)
