@@ -152,6 +152,9 @@ def test_without_traces_nothing_that_makes_spans_is_imported():
 def test_without_the_extra_the_setting_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "shared.telemetry.spans", raising=False)
+    monkeypatch.delattr(
+        "shared.telemetry.spans", raising=False
+    )  # another test may have imported it
     with pytest.raises(SettingsError, match=r"VLM_TRACES__EXPORT: .* pip install .*traces"):
         create_tracer(TraceSettings(export="otlp"), "gateway", "g")
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
@@ -132,11 +133,19 @@ def test_it_is_shown_anew_with_rates_until_ctrl_c(fleet):
         )
         assert float(row[2]) == pytest.approx(8 * float(row[1]), rel=0.2)
         watching.send_signal(signal.SIGINT)
+        read_to_end(ours)
         assert watching.wait(timeout=30) == 0
     finally:
         watching.kill()
         watching.wait()
         os.close(ours)
+
+
+def read_to_end(terminal: int) -> None:
+    """Until nobody writes any more: a terminal that nobody reads holds up who writes."""
+    with suppress(OSError):  # Linux says EIO at the end
+        while os.read(terminal, 65536):
+            pass
 
 
 def read_until(terminal: int, pattern: str) -> re.Match[str]:

@@ -140,5 +140,5 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
             await ended.acquire()
     assert caplog.text.count("request ended") == 4
     written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
-    for secret in ("sk-", "pRoMpT", image[100:400]):
+    for secret in ("sk-one", "sk-two", "sk-wrong", "pRoMpT", image[100:400]):
         assert secret not in written
