@@ -6,17 +6,17 @@ from pydantic import Field, field_validator
 
 from engines.core.settings import BatchingSettings
 
-#: Fast ways of a GPU that can be switched off, by name.
-GpuKernel = Literal[
-    "add_norm",
-    "rotate_keep",
-    "gate",
-    "attend_decodes",
-    "multiply_int8",
-    "multiply_int4",
-    "cuda_graph",
-    "varlen",
-]
+#: What an earlier version called that which can be switched off.
+_OLD_NAMES = {
+    "add_norm": "add_norm",
+    "rotate_keep": "rotate_keep",
+    "gate": "gate",
+    "attend_decodes": "decode_attention",
+    "multiply_int8": "linear_int8.triton",
+    "multiply_int4": "linear_int4.triton",
+    "cuda_graph": "cuda_graph",
+    "varlen": "varlen_attention",
+}
 
 
 class TorchSettings(BatchingSettings):
@@ -36,14 +36,17 @@ class TorchSettings(BatchingSettings):
         ge=0,
         description="CPU threads of the engine; 0: one for a small model, else torch's choice.",
     )
-    disabled_gpu_kernels: tuple[GpuKernel, ...] = Field(
-        default=(), description="What a GPU is to compute in a slower way, comma separated."
+    disabled_ops: tuple[str, ...] = Field(
+        default=(),
+        description="Faster ways that are not to be used, comma separated: an operator (`gate`), one "
+        "candidate (`linear_int8.triton`), all of a kind (`cpu`, `triton`), or `cuda_graph`.",
     )
     cpu_kernels: Literal["fast", "exact", "off"] = Field(
         default="fast",
-        description="C++ kernels, compiled at first use; fast: int8 and int4 weights meet activations of "
-        "8 bits, exact: of 16.",
+        description="C++ kernels, compiled at first use; `fast`: int8 and int4 weights meet activations of "
+        "8 bits, `exact`: of 16.",
     )
+    disabled_gpu_kernels: tuple[str, ...] = ()  #: as `disabled_ops` by older names, for one version
 
     self_check: Literal["auto", "always", "off"] = Field(
         default="auto",
@@ -51,10 +54,37 @@ class TorchSettings(BatchingSettings):
         "no test of the project does.",
     )
 
-    @field_validator("disabled_gpu_kernels", mode="before")
+    @field_validator("disabled_ops", "disabled_gpu_kernels", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
         if isinstance(value, str):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value
+
+    @field_validator("disabled_gpu_kernels")
+    @classmethod
+    def know_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Raises: ValueError for a name that there never was."""
+        if unknown := [name for name in value if name not in _OLD_NAMES]:
+            raise ValueError(f"there is no {unknown[0]!r}; use VLM_ENGINE__DISABLED_OPS")
+        return value
+
+    @property
+    def switched_off(self) -> frozenset[str]:
+        """Names of `disabled_ops`, with those of settings that it replaces."""
+        older = [_OLD_NAMES[name] for name in self.disabled_gpu_kernels]
+        return frozenset(
+            [*self.disabled_ops, *older, *(["cpu"] if self.cpu_kernels == "off" else [])]
+        )
+
+    @property
+    def outdated(self) -> list[str]:
+        """Settings in use that are to go, each with what replaces it."""
+        found = []
+        if self.disabled_gpu_kernels:
+            names = ",".join(_OLD_NAMES[name] for name in self.disabled_gpu_kernels)
+            found.append(f"VLM_ENGINE__DISABLED_GPU_KERNELS: set VLM_ENGINE__DISABLED_OPS={names}")
+        if self.cpu_kernels == "off":
+            found.append("VLM_ENGINE__CPU_KERNELS=off: set VLM_ENGINE__DISABLED_OPS=cpu")
+        return found

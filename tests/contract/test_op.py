@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.base import EngineStartError
 from engines.torch_backend.ops.cpu_level import LEVELS
 from engines.torch_backend.ops.registry import (
     EXAMPLE_TEXT,
@@ -16,9 +17,12 @@ from engines.torch_backend.ops.registry import (
     Candidate,
     Op,
     Site,
+    check_disabled,
     choose,
+    cpu_ops,
     discover,
 )
+from engines.torch_backend.settings import TorchSettings
 from tests.contract.toys import op as toy
 from tests.cpu_levels import RUNNABLE
 from tests.triton_device import DEVICE
@@ -111,7 +115,10 @@ def test_a_wrong_or_missing_candidate_is_refused_and_the_next_one_serves(
     assert "double.first" in caplog.text
 
 
-@pytest.mark.parametrize(("disabled", "left"), [("double", REFERENCE), ("double.first", "second")])
+@pytest.mark.parametrize(
+    ("disabled", "left"),
+    [("double", REFERENCE), ("double.first", "second"), ("first", "second")],
+)
 def test_what_is_switched_off_is_not_even_tried(
     disabled: str, left: str, caplog: pytest.LogCaptureFixture
 ):
@@ -134,3 +141,28 @@ def test_references_take_the_place_of_what_a_caller_does_not_want():
 
     assert not ops.without("double").uses("double")
     assert ops.without("double")["double"] is toy.double
+
+
+def test_the_settings_switch_off_by_the_names_of_the_log_and_by_older_ones():
+    new = TorchSettings.read("torch", {"disabled_ops": "gate, linear_int8.triton, cuda_graph"})
+    assert new.switched_off == {"gate", "linear_int8.triton", "cuda_graph"}
+    assert not new.outdated
+
+    old = TorchSettings.read(
+        "torch",
+        {"disabled_gpu_kernels": "varlen,multiply_int8", "cpu_kernels": "off"},
+    )
+    assert old.switched_off == {"varlen_attention", "linear_int8.triton", "cpu"}
+    check_disabled(old.switched_off)
+    warnings = " ".join(old.outdated)
+    assert "VLM_ENGINE__DISABLED_OPS=varlen_attention,linear_int8.triton" in warnings
+    assert "VLM_ENGINE__DISABLED_OPS=cpu" in warnings
+
+
+def test_a_name_that_nothing_has_is_refused_with_those_that_there_are():
+    with pytest.raises(EngineStartError, match=r"no operator 'matmul'; .*linear_int8\.triton"):
+        check_disabled(["matmul"])
+
+
+def test_without_its_kernels_a_cpu_has_references():
+    assert not cpu_ops("fast", disabled=frozenset(["cpu"])).is_native

@@ -5,7 +5,7 @@ The interpreter's tests (`tests/engines/torch_backend/ops/test_triton_kernels.py
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from engines.torch_backend.graphs.cuda_graph import Drawing
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops.decode_attention.reference import attend_decodes
 from engines.torch_backend.ops.registry import Op, Site, choose, discover
-from engines.torch_backend.settings import GpuKernel
 from tests.factories_torch import make_text_config
 from tests.gpu.test_cuda import answers, core, load, make_requests, tiny
 from tests.triton_device import import_kernels
@@ -30,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"num_kv_heads": 8, "intermediate_size": 14336},
     "narrow": {"num_kv_heads": 4, "intermediate_size": 5632, "head_dim": 64, "hidden_size": 2048},
 }
-FAST = (*get_args(GpuKernel),)
+FAST = (*(op.name for op in KERNELS), "varlen_attention", "cuda_graph")
 
 
 def make_text(shape: str) -> TextConfig:
@@ -88,7 +87,7 @@ def test_what_is_switched_off_changes_no_answer(
     tiny: Path, quantization: str, off: tuple[str, ...]
 ) -> None:
     on_cpu = load(tiny, "cpu", quantization=quantization)
-    on_gpu = load(tiny, "cuda", quantization=quantization, disabled_gpu_kernels=off)
+    on_gpu = load(tiny, "cuda", quantization=quantization, disabled_ops=off)
     assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))
 
 
@@ -98,7 +97,7 @@ def test_what_is_switched_off_changes_no_answer(
 def test_graphs_draw_what_is_drawn_without(tiny: Path, sampling: dict[str, Any]) -> None:
     found = []
     for off in ((), ("cuda_graph",)):
-        loaded = load(tiny, "cuda", disabled_gpu_kernels=off)
+        loaded = load(tiny, "cuda", disabled_ops=off)
         requests = [
             replace(r, sampling=replace(r.sampling, temperature=0.8, seed=5, **sampling))
             for r in make_requests(loaded)

@@ -16,17 +16,8 @@ from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.layers.step_attention import StepAttention
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.ops.registry import Site, choose
+from engines.torch_backend.ops.registry import CUDA_GRAPH, Site, choose
 from engines.torch_backend.settings import TorchSettings
-
-GRAPH = "cuda_graph"
-#: What settings call some operators.
-OPERATORS = {
-    "attend_decodes": "decode_attention",
-    "multiply_int8": "linear_int8.triton",
-    "multiply_int4": "linear_int4.triton",
-    "varlen": "varlen_attention",
-}
 
 
 def is_served(device: torch.device) -> bool:
@@ -48,16 +39,16 @@ class CudaSteps:
     ) -> None:
         """The last block of the pool must be nobody's: what is padded is kept there. `decoder` is to be bound to `ops`."""
         device = rotary.cos.device
-        disabled = config.disabled_gpu_kernels
+        disabled = config.switched_off
         site = Site(device, dtype, text, config.block_size, config.kv_dtype, joins=True)
-        self.ops = choose(site, [OPERATORS.get(name, name) for name in disabled])
+        self.ops = choose(site, disabled)
         self._pool = pool
         self._rotary = rotary
         self._decoder = decoder
         self._graphs: DecodeGraphs | None = None
         # the reference of the attention kernel copies every context, at its longest: a graph of it would not pay
         has_attention = self.ops.uses("decode_attention")
-        if GRAPH not in disabled and (has_attention or device.type == "cpu"):
+        if CUDA_GRAPH not in disabled and (has_attention or device.type == "cpu"):
             self._graphs = DecodeGraphs(
                 decoder, self.ops, pool, rotary, config.max_num_seqs, text.vocab_size
             )

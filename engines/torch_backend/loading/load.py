@@ -3,6 +3,7 @@
 Called by the engine factory. It must not know the queue or settings.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.cpu_level import choose_level
-from engines.torch_backend.ops.registry import cpu_ops
+from engines.torch_backend.ops.registry import check_disabled, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ModelCard
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,6 +37,9 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
     """
     phases = _Phases(progress)
+    for setting in settings.outdated:
+        logger.warning("this setting goes with the next version: %s", setting)
+    check_disabled(settings.disabled_ops)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
@@ -43,7 +49,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     kernels = None
     if device.type == "cpu":
         with phases.measure("compile"):
-            kernels = cpu_ops(settings.cpu_kernels)
+            kernels = cpu_ops(settings.cpu_kernels, disabled=settings.switched_off)
     with phases.measure("load"):
         family, config = find_family(directory)
         multimodal = family.processor(directory, config)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engines.base import EngineStartError
 from engines.torch_backend import ops as package
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.kv_int8 import Int8KVCachePool
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 #: `fast` rounds activations that meet int8 and int4 weights to 8 bits, `exact` to 16; `off` has no C++ kernels.
 CpuKernels = Literal["fast", "exact", "off"]
 REFERENCE = "reference"
+#: What is no operator, and may be switched off as these are.
+CUDA_GRAPH = "cuda_graph"
 
 #: Shapes on which candidates are tried where no model's are given.
 EXAMPLE_TEXT = TextConfig(
@@ -168,14 +171,17 @@ def discover() -> tuple[Op, ...]:
 
 
 def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None = None) -> Ops:
-    """Of each operator the first candidate that can serve, is right and not switched off, else the reference."""
+    """Of each operator the first candidate that can serve, is right and not switched off, else the reference.
+
+    `disabled` are operators, candidates of one (`linear_int8.triton`), or candidates of all (`triton`).
+    """
     registered = {op.name: op for op in (discover() if ops is None else ops)}
     chosen = dict.fromkeys(registered, REFERENCE)
     functions = {name: op.reference for name, op in registered.items()}
     reasons: dict[str, list[str]] = {}
     for op in registered.values():
         for candidate in op.candidates:
-            names = {op.name, f"{op.name}.{candidate.name}"}
+            names = _names(op, candidate)
             reason = "switched off" if names & set(disabled) else op.complaint(candidate, site)
             if not reason:
                 chosen[op.name], functions[op.name] = candidate.name, candidate.build(site)
@@ -189,6 +195,21 @@ def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None 
     return Ops(site, chosen, functions, registered)
 
 
+def _names(op: Op, candidate: Candidate) -> set[str]:
+    """By which a candidate may be switched off."""
+    return {op.name, candidate.name, f"{op.name}.{candidate.name}"}
+
+
+def check_disabled(names: Collection[str]) -> None:
+    """Raises: EngineStartError for what nothing is called."""
+    known = {CUDA_GRAPH}.union(*(_names(op, c) for op in discover() for c in op.candidates))
+    if unknown := sorted(set(names) - known):
+        raise EngineStartError(
+            f"VLM_ENGINE__DISABLED_OPS: there is no operator {unknown[0]!r}; there are "
+            f"{', '.join(sorted(known))}"
+        )
+
+
 def references(site: Site) -> Ops:
     """Every operator by its reference."""
     registered = {op.name: op for op in discover()}
@@ -197,11 +218,13 @@ def references(site: Site) -> Ops:
 
 
 @cache
-def cpu_ops(mode: CpuKernels, level: CpuLevel | None = None) -> Ops:
+def cpu_ops(
+    mode: CpuKernels, level: CpuLevel | None = None, disabled: frozenset[str] = frozenset()
+) -> Ops:
     """Operators on a CPU of a level, by default this machine's; tried once a process."""
     site = Site(torch.device("cpu"), cpu_kernels=mode, level=level or choose_level())
-    ops = references(site) if mode == "off" else choose(site)
-    if mode != "off" and not ops.is_native:
+    ops = references(site) if mode == "off" else choose(site, disabled)
+    if mode != "off" and "cpu" not in disabled and not ops.is_native:
         reasons = {
             c.lacks(site)
             for op in ops.registered.values()

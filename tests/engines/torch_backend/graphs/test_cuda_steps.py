@@ -6,7 +6,7 @@ Nothing is captured here, but the function that would be runs over the same buff
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +15,10 @@ from engines.core.request import EngineRequest
 from engines.core.runner import SequenceFailure, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend import runner
-from engines.torch_backend.graphs import cuda_graph, cuda_steps
+from engines.torch_backend.graphs import cuda_graph
 from engines.torch_backend.graphs.cuda_graph import DecodeGraphs, Drawing, batch_sizes
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.models.llava import VLMConfig
-from engines.torch_backend.ops.registry import discover
-from engines.torch_backend.settings import GpuKernel, TorchSettings
 from shared.protocol import SamplingParams
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
 from tests.factories_torch import (
@@ -275,7 +273,7 @@ def test_scores_that_are_no_numbers_fail_their_request_alone(
 
 def test_what_is_switched_off_is_not_used(on_cpu: None, monkeypatch: pytest.MonkeyPatch):
     seen = spy(monkeypatch)
-    made = make_runner(pair("grouped"), disabled_gpu_kernels=("cuda_graph",))
+    made = make_runner(pair("grouped"), disabled_ops=("cuda_graph",))
     assert made.run(Batch([make_item("r", 0, 1)])).choices[0] is not None
     assert not seen
 
@@ -323,13 +321,6 @@ def test_batch_sizes_leave_few_rows_idle():
     assert batch_sizes(1) == (1,)
     assert batch_sizes(4) == (1, 2, 4)
     assert batch_sizes(20) == (1, 2, 4, 8, 16, 20)
-
-
-def test_the_settings_name_what_can_be_switched_off():
-    named = {cuda_steps.OPERATORS.get(name, name).partition(".")[0] for name in get_args(GpuKernel)}
-    assert named <= {*(op.name for op in discover()), cuda_steps.GRAPH}
-    settings = TorchSettings.read("torch", {"disabled_gpu_kernels": "gate, varlen"})
-    assert settings.disabled_gpu_kernels == ("gate", "varlen")
 
 
 def turn(request: EngineRequest, rows: int) -> EngineRequest:
