@@ -1,8 +1,8 @@
 """The interface between a worker and an engine: one model on one device, driven step by step.
 
-A worker asks what the engine can do (`capabilities`), prepares calls in its threads (`prepare_image`, `prepare`), and
-hands what came of them to one thread that drives the engine (`add`, `step`, `abort`). What the engine has to tell is
-in `EngineOutput` and `EngineStats`.
+A worker asks what the engine can do (`capabilities`), prepares calls in its threads
+(`prepare_image`, `prepare`), and hands what came of them to one thread that drives the engine
+(`add`, `step`, `abort`). What the engine has to tell is in `EngineOutput` and `EngineStats`.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +54,8 @@ class Capabilities:
 
     max_num_seqs: int  #: calls that it works on at a time
     tasks: tuple[str, ...] = ("generate",)  #: tags of the tasks that it takes
-    #: Whether `prepare_image` decodes images of strangers: it is given a decoder in processes without rights.
+    #: Whether `prepare_image` decodes images of strangers: it is given a decoder in processes
+    #: without rights.
     decodes_images: bool = False
     #: Whether it goes on with an answer of which an earlier attempt has told tokens.
     can_continue: bool = False
@@ -103,9 +104,10 @@ class EngineInput(Protocol):
 class EngineOutput:
     """What one step made for one request. The first output of a request may have no token yet.
 
-    `index` is the number of output tokens before these. An engine that has no token ids sets `num_without_id`: usage,
-    rates and the order of events count tokens, not texts. `finish_reason` or `error` make it terminal;
-    `usage` is complete then, and `timings` hold the engine's own stages (queue, vision, prefill, decode).
+    `index` is the number of output tokens before these. An engine that has no token ids sets
+    `num_without_id`: usage, rates and the order of events count tokens, not texts. `finish_reason`
+    or `error` make it terminal; `usage` is complete then, and `timings` hold the engine's own
+    stages (queue, vision, prefill, decode).
     """
 
     request_id: str
@@ -155,7 +157,8 @@ class Engine(ABC, Generic[Input]):
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """An image as `prepare` wants it: the encoded bytes, unless the engine makes something else of them.
 
-        The worker keeps it for other calls, at the cost of its `nbytes` or length. Thread-safe. Raises: InvalidImage.
+        The worker keeps it for other calls, at the cost of its `nbytes` or length. Thread-safe.
+        Raises: InvalidImage.
         """
         return data
 
@@ -188,7 +191,8 @@ class Engine(ABC, Generic[Input]):
         """Free the device. Idempotent."""
 
 
-#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its share done, 0..1.
+#: Called with a phase (`download`, `compile`, `load`, `quantize`, `warmup`) and its share done,
+#: 0..1.
 Progress = Callable[[str, float], None]
 
 

@@ -1,7 +1,7 @@
 """The requests that this worker has claimed, from their start until they end or are dropped.
 
-Called by the worker's loops, on the event loop. It must not know Redis: what is to be told goes into the
-outbox, what comes in are claims.
+Called by the worker's loops, on the event loop. It must not know Redis: what is to be told goes
+into the outbox, what comes in are claims.
 """
 
 import asyncio
@@ -163,7 +163,8 @@ class ActiveRequest:
         )
 
 
-#: Makes the spans of a request that ends: the engine's own stages, if it has told them, and the outcome.
+#: Makes the spans of a request that ends: the engine's own stages, if it has told them, and the
+#: outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
 
 
@@ -266,7 +267,7 @@ class ActiveRequests:
     async def _prepare(self, active: ActiveRequest) -> None:
         try:
             if active.claim.is_suspect and not await self._begin(active.claim):
-                self.let_go(active, "taken back before it began")
+                self.drop(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(
                 active.call, active.engine_id, active.output_token_ids, active.num_told
@@ -324,22 +325,22 @@ class ActiveRequests:
     ) -> None:
         """End a request in an error; it is dropped when that is published."""
         self._outbox.post(active, active.failed(code, message, param))
-        self._tell(active, code.value)
+        self._end_trace(active, code.value)
         self._stop_work(active)
 
-    def let_go(self, active: ActiveRequest, why: str) -> None:
+    def drop(self, active: ActiveRequest, why: str) -> None:
         """Stop work on a request that is not ours any more."""
         log = logger.info if why == "cancelled" else logger.warning
         log("request %s is no longer ours: %s", active.request_id, why)
-        self._tell(active, why)
+        self._end_trace(active, why)
         self.forget(active)
 
-    def _tell(self, active: ActiveRequest, outcome: str) -> None:
+    def _end_trace(self, active: ActiveRequest, outcome: str) -> None:
         if self._trace is not None:
             self._trace(active, None, outcome)
 
     def forget(self, active: ActiveRequest) -> None:
-        """Drop a request: nothing more is done or said about it."""
+        """Do and say nothing more about a request."""
         self._stop_work(active)
         self._outbox.drop(active)
         if self.find(active.claim) is active:

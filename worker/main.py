@@ -1,6 +1,7 @@
 """The worker process: builds the parts from the settings, runs them, ends with a telling exit code.
 
-0: stopped by a signal. 70: a step hung (watchdog). 71: the engine broke. 78: it cannot start as configured.
+0: stopped by a signal. 70: a step hung (watchdog). 71: the engine broke. 78: it cannot start as
+configured.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ from worker.worker import Worker
 
 EXIT_BROKEN = 71
 
-#: The engine's thread runs Python too; at the default of 5 ms the loop would wait that long for its turn.
+#: The engine's thread runs Python too; at the default of 5 ms the loop would wait that long for its
+#: turn.
 SWITCH_INTERVAL_S = 0.0005
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,8 @@ class WorkerProcess:
             loaded = await self._load_engine(stack)
             worker = self._create_worker(stack, loaded)
             self._worker = worker
-            # Model and libraries live as long as the process: no collection shall stop streams to look at them.
+            # Model and libraries live as long as the process: no collection shall stop streams to
+            # look at them.
             gc.collect()
             gc.freeze()
             logger.info(

@@ -1,6 +1,7 @@
 """The worker's metrics, read from the engine and the queue when somebody scrapes.
 
-Names and meanings are declared in `shared.telemetry.metrics`; here is only where the numbers come from.
+Names and meanings are declared in `shared.telemetry.metrics`; here is only where the numbers come
+from.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

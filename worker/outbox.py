@@ -1,7 +1,7 @@
 """Events that wait to be published: consecutive ones of a request merge while a publish is under way.
 
-Tokens that nobody reads as they come wait a little longer, for the end of their answer at best. Pure: no Redis.
-Filled and emptied on the event loop.
+Tokens that nobody reads as they come wait a little longer, for the end of their answer at best.
+Pure: no Redis. Filled and emptied on the event loop.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from engines.base import EngineOutput
 from shared.protocol import Call, CallEvent, Failed, Finished, Started, Tokens, encode_events
 from shared.queue.api import Claim, Ending, Publication
 
-#: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a worker.
+#: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a
+#: worker.
 HOLD_S = 0.25
 
 

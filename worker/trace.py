@@ -1,7 +1,7 @@
 """The worker's spans of a request: one for all that it did, and below it queue, preprocess, vision, prefill, decode.
 
-Made when a request ends, from the readings that its `StageTimings` come from. They hang below the gateway's span,
-whose name is in the request's record. No text and no images.
+Made when a request ends, from the readings that its `StageTimings` come from. They hang below the
+gateway's span, whose name is in the request's record. No text and no images.
 """
 
 import time

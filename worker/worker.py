@@ -55,7 +55,7 @@ class Worker:
         self.queue = queue
         self._registry = registry
         self._outbox = Outbox()
-        self._active_requests = ActiveRequests(
+        self.active_requests = ActiveRequests(
             engine,
             preprocessor,
             self._outbox,
@@ -66,7 +66,7 @@ class Worker:
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._taking = ClaimLoops(settings, queue, engine, self._active_requests)
+        self._loops = ClaimLoops(settings, queue, engine, self.active_requests)
         self._last_contact_at = 0.0
 
     # Life
@@ -77,9 +77,9 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 taking = [
-                    tasks.create_task(self._taking.claim_requests(), name="claim requests"),
-                    tasks.create_task(self._taking.claim_batch_work(), name="claim batch work"),
-                    tasks.create_task(self._taking.reclaim_requests(), name="reclaim requests"),
+                    tasks.create_task(self._loops.claim_requests(), name="claim requests"),
+                    tasks.create_task(self._loops.claim_batch_work(), name="claim batch work"),
+                    tasks.create_task(self._loops.reclaim_requests(), name="reclaim requests"),
                 ]
                 keeping = [
                     tasks.create_task(self.publish_events(), name="publish events"),
@@ -109,10 +109,10 @@ class Worker:
     async def _give_back_strays(self) -> None:
         """Others take at once what was being claimed at this moment, rather than after a lease."""
         with suppress(QueueUnavailable):  # there is another try at the end
-            await self.queue.leave(keep=[active.claim for active in self._active_requests.all()])
+            await self.queue.leave(keep=[active.claim for active in self.active_requests.all()])
 
     async def _drain(self) -> None:
-        logger.info("stopping; %d requests run", len(self._active_requests))
+        logger.info("stopping; %d requests run", len(self.active_requests))
         waiting = {
             asyncio.create_task(self._wait_until_empty()),
             asyncio.create_task(self._hurrying.wait()),
@@ -123,14 +123,14 @@ class Worker:
         _cancel(pending)
 
     async def _wait_until_empty(self) -> None:
-        while self._active_requests:
-            await self._active_requests.wait_for_change()
+        while self.active_requests:
+            await self.active_requests.wait_for_change()
 
     async def _leave(self, *, blame: bool) -> None:
         """Give back what is left, so that others continue it at once, and say goodbye."""
-        active_requests = self._active_requests.all()
+        active_requests = self.active_requests.all()
         for active in active_requests:
-            self._active_requests.forget(active)
+            self.active_requests.forget(active)
         with suppress(QueueUnavailable, RedisError):
             claims = [active.claim for active in active_requests]
             released = await self.queue.release(claims, blame=blame)
@@ -147,7 +147,7 @@ class Worker:
 
     def on_events(self, events: list[EngineEvent]) -> None:
         """Take what the engine's thread has to say."""
-        self._active_requests.on_events(events)
+        self.active_requests.on_events(events)
 
     # Loops
 
@@ -169,34 +169,34 @@ class Worker:
         refused = await self.queue.publish(self._unsent)
         sent, self._unsent = self._unsent, []
         for publication in sent:
-            active = self._active_requests.find(publication.claim)
+            active = self.active_requests.find(publication.claim)
             if active is None:
                 continue
             if active.request_id in refused:
-                self._active_requests.let_go(active, refused[active.request_id])
+                self.active_requests.drop(active, refused[active.request_id])
             elif publication.ending is not None:
-                self._active_requests.forget(active)
+                self.active_requests.forget(active)
 
     async def renew_leases(self) -> None:
         """Keep the leases, however long a step takes that the watchdog allows. Learn what was cancelled."""
         await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
 
     async def _renew_once(self) -> None:
-        active_requests = self._active_requests.all()
+        active_requests = self.active_requests.all()
         if not active_requests or self._is_wedged:
             return
         refused = await self.queue.renew([active.claim for active in active_requests])
         for active in active_requests:
-            if active.request_id in refused and self._active_requests.find(active.claim):
-                self._active_requests.let_go(active, refused[active.request_id])
+            if active.request_id in refused and self.active_requests.find(active.claim):
+                self.active_requests.drop(active, refused[active.request_id])
         await self._cancel_deserted()
 
     async def _cancel_deserted(self) -> None:
         """End what nobody waits for: the requests of gateways that are gone."""
-        waited_for = [f.claim for f in self._active_requests.all() if not f.call.is_resumable]
+        waited_for = [f.claim for f in self.active_requests.all() if not f.call.is_resumable]
         for claim in await self.queue.cancel_deserted(waited_for):
-            if (active := self._active_requests.find(claim)) is not None:
-                self._active_requests.let_go(active, "cancelled")
+            if (active := self.active_requests.find(claim)) is not None:
+                self.active_requests.drop(active, "cancelled")
 
     @property
     def _is_wedged(self) -> bool:
@@ -209,10 +209,10 @@ class Worker:
         while True:
             await asyncio.sleep(DEADLINE_CHECK_S)
             now = time.monotonic()
-            for active in self._active_requests.all():
+            for active in self.active_requests.all():
                 if now >= active.deadline_at:
                     code, message = ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed"
-                    self._active_requests.fail(active, code, message)
+                    self.active_requests.fail(active, code, message)
 
     async def announce(self) -> None:
         """Tell the gateways that this worker is there, and how busy."""

@@ -163,9 +163,10 @@ class BlockManager:
             sequence.num_published_blocks = index + 1
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Let nobody find the blocks of a sequence that failed, nor those that were computed from them.
+        """Let nobody find a failed sequence's blocks, nor those that were computed from them.
 
-        Any of them may hold what made it fail: a chunk of a prompt is published before its scores are looked at.
+        Any of them may hold what made it fail: a chunk of a prompt is published before its scores
+        are looked at.
         """
         children: dict[bytes, list[bytes]] = {}
         for block_hash, block_id in self._published.items():
@@ -189,7 +190,7 @@ class BlockManager:
         sequence.block_ids = []
 
     def park_freed(self) -> None:
-        """Lend what is freed from now on to nobody until `unpark`: a step that is under way may write to it."""
+        """Lend nobody what is freed until `unpark`: a step in flight may write to it."""
         self._is_parking = True
 
     def unpark(self) -> None:
@@ -218,7 +219,7 @@ class BlockManager:
         assert published == self._published, "published blocks and their hashes disagree"
 
     def _check_table(self, sequence: Sequence) -> None:
-        """What is published is as this sequence computed it, and what it will write to is its own."""
+        """Published blocks are as this sequence computed them; it writes to blocks of its own."""
         assert len(set(sequence.block_ids)) == len(sequence.block_ids), "one block twice"
         assert sequence.status is SequenceStatus.RUNNING or not sequence.block_ids
         assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size

@@ -1,7 +1,7 @@
 """How much a step may compute: tokens, images, and prompts beside running streams.
 
-`StepLimits` are an engine's own: memory that runs out lowers them, and the time that steps take moves the share of
-prompts. `StepBudget` is what one step has left while the scheduler plans it.
+`StepLimits` are an engine's own: memory that runs out lowers them, and the time that steps take
+moves the share of prompts. `StepBudget` is what one step has left while the scheduler plans it.
 """
 
 import logging
@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 #: Steps without an accident after which twice as much is tried: another one then costs little.
 RECOVERY_STEPS = 1000
-#: A step with prompt tokens takes so many times what it takes without; twice at most is promised, and steps vary.
+#: A step with prompt tokens takes so many times what it takes without; twice at most is promised,
+#: and steps vary.
 MAX_SLOWDOWN = 1.6
 _SMALLEST_CHUNK = 3  # beside one stream four tokens, which CPU kernels compute together
 _NUM_STREAMS = 8
 _TRIES = 2
-#: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one in a hundred is too long.
+#: A step that was too long shrinks the next ones by a tenth, one that was not lets them grow: one
+#: in a hundred is too long.
 _SHRINKING, _GROWING = 0.9, 1.001
 _SHARES = 0.2, 4.0  # of what was measured at the start, at least and at most
 _LONGEST_RUN = 64  # steps with prompts, before one without shows what these are compared to
-#: Weight of the newest step in what steps without prompts take, and of one that was not seen for long; it may be noise.
+#: Weight of the newest step in what steps without prompts take, and of one that was not seen for
+#: long; it may be noise.
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
 
@@ -83,7 +86,7 @@ class StepLimits:
         return StepBudget(self._num_tokens, self._prefill_tokens_beside(running), self._num_images)
 
     def halve(self, batch: Batch) -> None:
-        """Let steps be half of what this one was. Raises: DeviceOutOfMemory if it was the smallest."""
+        """Let steps be half of this one. Raises: DeviceOutOfMemory if it was the smallest."""
         if batch.num_tokens == 1:
             raise DeviceOutOfMemory("the device has no memory for even one token")
         images = {image.image_hash for item in batch.items for image in item.images}
@@ -124,18 +127,18 @@ class StepLimits:
 
 @dataclass(slots=True)
 class PrefillLimit:
-    """How many prompt tokens a step may compute beside running streams, so that these do not stutter.
+    """How many prompt tokens a step may compute beside streams, so that these do not stutter.
 
-    Measured once by the loader, then corrected by the times of steps: later contexts are longer, and the machine has
-    other work at other times.
+    Measured once by the loader, then corrected by the times of steps: later contexts are longer,
+    and the machine has other work at other times.
     """
 
     #: Beside one stream.
     num_tokens: int
     #: By what share more beside each further one.
     growth: float = 0.0
-    #: What a step beside streams may take longer, which follows the times of steps. None: nothing is followed,
-    #: because launching a step does not compute it.
+    #: What a step beside streams may take longer, which follows the times of steps. None: nothing
+    #: is followed, because launching a step does not compute it.
     spare_s: float | None = None
     #: Whether `num_tokens` was configured and stays.
     is_fixed: bool = False
@@ -145,9 +148,10 @@ class PrefillLimit:
     _stale: set[int] = field(default_factory=set, compare=False)
 
     def beside(self, num_streams: int) -> int:
-        """Prompt tokens of the next step, which draws so many tokens; none now and then, while prompts never end.
+        """Prompt tokens of the next step beside so many streams; now and then none.
 
-        What streams alone take changes with contexts and with what else the machine does: it has to be seen.
+        What streams alone take changes with contexts and with what else the machine does: it has to
+        be seen.
         """
         if self.is_fixed:
             return self.num_tokens
@@ -194,7 +198,8 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
     """
     trial = _Trial(runner)
     alone = trial.seconds(num_streams=1)
-    # A GPU's streams are computed by graphs, its prompts are not: neither says how long the other takes.
+    # A GPU's streams are computed by graphs, its prompts are not: neither says how long the other
+    # takes.
     spare_s = None if runner.runs_async else (MAX_SLOWDOWN - 1) * alone
     fast_chunk, fast_s, chunk = 0, alone, _SMALLEST_CHUNK
     while (seconds := trial.seconds(1, chunk)) <= MAX_SLOWDOWN * alone:

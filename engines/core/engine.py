@@ -35,7 +35,7 @@ from shared.protocol import FinishReason, ImageRef, OutputLogprob, StageTimings,
 
 @dataclass(slots=True)
 class Generation:
-    """A request inside the engine, from `add` to its last output: a sequence, its text and its clock readings."""
+    """A request from `add` to its last output: a sequence, its text and its clock readings."""
 
     sequence: Sequence
     detokenizer: Detokenizer
@@ -79,7 +79,7 @@ class BatchingEngine(Engine[EngineRequest]):
         startup_s: Mapping[str, float] | None = None,
         prefill_limit: PrefillLimit | None = None,
     ) -> None:
-        """Put an engine together. `prefill_limit` is what was measured; the configuration's own goes before it."""
+        """`prefill_limit` is what was measured; the configured one goes before it."""
         self.runner = runner
         self.processor = processor
         self.tokenizer = tokenizer = processor.tokenizer
@@ -117,7 +117,7 @@ class BatchingEngine(Engine[EngineRequest]):
         self._num_output_tokens = 0
 
     def capabilities(self) -> Capabilities:
-        """Generation that can be taken over; whether it looks at images and is quick, the processor knows."""
+        """Generation that can be taken over; the rest is the processor's."""
         return Capabilities(
             self.scheduler.max_num_seqs,
             decodes_images=self.processor.decodes_images,
@@ -181,8 +181,8 @@ class BatchingEngine(Engine[EngineRequest]):
     def step(self) -> list[EngineOutput]:
         """One forward pass of a batch. Returns what each of its requests has to say.
 
-        Raises: DeviceOutOfMemory when steps cannot be smaller, and whatever a runner raises that is no single request's
-        fault; the engine is lost.
+        Raises: DeviceOutOfMemory when steps cannot be smaller, and whatever a runner raises that is
+        no single request's fault; the engine is lost.
         """
         self._num_steps += 1
         early, self._finished_early = self._finished_early, []

@@ -1,8 +1,9 @@
 """Launches the scheduler's steps and waits for them: one by one, or one behind another.
 
-While the device computes a step, the next one is launched if it can be known, so that the device does not rest while the
-host handles tokens. That is one kind of step: each sequence decodes its next token. All else - prompts, images, newcomers,
-preemption, failures - happens when no step is in flight.
+While the device computes a step, the next one is launched if it can be known, so that the device
+does not rest while the host handles tokens. That is one kind of step: each sequence decodes its
+next token. All else - prompts, images, newcomers, preemption, failures - happens when no step is in
+flight.
 """
 
 import time
@@ -29,7 +30,7 @@ class _LaunchedStep:
 
 
 class StepPipeline:
-    """At most two steps are in flight: one that is waited for, and one launched ahead of its tokens."""
+    """At most two steps are in flight: one that is waited for, and one launched ahead."""
 
     def __init__(self, scheduler: Scheduler, limits: StepLimits, *, is_overlapping: bool) -> None:
         self._scheduler = scheduler
@@ -50,8 +51,8 @@ class StepPipeline:
     def run(self, runner: ModelRunner, batch: Batch) -> tuple[Batch, StepResult]:
         """Compute what `schedule` gave. Returns the shares of sequences that have not ended meanwhile.
 
-        Empty if there is no memory for it. Raises: SequenceFailure, and DeviceOutOfMemory when steps cannot be smaller;
-        then no step is in flight, and what was is scheduled again.
+        Empty if there is no memory for it. Raises: SequenceFailure, and DeviceOutOfMemory when
+        steps cannot be smaller; then no step is in flight, and what was is scheduled again.
         """
         if not batch.items:
             return batch, StepResult([])
@@ -88,7 +89,7 @@ class StepPipeline:
         self._scheduler.blocks.unpark()
 
     def _launch_next(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep | None:
-        """Launch the step behind one that is in flight, if it can be known and the device takes it."""
+        """Launch the step behind one in flight, if it can be known and the device takes it."""
         following = self._plan_next(batch)
         if not following.items:
             return None
@@ -100,10 +101,10 @@ class StepPipeline:
         return launched
 
     def _plan_next(self, batch: Batch) -> Batch:
-        """The next token of each sequence in a launched batch; empty where anything else might have to happen.
+        """The next token of each sequence in a launched batch; empty where anything else may be due.
 
-        Sequences that reach `max_tokens` by the launched step are skipped; an early stop is computed and discarded.
-        Nothing changes but block tables, which may grow early.
+        Sequences that reach `max_tokens` by the launched step are skipped; an early stop is
+        computed and discarded. Nothing changes but block tables, which may grow early.
         """
         scheduler = self._scheduler
         running = [
@@ -134,7 +135,7 @@ def _launch(runner: ModelRunner, batch: Batch) -> _LaunchedStep:
 
 
 def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:
-    """A step without the shares of sequences that ended while it was computed: nobody is to see their tokens."""
+    """A step without the shares of sequences that ended while it was computed."""
     pairs = [
         (item, choice)
         for item, choice in zip(batch.items, result.choices, strict=True)
@@ -146,7 +147,7 @@ def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]
 
 
 def _has_ended(batch: Batch, request_id: str) -> bool:
-    """Whether a failure is of a sequence that ended while the step was computed: it is nobody's then."""
+    """Whether the sequence that failed had ended already: the failure is nobody's then."""
     return any(
         item.sequence.request_id == request_id and item.sequence.status is SequenceStatus.FINISHED
         for item in batch.items

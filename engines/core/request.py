@@ -11,8 +11,9 @@ from shared.protocol import Priority, SamplingParams
 class ImageInput:
     """An image in a prompt: a run of `num_tokens` tokens from `offset`, some of which are slots.
 
-    `image_hash` identifies it in every cache, together with how it was processed; `pixels` is whatever the runner's
-    own image processor made. Tokens of the run that are no slots, such as line breaks, are embedded as text.
+    `image_hash` identifies it in every cache, together with how it was processed; `pixels` is
+    whatever the runner's own image processor made. Tokens of the run that are no slots, such as
+    line breaks, are embedded as text.
     """
 
     offset: int
@@ -20,7 +21,7 @@ class ImageInput:
     image_hash: str
     pixels: Any
     slots: tuple[tuple[int, int], ...] = ()
-    """Runs of slots as (start, stop) within the image, which its features fill in order. Empty: all of it."""
+    """Runs of slots as (start, stop) within the image, filled in order. Empty: all of it."""
     #: Rows and columns of slots and the like, where positions depend on them.
     grid: tuple[int, ...] = ()
 
@@ -41,7 +42,7 @@ Positions = tuple[Sequence[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A prompt ready for the engine. Output tokens of an earlier attempt come along and are continued."""
+    """A prompt ready for the engine. Output tokens of an earlier attempt are continued."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -1,7 +1,7 @@
 """The seam between the scheduler and the arithmetic: protocols that the mock and torch both keep.
 
-A backend is a `ModelRunner` (computes steps, called by the engine thread alone), and a `Processor` (turns
-messages and image bytes into engine inputs; thread-safe, called from a pool).
+A backend is a `ModelRunner` (computes steps, called by the engine thread alone), and a `Processor`
+(turns messages and image bytes into engine inputs; thread-safe, called from a pool).
 """
 
 from collections.abc import Sequence as Items
@@ -32,7 +32,7 @@ class DeviceOutOfMemory(Exception):
 
 @dataclass(slots=True)
 class TokenChoice:
-    """One sequence's next token; `top_logprobs` are (token id, natural-log probability), best first."""
+    """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first."""
 
     token_id: int
     logprob: float | None = None
@@ -43,9 +43,9 @@ class TokenChoice:
 class StepResult:
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
-    `vision_s` is the part of the step that went into encoding images. `deferred` are the requests whose share
-    was left for a later step, because of an image of theirs; of these, `late` are the ones whose image is not
-    encoded yet, so that the next step beside streams leaves them too.
+    `vision_s` is the part of the step that went into encoding images. `deferred` are the requests
+    whose share was left for a later step, because of an image of theirs; of these, `late` are the
+    ones whose image is not encoded yet, so that the next step beside streams leaves them too.
     """
 
     choices: list[TokenChoice | None]
@@ -59,7 +59,7 @@ class RunningStep(Protocol):
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether another may be launched behind it that decodes the tokens which this one draws."""
+        """Whether a step may be launched behind it that decodes the tokens of this one."""
         ...
 
     def wait(self) -> StepResult:
@@ -91,9 +91,9 @@ class ModelRunner(Protocol):
     def launch(self, batch: Batch) -> RunningStep:
         """Begin to compute every scheduled token and to draw the next one where a sequence has caught up.
 
-        At most one step is under way when another is launched, and whoever has a share in both `follows`. All that
-        is read of the sequences is read here. Raises: SequenceFailure, DeviceOutOfMemory, as does waiting for
-        the step; anything else is the end of the engine.
+        At most one step is under way when another is launched, and whoever has a share in both
+        `follows`. All that is read of the sequences is read here. Raises: SequenceFailure,
+        DeviceOutOfMemory, as does waiting for the step; anything else is the end of the engine.
         """
         ...
 
@@ -158,8 +158,8 @@ class Processor(Protocol):
     ) -> Any:
         """Decode and resize one image.
 
-        `expected_size` is the (width, height) that was admitted; an image of another is refused before it
-        is decoded. `decode` says where that is done. Raises: InvalidImage.
+        `expected_size` is the (width, height) that was admitted; an image of another is refused
+        before it is decoded. `decode` says where that is done. Raises: InvalidImage.
         """
         ...
 

@@ -21,8 +21,9 @@ from shared.protocol import FinishReason
 class Scheduler:
     """Owns every sequence from `add` until it is finished or removed.
 
-    No sequence waits for ever: the oldest running one can always take every block from the younger ones, `add` is only
-    given sequences whose longest form fits into the pool, and a batch sequence lets a limited number pass.
+    No sequence waits for ever: the oldest running one can always take every block from the younger
+    ones, `add` is only given sequences whose longest form fits into the pool, and a batch sequence
+    lets a limited number pass.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Scheduler:
     ) -> None:
         """Note what a step has computed; who is finished by it frees its blocks.
 
-        The shares of the `deferred` requests were not computed, and are scheduled again. Those of the `late` ones
-        will not be computed beside streams then either, and take no prompt tokens from others.
+        The shares of the `deferred` requests were not computed, and are scheduled again. Those of
+        the `late` ones will not be computed beside streams then either, and take no prompt tokens
+        from others.
         """
         self._late = late
         block_size = self.blocks.block_size
@@ -114,7 +116,7 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def is_waited_for(self) -> bool:
-        """Whether the next schedule might start somebody who waits, or take blocks and seat from another for it."""
+        """Whether the next schedule might start a waiting sequence, or preempt another for it."""
         if not self.waiting:
             return False
         if self._has_room_for_next():
@@ -139,9 +141,10 @@ class Scheduler:
         self.blocks.check_integrity((*self.running.values(), *self.waiting.values()))
 
     def _make_way(self) -> None:
-        """Take seat and blocks from batch sequences, the youngest first, for the interactive one that waits first.
+        """Preempt batch sequences, the youngest first, for the interactive one that waits first.
 
-        For one a step, whose prompt may take all of it; from nobody if all of theirs would be too little.
+        For one a step, whose prompt may take all of it; from nobody if all of theirs would be too
+        little.
         """
         if next(iter(self.waiting.values())).is_preemptible:
             return
@@ -155,7 +158,7 @@ class Scheduler:
             self._preempt(victim)
 
     def _has_room_for_next(self, num_leaving: int = 0, num_freed: int = 0) -> bool:
-        """Whether who waits first finds seat and blocks, once so many have left and freed so many."""
+        """Whether the first waiting one would have seat and blocks, once so many are free."""
         num_running = len(self.running) - num_leaving
         if num_running == self.max_num_seqs:
             return False
@@ -214,7 +217,7 @@ class Scheduler:
             self.blocks.promise(sequence, num_new)
 
     def _note_pass(self, started: Sequence) -> None:
-        """Whoever was started has passed the first batch sequence that waits, and the first within its prompt."""
+        """Count one pass for the first batch sequence that waits, and the first in its prompt."""
         if started.is_preemptible:
             return
         begun = (s for s in self.running.values() if s.num_pending_tokens > 1)
@@ -252,7 +255,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks; it keeps its tokens and waits before all others of its kind."""
+        """Take a sequence's blocks; it keeps its tokens and waits before others of its kind."""
         del self.running[sequence.request_id]
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
@@ -263,7 +266,7 @@ class Scheduler:
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
-    """Put a sequence into its place: behind all interactive ones if it yields, and last or first among its kind."""
+    """Queue a sequence last, or first, among its kind: interactive ones before batch work."""
     is_preemptible = sequence.is_preemptible
     passed = [
         request_id

@@ -25,8 +25,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """Tokens of one request and how many of them are computed.
 
-    There is no prefill flag: `num_computed_tokens` catches up with `num_tokens`, in one step or many, after
-    a prefix hit, a preemption or a takeover alike.
+    There is no prefill flag: `num_computed_tokens` catches up with `num_tokens`, in one step or
+    many, after a prefix hit, a preemption or a takeover alike.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class Sequence:
         )
 
     def positions(self, start: int, end: int) -> list[list[int]]:
-        """Rotary positions of the tokens from `start` to before `end`, by row; one row where all are alike."""
+        """Rotary positions from `start` to before `end`, by row; one row where all are alike."""
         if not self.prompt_positions:
             return [list(range(start, end))]
         split, shift = self.num_prompt_tokens, self._shift
@@ -101,15 +101,16 @@ class Sequence:
 
 
 class ScheduledSequence:
-    """One sequence's share of a step: the tokens from `start` to before `end`, as planned; it does not change.
+    """One sequence's share of a step: the tokens from `start` to before `end`. Immutable.
 
-    Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step draws a token.
+    Blocks for all of them are in `sequence.block_ids` already. When `samples` is true the step
+    draws a token.
     """
 
     __slots__ = ("end", "follows", "num_new_tokens", "samples", "sequence", "start")
 
     def __init__(self, sequence: Sequence, num_new_tokens: int, follows: int | None = None) -> None:
-        """What the sequence has yet to compute, or, where it `follows`, the one token that it will have next.
+        """What the sequence has yet to compute, or, where it `follows`, its one next token.
 
         That token is drawn by the step launched before, for its share of this number.
         """

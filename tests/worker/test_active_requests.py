@@ -1,4 +1,4 @@
-"""What is in the air, without a worker around it."""
+"""The active requests, without a worker around them."""
 
 import asyncio
 

@@ -7,7 +7,6 @@ from io import BytesIO
 
 import pytest
 from PIL import Image
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 import shared.queue.claim
 from shared.blobs.redis_store import RedisBlobStore
@@ -24,7 +23,7 @@ from shared.protocol import (
     TextPart,
     Tokens,
 )
-from shared.queue.api import CLEARED_AFTER_TOKENS
+from shared.queue.api import CLEARED_AFTER_TOKENS, QueueUnavailable
 from shared.queue.keys import GROUP
 from shared.queue.registry import Registry
 from tests.factories_queue import MODEL, make_request
@@ -147,7 +146,7 @@ async def test_a_worker_claims_no_more_than_its_engine_can_run(ends):
             await ends.enqueue()
 
         async def has_two() -> bool:
-            return len(running.worker._active_requests) == 2
+            return len(running.worker.active_requests) == 2
 
         await until(has_two)
         await asyncio.sleep(0.1)  # more loops than would be needed to claim another
@@ -167,7 +166,7 @@ async def test_a_cancelled_request_leaves_the_engine_within_two_steps_and_a_seco
         await ends.queue.cancel(MODEL, [request.id])
 
         async def is_idle() -> bool:
-            return not running.engine.has_work() and len(running.worker._active_requests) == 0
+            return not running.engine.has_work() and len(running.worker.active_requests) == 0
 
         await until(is_idle, 2 * step_s + 1.0)
         assert running.engine.aborted
@@ -304,7 +303,7 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
             wedged.engine.gate.set()
 
             async def has_let_go() -> bool:
-                return len(wedged.worker._active_requests) == 0
+                return len(wedged.worker.active_requests) == 0
 
             await until(has_let_go)
     assert len(token_ids(answers.events[request.id])) == 200
@@ -356,7 +355,7 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
         await ends.let_lease_run_out(claim)
 
         async def is_parked() -> bool:
-            return suspect.id in {f.request_id for f in running.worker._active_requests.all()}
+            return suspect.id in {f.request_id for f in running.worker.active_requests.all()}
 
         await until(is_parked)
         later = await ends.enqueue()
@@ -413,16 +412,15 @@ async def test_a_suspect_is_joined_once_it_came_further_than_before(ends, answer
 
 async def test_events_are_kept_through_an_outage_of_redis(ends, answers, monkeypatch):
     async with run_worker(ends, mock={"decode_s": 0.002, "num_output_tokens": 200}) as running:
-        sender = running.worker.queue._sender
-        run = sender.run
+        publish = running.worker.queue.publish
         is_out = False
 
-        async def fail_while_out(*args):
+        async def fail_while_out(publications):
             if is_out:
-                raise RedisConnectionError("refused")
-            return await run(*args)
+                raise QueueUnavailable("refused")
+            return await publish(publications)
 
-        monkeypatch.setattr(sender, "run", fail_while_out)
+        monkeypatch.setattr(running.worker.queue, "publish", fail_while_out)
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 2)
         is_out = True
