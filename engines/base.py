@@ -25,7 +25,7 @@ from shared.protocol import (
 
 
 class RequestError(Exception):
-    """A call that cannot be served, and only that call; the message is fit for the client's eyes."""
+    """One call that cannot be served; the message is fit for the client's eyes."""
 
 
 class PromptTooLong(RequestError):
@@ -41,7 +41,7 @@ class InvalidRequest(RequestError):
 
 
 class EngineStartError(Exception):
-    """Base of what making an engine raises where the operator is to mend it; the message says how."""
+    """An engine that cannot be made until the operator mends what the message names."""
 
 
 class UnsupportedCheckpoint(EngineStartError):
@@ -76,7 +76,7 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """What `prepare_image` made of an image. The hash names it in every cache; tenants have hashes of their own."""
+    """What `prepare_image` made. The hash names it in every cache and is the tenant's own."""
 
     image_hash: str
     content: Any
@@ -148,14 +148,14 @@ Input = TypeVar("Input", bound=EngineInput)
 
 
 class Engine(ABC, Generic[Input]):
-    """One model on one device. A single thread calls it, but for what prepares calls: any threads do that."""
+    """One model on one device. One thread drives it; any thread may prepare calls."""
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """What it can do; always the same."""
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """An image as `prepare` wants it: the encoded bytes, unless the engine makes something else of them.
+        """An image as `prepare` wants it: the encoded bytes, unless an engine decodes them.
 
         The worker keeps it for other calls, at the cost of its `nbytes` or length. Thread-safe.
         Raises: InvalidImage.
@@ -164,7 +164,7 @@ class Engine(ABC, Generic[Input]):
 
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
-        """What `add` takes; `images[i]` is the i-th of the task. Thread-safe. Raises: RequestError."""
+        """What `add` takes; `images[i]` is the task's i-th. Thread-safe. Raises: RequestError."""
 
     @abstractmethod
     def add(self, request: Input) -> None:
@@ -172,7 +172,7 @@ class Engine(ABC, Generic[Input]):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Forget a request and free what it holds. Idempotent; unknown ids are ignored; no output follows."""
+        """Forget a request and free what it holds; no output follows. Unknown ids are ignored."""
 
     @abstractmethod
     def step(self) -> list[EngineOutput]:

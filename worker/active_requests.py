@@ -119,7 +119,7 @@ class ActiveRequest:
 
     @property
     def engine_id(self) -> str:
-        """The request's id inside the engine: what an earlier attempt still says is not taken for ours."""
+        """The id inside the engine: outputs of an earlier attempt are not taken for ours."""
         return f"{self.request_id}@{self.claim.attempt}"
 
     def failed(self, code: ErrorCode, message: str, param: str | None = None) -> Failed:
@@ -169,7 +169,7 @@ Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
 
 
 class ActiveRequests:
-    """The active requests. `changed` is set when room may have come, or the last one may have ended."""
+    """`changed` is set when room may have come, or the last request may have ended."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class ActiveRequests:
         )
 
     async def wait_for_change(self) -> None:
-        """Until room may have come, or the last one may have ended; a step that says nothing changes it too."""
+        """Until room may have come, or the last one may have ended; steps without output count."""
         self.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_AGAIN_S):
@@ -256,7 +256,7 @@ class ActiveRequests:
             active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
-        """A suspect begins alone or beside cleared ones: if it kills, it kills no other's first attempt."""
+        """A suspect starts alone or beside cleared ones: it kills no other's first attempt."""
         started = [active for active in self._active_requests.values() if active.started_at]
         if any(active.is_alone for active in started):
             return False
@@ -281,7 +281,7 @@ class ActiveRequests:
             self._engine.add(request)
 
     def on_events(self, events: list[EngineEvent]) -> None:
-        """Take what the engine's thread has to say; what several steps said of a request is told at once."""
+        """Take the engine thread's events; what several steps said of a request is one event."""
         outputs: dict[str, list[EngineOutput]] = {}
         for item in events:
             if isinstance(item, EngineOutput):

@@ -80,7 +80,7 @@ class ClaimLoops:
         await repeat(self._reclaim_once, "reclaim requests", self._settings.heartbeat_s)
 
     async def _reclaim_in_turn(self) -> None:
-        """One by one, each as soon as the one before needs to be alone no longer: others try other suspects meanwhile."""
+        """One by one, each once the last need not be alone: others try other suspects meanwhile."""
         until = time.monotonic() + self._settings.heartbeat_s
         while self._limit(self._active_requests.room()) and (
             claims := await self._queue.reclaim(1)

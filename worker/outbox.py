@@ -1,4 +1,4 @@
-"""Events that wait to be published: consecutive ones of a request merge while a publish is under way.
+"""Events that wait to be published; consecutive ones of a request merge meanwhile.
 
 Tokens that nobody reads as they come wait a little longer, for the end of their answer at best.
 Pure: no Redis. Filled and emptied on the event loop.

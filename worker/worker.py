@@ -152,7 +152,7 @@ class Worker:
     # Loops
 
     async def _begin(self, claim: Claim) -> bool:
-        """Say that a suspect starts, after Redis is back if it is away. Returns whether it is still ours."""
+        """Say that a suspect starts, once Redis answers. Returns whether it is still ours."""
         while True:
             try:
                 return await self.queue.begin(claim)
@@ -161,7 +161,7 @@ class Worker:
                 await asyncio.sleep(self._settings.heartbeat_s)
 
     async def publish_events(self) -> None:
-        """Publish all that was said since the last publish; what Redis did not answer goes out again."""
+        """Publish what was said since the last publish; what Redis did not answer goes again."""
         await repeat(self._publish_once, "publish events")
 
     async def _publish_once(self) -> None:
@@ -178,7 +178,7 @@ class Worker:
                 self.active_requests.forget(active)
 
     async def renew_leases(self) -> None:
-        """Keep the leases, however long a step takes that the watchdog allows. Learn what was cancelled."""
+        """Keep the leases while steps are within the watchdog's time. Learn what was cancelled."""
         await repeat(self._renew_once, "renew leases", self._settings.heartbeat_s)
 
     async def _renew_once(self) -> None:
@@ -200,7 +200,7 @@ class Worker:
 
     @property
     def _is_wedged(self) -> bool:
-        """Whether the present step takes longer than any may: should the process live on, others take over."""
+        """Whether the present step takes longer than any may: others are to take over."""
         started_at = self._engine.step_started_at
         return started_at is not None and time.monotonic() - started_at > self._settings.watchdog_s
 

@@ -49,7 +49,7 @@ class StepPipeline:
         return self._scheduler.schedule() if self._ahead is None else self._ahead.batch
 
     def run(self, runner: ModelRunner, batch: Batch) -> tuple[Batch, StepResult]:
-        """Compute what `schedule` gave. Returns the shares of sequences that have not ended meanwhile.
+        """Compute what `schedule` gave. Returns the shares of sequences that did not end meanwhile.
 
         Empty if there is no memory for it. Raises: SequenceFailure, and DeviceOutOfMemory when
         steps cannot be smaller; then no step is in flight, and what was is scheduled again.
@@ -101,7 +101,7 @@ class StepPipeline:
         return launched
 
     def _plan_next(self, batch: Batch) -> Batch:
-        """The next token of each sequence in a launched batch; empty where anything else may be due.
+        """The next token of each sequence in a launched batch; empty where anything else is due.
 
         Sequences that reach `max_tokens` by the launched step are skipped; an early stop is
         computed and discarded. Nothing changes but block tables, which may grow early.

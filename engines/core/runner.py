@@ -89,7 +89,7 @@ class ModelRunner(Protocol):
     runs_async: bool  #: whether a device computes beside the host, which goes on meanwhile
 
     def launch(self, batch: Batch) -> RunningStep:
-        """Begin to compute every scheduled token and to draw the next one where a sequence has caught up.
+        """Begin to compute every scheduled token, and to sample the next one of caught-up sequences.
 
         At most one step is under way when another is launched, and whoever has a share in both
         `follows`. All that is read of the sequences is read here. Raises: SequenceFailure,
