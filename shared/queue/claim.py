@@ -86,7 +86,7 @@ class RedisWorkerQueue:
         self._worker_id = worker_id
         self._lease_s = lease_s
         self._max_attempts = max_attempts
-        self._calls = ClaimCalls(self._keys, model, worker_id, max_attempts)
+        self._script = ClaimScript(self._keys, model, worker_id, max_attempts)
         self._last_read_id = b"0"
         self._ghost_after_s = ghost_after_s
         self._batch_age_s = batch_age_s
@@ -121,7 +121,7 @@ class RedisWorkerQueue:
         return claims
 
     async def _read(self, count: int, block_s: float) -> list[Claim]:
-        claim = self._calls.of_read(self._last_read_id, count)
+        claim = self._script.of_read(self._last_read_id, count)
         entries, answers = await self.entries.wait(count, block_s, claim)
         if entries:
             self._last_read_id = entries[-1][0]
@@ -177,7 +177,7 @@ class RedisWorkerQueue:
         for entry_id, fields in entries:
             if fields[0] != b"id":
                 nudges.append(entry_id)
-                is_released |= self._heed(fields[0])
+                is_released |= self._note_nudge(fields[0])
             elif entry_id not in self._held:
                 named.append((entry_id, _request_id(fields)))
         live = await self._claim_all(named, replies)
@@ -191,7 +191,7 @@ class RedisWorkerQueue:
                 logger.warning("could not look at released requests: %s", error)
         return live
 
-    def _heed(self, kind: bytes) -> bool:
+    def _note_nudge(self, kind: bytes) -> bool:
         """Take note of what a nudge says. Returns whether requests were released."""
         if kind == b"batch":
             self.entries.num_backlog = max(1, self.entries.num_backlog)
@@ -221,7 +221,7 @@ class RedisWorkerQueue:
         return None
 
     async def _call(self, entry_id: bytes, request_id: str) -> list[Any]:
-        keys, arguments = self._calls.of_one(entry_id, request_id)
+        keys, arguments = self._script.of_one(entry_id, request_id)
         return await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
 
     @redis_errors_as(QueueUnavailable)
@@ -458,7 +458,7 @@ class QueueEntries:
         await self.create_group()
 
 
-class ClaimCalls:
+class ClaimScript:
     """Keys and arguments of one worker's calls for one model."""
 
     def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:

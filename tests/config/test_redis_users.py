@@ -17,7 +17,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
 from shared.protocol import Tokens
-from shared.queue.claim import ClaimCalls, QueueEntries, RedisWorkerQueue
+from shared.queue.claim import ClaimScript, QueueEntries, RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.quota import RedisQuotas
@@ -260,7 +260,7 @@ CALLED = {
         *(Registry.workers, Registry.models, Registry._members),
     ),
     "worker": (
-        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimCalls, RedisBlobStore.get),
+        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
         *(Registry.announce, Registry.withdraw),
     ),
 }

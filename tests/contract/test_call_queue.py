@@ -108,7 +108,7 @@ QUEUES: dict[str, Callable[[Path], AbstractAsyncContextManager[OpenQueue]]] = {
 
 @pytest.fixture(params=QUEUES)
 async def opened(request, redis_program) -> AsyncIterator[OpenQueue]:
-    async with asyncio.timeout(WITHIN_S), QUEUES[request.param](redis_program) as queue:
+    async with QUEUES[request.param](redis_program) as queue:
         yield queue
 
 
@@ -177,11 +177,12 @@ async def state(opened: OpenQueue, envelope: Envelope) -> str:
 async def arrivals(mailbox: Mailbox, count: int) -> list[bytes]:
     """The next so many entries of a mailbox."""
     found: list[bytes] = []
-    async for model, data in mailbox.events():
-        assert model == MODEL
-        found.append(data)
-        if len(found) == count:
-            break
+    async with asyncio.timeout(WITHIN_S):
+        async for model, data in mailbox.events():
+            assert model == MODEL
+            found.append(data)
+            if len(found) == count:
+                break
     return found
 
 
@@ -307,6 +308,7 @@ async def test_a_lease_runs_out_unless_it_is_renewed(opened):
     lost, kept = make_envelope(), make_envelope()
     await submit(opened, lost, kept)
     first, second = await opened.worker("a"), await opened.worker("b", lease_s=0.3)
+    began_at = asyncio.get_running_loop().time()
     claims = {claim.id: claim for claim in await first.read(2, 5.0)}
     assert await second.reclaim(2) == []
 
@@ -315,6 +317,7 @@ async def test_a_lease_runs_out_unless_it_is_renewed(opened):
         assert await first.renew([claims[kept.id]]) == {}
         taken = await second.reclaim(2)
 
+    assert asyncio.get_running_loop().time() - began_at >= 0.3
     assert [claim.id for claim in taken] == [lost.id]
     assert taken[0].failures == 1
     assert await state(opened, kept) == "running"
