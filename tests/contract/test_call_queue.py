@@ -317,7 +317,7 @@ async def test_a_lease_runs_out_unless_it_is_renewed(opened):
         assert await first.renew([claims[kept.id]]) == {}
         taken = await second.reclaim(2)
 
-    assert asyncio.get_running_loop().time() - began_at >= 0.3
+    assert asyncio.get_running_loop().time() - began_at >= 0.29  # Redis counts whole milliseconds
     assert [claim.id for claim in taken] == [lost.id]
     assert taken[0].failures == 1
     assert await state(opened, kept) == "running"
