@@ -26,11 +26,12 @@ def quantize(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Name, directory or hub id.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
     scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
+    head: Annotated[Literal["none", "int8"], typer.Option(help="Bits of the head's.")] = "none",
 ) -> None:
-    """Save a checkpoint with its decoder quantized; it loads faster, and without the original."""
+    """Save a checkpoint with its decoder quantized, as compressed-tensors; it loads without the original."""
     from engines.torch_backend.loading.quantize_checkpoint import run
 
-    run(source, target, scheme)
+    run(source, target, scheme, head)
 
 
 def bench_engine(

@@ -20,7 +20,7 @@ _CHUNK_WEIGHTS = (
     1 << 19
 )  # two MB in float32: they stay in the cache between dequantizing and product
 _ROW_STEP = 64  # a multiple of every order's block
-_GROUP_SIZES = (64, 32)
+GROUP_SIZES = (64, 32)
 _INT4_BLOCKS = (32, 64)  # outputs that torch's int4 kernel may interleave, by instruction set
 
 
@@ -184,7 +184,7 @@ class Int4Linear(QuantizedLinear):
 
 def choose_group_size(num_inputs: int) -> int | None:
     """Inputs that share a scale; None where no group divides them."""
-    return next((size for size in _GROUP_SIZES if num_inputs % size == 0), None)
+    return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
 
 
 def pack_pairs(integers: Tensor) -> Tensor:

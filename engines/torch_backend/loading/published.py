@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.layers.linear import LinearWeights, Precision, Reordered
+from engines.torch_backend.layers.linear import LinearWeights, Reordered
 from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
     Int8Linear,
@@ -58,9 +58,14 @@ class PublishedLinears:
         return self._reader.name
 
     @property
+    def forms(self) -> set[Form]:
+        """What maps become, if the model has a place for their integers."""
+        return {layout.form for layout in self._layouts.values()}
+
+    @property
     def has_integers(self) -> bool:
-        """Whether some stay integers, if the model has a place for them."""
-        return any(layout.form != "float" for layout in self._layouts.values())
+        """Whether some stay integers."""
+        return self.forms != {"float"}
 
     def layout(self, linear: StoredLinear) -> Layout:
         """What a map is."""
@@ -74,7 +79,7 @@ class PublishedLinears:
         path = target.removesuffix(".weight") if isinstance(target, str) else ""
         is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under its own name
         layer = find_layer(model, path) if is_kept else None
-        if not isinstance(layer, LinearWeights) or layer.precision is Precision.FULL:
+        if not isinstance(layer, LinearWeights):
             return None
         return path if self._can_share(linear, layer.share) else None
 

@@ -233,6 +233,8 @@ def choose_form(
 ) -> Scheme | None:
     """The scheme of the model: the checkpoint's own, else what is asked for. Raises: UnsupportedCheckpoint."""
     if scheme is not None and published is not None and published.has_integers:
+        if scheme.name in published.forms:
+            return None
         raise UnsupportedCheckpoint(
             f"the checkpoint holds weights in {published.name}; for {scheme.name} use the checkpoint "
             "that they were made from"

@@ -1,11 +1,16 @@
 """A checkpoint quantized and saved is, loaded again, the model that is quantized while it is loaded."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import CompressedTensorsConfig, LlavaForConditionalGeneration
 
 from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import Int8Linear
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint, run
 from engines.torch_backend.loading.weights import load_model
@@ -13,6 +18,8 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.registry import CpuKernels, Ops, cpu_ops
+from tests import factories_formats as formats
+from tests.factories_torch import plain_logits
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +41,98 @@ def load(
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 31, 50_000])
 @pytest.mark.parametrize("mode", ["off", "fast"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_saved_and_loaded_again_it_is_what_loading_makes_of_the_original(
-    tiny: Path, tmp_path: Path, scheme: str, mode: CpuKernels, max_shard_bytes: int
+def test_in_8_bits_it_is_what_loading_makes_of_the_original(
+    tiny: Path, tmp_path: Path, mode: CpuKernels, max_shard_bytes: int
 ) -> None:
     ops = cpu_ops(mode)
     before, after = quantize_checkpoint(
-        tiny, tmp_path / "q", scheme, max_shard_bytes=max_shard_bytes
+        tiny, tmp_path / "q", "int8", max_shard_bytes=max_shard_bytes
     )
 
     expected, found = (
-        model.state_dict() for model in (load(tiny, scheme, ops=ops), load(tmp_path / "q", ops=ops))
+        model.state_dict() for model in (load(tiny, "int8", ops=ops), load(tmp_path / "q", ops=ops))
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert after < before
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("head", ["none", "int8"])
+def test_logits_are_near_those_of_the_original(
+    tiny: Path, tmp_path: Path, scheme: str, head: str
+) -> None:
+    quantize_checkpoint(tiny, tmp_path / "q", scheme, head=head)
+    token_ids = torch.arange(3, 103)
+
+    expected, found = (
+        plain_logits(load(directory, dtype=torch.float32), token_ids)
+        for directory in (tiny, tmp_path / "q")
+    )
+
+    assert (found - expected).norm() < {"int8": 0.02, "int4": 0.3}[scheme] * expected.norm()
+    model = load(tmp_path / "q").language_model
+    assert isinstance(model.lm_head, Int8Linear) is (head == "int8")
+
+
+def test_what_earlier_releases_saved_is_still_read(tiny: Path, tmp_path: Path) -> None:
+    """Their config.json names the scheme, their weights are the parts of our linears."""
+    old = tmp_path / "old"
+    shutil.copytree(tiny, old)
+    tensors = load_file(old / "model.safetensors")
+    for name in [name for name in tensors if "layers" in name and name.endswith("_proj.weight")]:
+        if "vision_tower" not in name:
+            parts = SCHEMES["int4"].quantize(tensors.pop(name), torch.bfloat16)
+            tensors |= {name.removesuffix("weight") + part: parts[part] for part in parts}
+    save_file(tensors, old / "model.safetensors")
+    config = json.loads((old / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "vlm-fleet", "scheme": "int4"}
+    (old / "config.json").write_text(json.dumps(config))
+
+    expected, found = load(tiny, "int4").state_dict(), load(old).state_dict()
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_checkpoint_in_fp8_can_be_rounded_to_integers(tmp_path: Path) -> None:
+    formats.write_checkpoint(tmp_path / "fp8", *formats.deepseek())
+
+    quantize_checkpoint(tmp_path / "fp8", tmp_path / "q", "int4")
+
+    token_ids = torch.arange(3, 103)
+    expected, found = (
+        plain_logits(load(directory, dtype=torch.float32), token_ids)
+        for directory in (tmp_path / "fp8", tmp_path / "q")
+    )
+    assert (found - expected).norm() < 0.3 * expected.norm()
+
+
+@pytest.mark.parametrize(("scheme", "head"), [("int8", "none"), ("int4", "none"), ("int4", "int8")])
+def test_transformers_reads_it_with_the_library_of_the_format(
+    tiny: Path, tmp_path: Path, scheme: str, head: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    quantize_checkpoint(tiny, tmp_path / "q", scheme, head=head)
+    token_ids = torch.arange(3, 103)
+    expected = plain_logits(load(tmp_path / "q", dtype=torch.float32), token_ids)
+
+    how = CompressedTensorsConfig(dequantize=True)
+    theirs = LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "q", dtype=torch.float32, quantization_config=how
+    )
+    with torch.inference_mode():
+        found = theirs(input_ids=token_ids[None]).logits[0]
+
+    assert (found - expected).norm() < 0.01 * expected.norm()  # it multiplies in bfloat16
+
+
+def test_a_head_that_is_not_there_cannot_be_quantized(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"tie_word_embeddings": True}})
+
+    with pytest.raises(UnsupportedCheckpoint, match="head is its embeddings"):
+        quantize_checkpoint(tmp_path / "t", tmp_path / "q", "int8", head="int8")
+    assert not (tmp_path / "q").exists()
 
 
 def test_everything_but_the_weights_comes_along(tiny: Path, tmp_path: Path) -> None:
@@ -71,7 +155,9 @@ def test_another_scheme_than_the_stored_one_is_refused(tiny: Path, tmp_path: Pat
     quantize_checkpoint(tiny, tmp_path / "q", "int8")
 
     load(tmp_path / "q", "int8")
-    with pytest.raises(UnsupportedCheckpoint, match="holds int8 weights; for int4"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="holds weights in compressed-tensors of int8; for int4"
+    ):
         load(tmp_path / "q", "int4")
 
 
