@@ -108,6 +108,7 @@ def test_a_checkpoint_in_fp8_can_be_rounded_to_integers(tmp_path: Path) -> None:
     assert (found - expected).norm() < 0.3 * expected.norm()
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(("scheme", "head"), [("int8", "none"), ("int4", "none"), ("int4", "int8")])
 def test_transformers_reads_it_with_the_library_of_the_format(
     tiny: Path, tmp_path: Path, scheme: str, head: str

@@ -301,6 +301,7 @@ def test_settings_that_cannot_be_read_are_named(
         load(tmp_path / "q")
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", [name for name in ALL if "packed" in name or "int8" in name])
 def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> None:
     """So the writers here write what the format is."""
