@@ -35,6 +35,7 @@ for command in (gateway.cli.status, engines.cli.make_checkpoint, engines.cli.qua
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 bench.command("engine")(engines.cli.bench_engine)
 bench.command("peers")(engines.cli.bench_peers)
+bench.command("embeddings")(engines.cli.bench_embeddings)
 bench.command("gateway")(gateway.cli.bench_gateway)
 app.add_typer(bench, name="bench")
 app.add_typer(loadtest.cli.app, name="loadtest")

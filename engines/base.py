@@ -14,18 +14,25 @@ from PIL import Image
 
 from shared.protocol import (
     FinishReason,
-    Generate,
     ImageRef,
     ModelCard,
     OutputLogprob,
     Priority,
     StageTimings,
+    Task,
     Usage,
 )
 
 
 class RequestError(Exception):
-    """One call that cannot be served; the message is fit for the client's eyes."""
+    """One call that cannot be served; the message is fit for the client's eyes.
+
+    `param` names what is to blame in the request, in the words of the wire.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PromptTooLong(RequestError):
@@ -68,7 +75,7 @@ class EngineCall:
     """One attempt at a call, as `prepare` gets it."""
 
     request_id: str  #: of this attempt; the engine's outputs carry it
-    task: Generate
+    task: Task
     tenant: str = ""  #: tenants share no cache
     priority: Priority = Priority.INTERACTIVE
     output_token_ids: tuple[int, ...] = ()  #: told by earlier attempts, to be continued
@@ -120,6 +127,10 @@ class EngineOutput:
     error: str | None = None
     timings: StageTimings | None = None
     num_without_id: int = 0  #: further tokens, whose ids the engine does not know
+    #: Little-endian float32 of a call that asks for numbers, with its last output: its vectors, one after another,
+    #: or its scores.
+    values: bytes = b""
+    dimensions: int = 0  #: of a vector; 0: the values are scores
 
 
 @dataclass(slots=True)

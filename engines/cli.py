@@ -1,4 +1,5 @@
-"""The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm bench engine`, `vlm bench peers`.
+"""The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm bench engine`, `vlm bench peers`,
+`vlm bench embeddings`.
 
 Torch is loaded when one of them runs, and not before.
 """
@@ -107,3 +108,16 @@ def bench_peers(
         plots=plots,
     )
     run(options, as_json)
+
+
+def bench_embeddings(
+    shapes: Annotated[
+        str, typer.Option(help="Comma-separated: minilm-l6, bge-base.")
+    ] = "minilm-l6",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Measure the embedding engine beside padded batches of transformers, on random weights, one thread."""
+    from engines.bench.embeddings import run
+
+    run(shapes.split(","), rounds, as_json)

@@ -47,6 +47,15 @@ _kinds: dict[str, EngineKind] = {
     "mock": EngineKind(
         "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"
     ),
+    "pooling": EngineKind(
+        "engines.pooling.settings:EncoderSettings",
+        "engines.pooling.load:load_pooling_engine",
+        install="vlm-fleet[torch]",
+    ),
+    "mock_pooling": EngineKind(
+        "engines.mock_pooling.settings:MockPoolingSettings",
+        "engines.mock_pooling.engine:load_mock_pooling_engine",
+    ),
 }
 
 

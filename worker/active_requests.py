@@ -21,12 +21,13 @@ from shared.protocol import (
     ErrorCode,
     Failed,
     Finished,
-    ImagePart,
     Priority,
+    Scores,
     StageTimings,
     Started,
     Tokens,
     UnsupportedVersion,
+    Vectors,
     decode_call,
     decode_log,
 )
@@ -126,14 +127,6 @@ class ActiveRequest:
         """The event that ends it in an error. `param` names what is to blame in the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
-    def place_of_image(self, index: int) -> str | None:
-        """Where the client put an image, in the words of the wire."""
-        for i, message in enumerate(self.call.task.messages):
-            for j, part in enumerate(message.parts):
-                if isinstance(part, ImagePart) and part.image == index:
-                    return f"messages.[{i}].content.[{j}].image_url"
-        return None
-
     def events(self, outputs: Sequence[EngineOutput]) -> list[CallEvent]:
         """What consecutive outputs of the engine mean on the wire: their tokens are one event."""
         request_id, attempt = self.request_id, self.claim.attempt
@@ -149,9 +142,17 @@ class ActiveRequest:
             events.append(self.failed(ErrorCode.ENGINE_FAILURE, last.error))
         elif last.finish_reason is not None:
             assert last.usage is not None
+            if last.values:
+                events.append(self._values(last))
             timings = self._timings(last.timings or StageTimings())
             events.append(Finished(request_id, attempt, last.finish_reason, last.usage, timings))
         return events
+
+    def _values(self, output: EngineOutput) -> Vectors | Scores:
+        request_id, attempt = self.request_id, self.claim.attempt
+        if output.dimensions:
+            return Vectors(request_id, attempt, output.dimensions, output.values)
+        return Scores(request_id, attempt, output.values)
 
     def _timings(self, engine: StageTimings) -> StageTimings:
         """The engine's stages, with the wait in Redis and the preparation here."""
@@ -313,10 +314,10 @@ class ActiveRequests:
     def _refuse(self, active: ActiveRequest, error: RequestError) -> None:
         cause = error.cause if isinstance(error, ImageRefused) else error
         code = next(code for kind, code in _CODES if isinstance(cause, kind))
-        param = None
+        param = error.param
         if isinstance(error, ImageRefused):
-            param = active.place_of_image(error.index)
-        elif isinstance(error, PromptTooLong):
+            param = active.call.task.param_of_image(error.index)
+        elif param is None and isinstance(error, PromptTooLong):
             param = "messages"
         self.fail(active, code, str(cause), param)
 

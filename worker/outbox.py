@@ -10,13 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from engines.base import EngineOutput
-from shared.protocol import Call, CallEvent, Failed, Finished, Started, Tokens, encode_events
+from shared.protocol import (
+    Call,
+    CallEvent,
+    Failed,
+    Finished,
+    Scores,
+    Started,
+    Tokens,
+    Vectors,
+    encode_events,
+)
 from shared.queue.api import Claim, Ending, Publication
 
 #: How long tokens of an answer that is wanted whole wait at most; so much work is lost with a
 #: worker.
 HOLD_S = 0.25
+#: Vectors and scores up to that many bytes travel with their event, through log and mailbox.
+MAX_INLINE_BYTES = 16 * 1024
 
 
 class Published(Protocol):
@@ -35,6 +49,7 @@ class _Draft:
     begun_at: float
     started: Started | None = None
     deltas: list[Tokens] = field(default_factory=list)
+    values: Vectors | Scores | None = None
     terminal: Finished | Failed | None = None
 
     def add(self, event: CallEvent) -> None:
@@ -43,6 +58,8 @@ class _Draft:
             self.deltas.append(event)
         elif isinstance(event, Started):
             self.started = event
+        elif isinstance(event, Vectors | Scores):
+            self.values = event
         else:
             self.terminal = event
 
@@ -56,6 +73,8 @@ class _Draft:
             parts.append(
                 join_tokens(first.request_id, first.attempt, self.deltas) if others else first
             )
+        if self.values is not None:
+            parts.append(self.values)
         if self.terminal is not None:
             parts.append(self.terminal)
         return tuple(parts)
@@ -122,14 +141,25 @@ def to_publication(
     claim: Claim, number: int, num_tokens: int, events: Sequence[CallEvent], dead_reason: str = ""
 ) -> Publication:
     """Events for the queue; `num_tokens` output tokens came before them."""
-    last = events[-1]
+    last, result = events[-1], b""
     ending: Ending | None = None
     if isinstance(last, Finished | Failed):
         ending = "finished" if isinstance(last, Finished) else "failed"
+        events, result = _split_off_result(events)
     num_new_tokens = sum(event.num_tokens for event in events if isinstance(event, Tokens))
+    encoded = encode_events(events)
     return Publication(
-        claim, number, num_tokens, num_new_tokens, encode_events(events), ending, dead_reason
+        claim, number, num_tokens, num_new_tokens, encoded, ending, dead_reason, result
     )
+
+
+def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent], bytes]:
+    """The events without what is too large for them, and that."""
+    for index, event in enumerate(events):
+        if isinstance(event, Vectors | Scores) and len(event.data) > MAX_INLINE_BYTES:
+            stored = replace(event, data=b"", is_stored=True)
+            return (*events[:index], stored, *events[index + 1 :]), event.data
+    return events, b""
 
 
 def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:

@@ -33,7 +33,10 @@ class RequestTracer:
         now = time.monotonic()
         duration_s = waited_s + now - active.claimed_at
         span = self._tracer.begin(
-            f"generate {request.model}", "consumer", request.trace_parent, epoch_ns(duration_s)
+            f"{type(request.task).__struct_config__.tag} {request.model}",
+            "consumer",
+            request.trace_parent,
+            epoch_ns(duration_s),
         )
         if not span.is_recorded:
             return

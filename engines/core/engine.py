@@ -30,7 +30,15 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.text.detokenizer import Detokenizer
-from shared.protocol import FinishReason, ImageRef, OutputLogprob, StageTimings, TokenLogprob, Usage
+from shared.protocol import (
+    FinishReason,
+    Generate,
+    ImageRef,
+    OutputLogprob,
+    StageTimings,
+    TokenLogprob,
+    Usage,
+)
 
 
 @dataclass(slots=True)
@@ -131,6 +139,7 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
         """Messages and images as token ids with image slots. Raises: InvalidRequest."""
+        assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
         pairs = [(image.image_hash, image.content) for image in images]
         prompt = self.processor.build_prompt(call.task.messages, pairs)
         return EngineRequest(

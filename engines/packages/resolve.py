@@ -25,9 +25,9 @@ from tqdm.auto import tqdm
 from engines.base import EngineStartError
 
 BUILT_IN = {"shapes": Path(__file__).parent / "shapes" / "checkpoint"}
-#: Root files only: other folders hold the same model in other formats.
+#: Root files, and the `1_Pooling` of sentence-transformers: other folders hold the same model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
+_UNWANTED = ["[!1]*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
 

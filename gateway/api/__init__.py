@@ -8,7 +8,14 @@ A new API is one new file: a class that implements `gateway.calls.surface.Surfac
 from collections.abc import Callable
 
 from gateway.api.chat import ChatCompletions
+from gateway.api.embeddings import Embeddings
+from gateway.api.rerank import Reranking, Scoring
 from gateway.calls.surface import Surface
 from shared.settings.limits import LimitSettings
 
-SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (ChatCompletions,)
+SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
+    ChatCompletions,
+    Embeddings,
+    Reranking,
+    Scoring,
+)

@@ -19,6 +19,11 @@ class ModelObject(msgspec.Struct):
     supports_images: bool
     #: That take requests now; without any, requests wait in the queue.
     num_workers: int
+    #: Tags of the tasks that it takes: `generate`, `embed`, `rerank`.
+    tasks: tuple[str, ...]
+    #: Of its vectors, 0 if it makes none, and what they may be cut to.
+    dimensions: int
+    shorter_dimensions: tuple[int, ...]
     object: str = "model"
     owned_by: str = "vlm-fleet"
 
@@ -41,6 +46,9 @@ def create_model_routes(models: ModelDirectory) -> APIRouter:
             max_model_len=card.max_model_len,
             supports_images=card.supports_images,
             num_workers=models.num_workers[card.name],
+            tasks=card.tasks,
+            dimensions=card.dimensions,
+            shorter_dimensions=card.shorter_dimensions,
         )
 
     @router.get("", operation_id="list_models")

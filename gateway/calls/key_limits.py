@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.http.errors import Overloaded
-from shared.protocol import Call, ModelCard, Priority, Task, TextPart
+from shared.protocol import (
+    Call,
+    Embed,
+    Generate,
+    ModelCard,
+    Priority,
+    Rerank,
+    Task,
+    TokensPart,
+)
 from shared.queue.api import QueueRefused
 from shared.queue.quota import Limits, Reservation
 from shared.settings.limits import LimitSettings
@@ -25,6 +34,8 @@ TOKENS_PER_IMAGE = 576  #: of LLaVA-1.5, for models whose images vary
 OPEN_ANSWER_TOKENS = 512
 #: Logprobs of an answer that take as much of Redis's memory as one of its tokens does without any.
 LOGPROBS_PER_TOKEN = 5
+#: Tokens of an answer that take as much of Redis's memory as a vector does.
+TOKENS_PER_VECTOR = 16
 #: Tenants of models that are remembered as refused.
 MAX_REFUSED = 10_000
 NO_LIMITS = Limits()
@@ -142,20 +153,27 @@ class PossibleTokens:
 
 def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     """Prompt and answer, as far as the model holds them."""
-    parts = [part for message in task.messages for part in message.parts]
-    num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    num_chars = sum(len(text) for text in task.texts())
     per_image = card.image_tokens or TOKENS_PER_IMAGE
-    answer = task.sampling.max_tokens or OPEN_ANSWER_TOKENS
     num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
+    if not isinstance(task, Generate):
+        return PossibleTokens(max(1, num_prompt + _num_token_ids(task)), 0)
+    answer = task.sampling.max_tokens or OPEN_ANSWER_TOKENS
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 
 
+def _num_token_ids(task: Embed | Rerank) -> int:
+    inputs = task.inputs if isinstance(task, Embed) else ()
+    return sum(len(part.token_ids) for part in inputs if isinstance(part, TokensPart))
+
+
 def open_tokens(task: Task, num_tokens: int) -> int:
-    """Tokens that an open request counts as, by what its answer may take of Redis's memory."""
-    sampling = task.sampling
-    if sampling.num_logprobs is None:
+    """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
+    if isinstance(task, Embed):
+        return num_tokens + TOKENS_PER_VECTOR * len(task.inputs)
+    if isinstance(task, Rerank) or task.sampling.num_logprobs is None:
         return num_tokens
-    num_answer_tokens = min(sampling.max_tokens or num_tokens, num_tokens)
-    num_logprobs = num_answer_tokens * (1 + sampling.num_logprobs)
+    num_answer_tokens = min(task.sampling.max_tokens or num_tokens, num_tokens)
+    num_logprobs = num_answer_tokens * (1 + task.sampling.num_logprobs)
     return num_tokens + -(-num_logprobs // LOGPROBS_PER_TOKEN)

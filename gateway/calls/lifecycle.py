@@ -31,11 +31,18 @@ from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
 from gateway.http.context import RequestContext
-from gateway.http.errors import ApiError, Headers, InvalidRequest, unavailable, unexpected
+from gateway.http.errors import (
+    ApiError,
+    Headers,
+    InvalidRequest,
+    ServerError,
+    unavailable,
+    unexpected,
+)
 from gateway.http.exchange import ClientGone, Exchange
 from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore, BlobsUnavailable
-from shared.protocol import Call, ModelCard, Task
+from shared.protocol import Call, ModelCard, Scores, Task, Vectors
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
@@ -131,7 +138,7 @@ class Lifecycle:
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             plan = surface.plan(request, context, card)
-            recorder.priority = plan.priority
+            recorder.priority, recorder.shares_prompt = plan.priority, plan.shares_prompt
             may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
             resumes = may_resume and is_resumable(context, plan)
             head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251
@@ -145,7 +152,12 @@ class Lifecycle:
         self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
     ) -> Request:
         body = await read_body(
-            exchange.receive, context, held, self.limits, timeout_s=self.settings.body_timeout_s
+            exchange.receive,
+            context,
+            held,
+            self.limits,
+            timeout_s=self.settings.body_timeout_s,
+            max_commas=surface.max_commas,
         )
         try:
             return surface.read(body, context)
@@ -171,7 +183,7 @@ class Lifecycle:
             return await self._queue(plan, plan.tasks, card, context, clock, resumes)
         images = await self._load_images(plan.images, clock, held)
         refs = tuple(image.ref for image in images)
-        tasks = [replace(task, images=refs) for task in plan.tasks]
+        tasks = [task.with_images(refs) for task in plan.tasks]
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         try:
             await self._put_images(images, holder)
@@ -268,6 +280,9 @@ class Lifecycle:
             arrived = await reply.call.receive()
             recorder.note(arrived)
             events += arrived
+        for place, (index, event) in enumerate(events):
+            if isinstance(event, Vectors | Scores) and event.is_stored:
+                events[place] = index, await self._complete(event, reply.call)
         e2e_s = recorder.clock.elapsed_s()
         stages = recorder.stages(e2e_s)
         if reply.shows_timings:
@@ -275,6 +290,20 @@ class Lifecycle:
         body = reply.answer.whole(events, recorder.totals)
         headers = [*_JSON, *timing_headers(stages, e2e_s, is_whole=True)]
         await exchange.answer(200, headers, body)
+
+    async def _complete(self, event: Vectors | Scores, call: OpenCall) -> Vectors | Scores:
+        """The event with its data, which lies beside the queue. Raises: ServerError."""
+        data = await self.dispatcher.queue.result(
+            call.model, event.request_id, event.attempt, is_last=not call.is_resumable
+        )
+        if data is None:
+            raise ServerError(
+                "The result of the request is no longer stored; retry.",
+                status=503,
+                code="result_unavailable",
+                retry_after_s=1,
+            )
+        return replace(event, data=data, is_stored=False)
 
     async def _send_stream(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         call, surface = reply.call, reply.surface

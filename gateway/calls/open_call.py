@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from shared.protocol import CallEvent, ErrorCode, Failed, Finished, Started, Tokens
+from shared.protocol import CallEvent, ErrorCode, Failed, Finished, Scores, Started, Tokens, Vectors
 from shared.queue.api import RequestState
 
 ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
@@ -34,6 +34,7 @@ class ChoiceProgress:
         self.request_id = request_id
         self.attempt = 0
         self.has_started = False
+        self.has_values = False
         self.has_gap = False
         self.is_finished = False
         self.is_settled = False  #: the fleet itself ended it, so that there is nothing to cancel
@@ -77,6 +78,9 @@ class ChoiceProgress:
             case Failed():
                 self.is_finished = self.is_settled = True
                 return event
+            case Vectors() | Scores():
+                is_news, self.has_values = not self.has_values, True
+                return event if is_news else None
 
     def _accept_delta(self, event: Tokens) -> CallEvent | None:
         num_known = len(self.token_ids) - event.index

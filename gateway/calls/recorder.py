@@ -30,6 +30,7 @@ from shared.protocol import (
     Priority,
     StageTimings,
     Tokens,
+    Usage,
 )
 from shared.telemetry.metrics import GatewayMetrics, RequestRecord
 from shared.telemetry.trace_context import trace_id_of
@@ -89,6 +90,7 @@ class Recorder:
         self.model = OTHER
         self.user: str | None = None
         self.priority = Priority.INTERACTIVE
+        self.shares_prompt = True
         self.outcome = "cancelled"
         #: the answer is another request's, which is the one that is counted
         self.is_followed = False
@@ -151,6 +153,8 @@ class Recorder:
         totals = self.totals
         if not totals.finished:
             totals.prompt = event.usage
+        elif not self.shares_prompt:
+            totals.prompt = _sum(totals.prompt, event.usage)
         totals.finished.append(event)
         totals.num_output_tokens += event.usage.num_output_tokens
 
@@ -297,6 +301,15 @@ class Recorder:
             relay_s = self.stages(e2e_s)["relay"]
             stages.append(Stage("relay", e2e_s - relay_s, relay_s))
         return stages
+
+
+def _sum(first: Usage, second: Usage) -> Usage:
+    """The prompts of two calls."""
+    return Usage(
+        first.num_prompt_tokens + second.num_prompt_tokens,
+        num_image_tokens=first.num_image_tokens + second.num_image_tokens,
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+    )
 
 
 def _check(event: Finished) -> None:

@@ -47,6 +47,8 @@ class Plan:
     #: The surface's own, for `Surface.answer`; kept in Redis where a stream can be resumed.
     options: msgspec.Struct
     images: Sequence[ImageSource] = ()
+    #: Whether all tasks have one prompt, which counts once.
+    shares_prompt: bool = True
     is_streamed: bool = False
     shows_timings: bool = False
     priority: Priority = Priority.INTERACTIVE
@@ -68,7 +70,7 @@ class Totals:
 
     #: How each choice ended.
     finished: list[Finished] = field(default_factory=list)
-    #: The prompt's counts: all choices share it.
+    #: The prompt's counts: of one that all choices share, or of all inputs together.
     prompt: Usage = _NO_USAGE
     #: Output tokens of all choices.
     num_output_tokens: int = 0
@@ -100,6 +102,8 @@ class Surface(Protocol):
     id_prefix: str
     #: The type of `Plan.options`.
     options: type[msgspec.Struct]
+    #: Of a body; 0: those of the limits.
+    max_commas: int = 0
     stream_headers: Headers = sse.HEADERS
     keep_alive: bytes = sse.KEEP_ALIVE
 

@@ -114,10 +114,12 @@ def read_events(response: httpx.Response) -> Iterator[str]:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first model that the server offers and works on. Raises: ChatError."""
+    """The first model that chats and is worked on. Raises: ChatError."""
     response = client.get("/v1/models")
     check_status(response)
     models = response.json()["data"]
+    # other servers do not say what their models do
+    models = [model for model in models if "generate" in model.get("tasks", ("generate",))]
     if not models or models[0].get("num_workers") == 0:  # other servers do not count them
         raise ChatError("the server has no model yet; is a worker running?")
     return models[0]["id"]

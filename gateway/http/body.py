@@ -43,19 +43,25 @@ async def read_body(
     limits: LimitSettings,
     *,
     timeout_s: float,
+    max_commas: int = 0,
 ) -> bytes:
-    """The request's body. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    """The request's body. `max_commas`: where not those of the limits.
+
+    Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone.
+    """
     _check_headers(context, limits.max_body_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_all(receive, held, limits)
+            return await _read_all(receive, held, limits, max_commas or limits.max_commas)
     except TimeoutError:
         raise InvalidRequest(
             f"The body did not arrive within {timeout_s:g} s.", status=408, code="timeout"
         ) from None
 
 
-async def _read_all(receive: Receive, held: HeldBody, limits: LimitSettings) -> bytes:
+async def _read_all(
+    receive: Receive, held: HeldBody, limits: LimitSettings, max_commas: int
+) -> bytes:
     body = bytearray()
     num_commas, has_more = 0, True
     while has_more:
@@ -67,8 +73,8 @@ async def _read_all(receive: Receive, held: HeldBody, limits: LimitSettings) -> 
         if len(body) + len(piece) > limits.max_body_bytes:
             raise _too_large(f"{limits.max_body_bytes} bytes")
         num_commas += piece.count(b",")
-        if num_commas > limits.max_commas:
-            raise _too_large(f"{limits.max_commas} commas, in its texts and between its values")
+        if num_commas > max_commas:
+            raise _too_large(f"{max_commas} commas, in its texts and between its values")
         held.add(len(piece))
         if not body and not has_more:
             return piece

@@ -17,10 +17,11 @@ export class ApiError extends Error {
   }
 }
 
-/** The models of `/v1/models`. Throws ApiError. */
+/** The models of `/v1/models` that chat. Throws ApiError. */
 export async function listModels() {
   const response = await call("v1/models");
-  return (await response.json()).data;
+  const { data } = await response.json();
+  return data.filter(({ tasks }) => !tasks || tasks.includes("generate"));
 }
 
 /** The chunks of a streamed answer. Throws ApiError, or AbortError when `signal` says stop. */

@@ -20,6 +20,7 @@ from shared.protocol.content import (
     Message,
     Report,
     TextPart,
+    TokensPart,
 )
 from shared.protocol.events import (
     CallEvent,
@@ -28,13 +29,15 @@ from shared.protocol.events import (
     Finished,
     FinishReason,
     OutputLogprob,
+    Scores,
     StageTimings,
     Started,
     TokenLogprob,
     Tokens,
     Usage,
+    Vectors,
 )
-from shared.protocol.tasks import Generate, SamplingParams, Task
+from shared.protocol.tasks import Embed, Generate, Rerank, SamplingParams, Task, Truncate
 from shared.protocol.version import PROTOCOL_VERSION, UnsupportedVersion, explain_versions
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "Call",
     "CallEvent",
     "ChatMessage",
+    "Embed",
     "Envelope",
     "ErrorCode",
     "Failed",
@@ -56,15 +60,20 @@ __all__ = [
     "OutputLogprob",
     "Priority",
     "Report",
+    "Rerank",
     "SamplingParams",
+    "Scores",
     "StageTimings",
     "Started",
     "Task",
     "TextPart",
     "TokenLogprob",
     "Tokens",
+    "TokensPart",
+    "Truncate",
     "UnsupportedVersion",
     "Usage",
+    "Vectors",
     "decode_call",
     "decode_card",
     "decode_events",

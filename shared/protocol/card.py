@@ -17,4 +17,7 @@ class ModelCard(Report, frozen=True):
     supports_images: bool = True
     image_tokens: int = 0  #: the most that one image may come to, for quotas; 0: unknown
     tasks: tuple[str, ...] = ("generate",)  #: tags of the tasks that it takes
+    dimensions: int = 0  #: of its vectors; 0: it makes none
+    shorter_dimensions: tuple[int, ...] = ()  #: that a vector may be cut to
+    prompts: tuple[str, ...] = ()  #: names of the prompts that may stand before a text
     version: int = PROTOCOL_VERSION  #: of the protocol that its workers speak

@@ -25,6 +25,12 @@ class ImagePart(Message, frozen=True, tag_field="type", tag="image"):
     image: int
 
 
+class TokensPart(Message, frozen=True, tag_field="type", tag="tokens"):
+    """Token ids of the model's own vocabulary, special ones included."""
+
+    token_ids: tuple[int, ...]
+
+
 class ChatMessage(Message, frozen=True):
     """One turn of the conversation; roles are `system`, `user` and `assistant`."""
 

@@ -2,7 +2,8 @@
 
 Laws that every producer keeps and every consumer may rely on, per call:
 
-1. events are `Started? Tokens* (Finished | Failed)`; exactly one terminal event reaches the client;
+1. events are `Started? (Tokens* | Vectors | Scores) (Finished | Failed)`; exactly one terminal event reaches the
+   client; vectors and scores come together with the end;
 2. `Tokens.index` counts output tokens from 0 without gap; concatenated `Tokens.text` is the answer;
 3. all events of one attempt carry its number; a higher attempt supersedes a lower one.
 """
@@ -132,6 +133,25 @@ class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=
         return len(self.token_ids) + self.num_without_id
 
 
+class Vectors(Report, frozen=True, tag_field="type", tag="vectors", omit_defaults=True):
+    """A vector for each input of the call. Shapes: (inputs, dimensions) little-endian float32, row by row."""
+
+    request_id: str
+    attempt: int
+    dimensions: int
+    data: bytes = b""
+    is_stored: bool = False  #: the data lies beside the queue, as the result of this attempt
+
+
+class Scores(Report, frozen=True, tag_field="type", tag="scores", omit_defaults=True):
+    """A score for each document of the call. Shapes: (documents) little-endian float32."""
+
+    request_id: str
+    attempt: int
+    data: bytes = b""
+    is_stored: bool = False  #: as of vectors
+
+
 class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
     """The answer is complete. Terminal."""
 
@@ -152,4 +172,4 @@ class Failed(Report, frozen=True, tag_field="type", tag="failed", omit_defaults=
     param: str | None = None
 
 
-CallEvent = Started | Tokens | Finished | Failed
+CallEvent = Started | Tokens | Vectors | Scores | Finished | Failed

@@ -1,8 +1,19 @@
 """What a call asks an engine to do: a tagged union, opaque to the queue."""
 
-import msgspec
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
-from shared.protocol.content import ChatMessage, ImageRef, Message
+import msgspec
+from msgspec.structs import replace
+
+from shared.protocol.content import (
+    ChatMessage,
+    ImagePart,
+    ImageRef,
+    Message,
+    TextPart,
+    TokensPart,
+)
 
 
 class SamplingParams(Message, frozen=True, omit_defaults=True):
@@ -34,5 +45,94 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
     sampling: SamplingParams
     images: tuple[ImageRef, ...] = ()
 
+    def texts(self) -> Iterator[str]:
+        """All text, in order."""
+        for message in self.messages:
+            yield from (part.text for part in message.parts if isinstance(part, TextPart))
 
-Task = Generate
+    def with_images(self, images: Sequence[ImageRef]) -> "Generate":
+        """The same task with its images: all choices share them."""
+        return replace(self, images=tuple(images))
+
+    def param_of_image(self, index: int) -> str | None:
+        """Where the client put an image, in the words of the wire."""
+        for i, message in enumerate(self.messages):
+            for j, part in enumerate(message.parts):
+                if isinstance(part, ImagePart) and part.image == index:
+                    return f"messages.[{i}].content.[{j}].image_url"
+        return None
+
+
+#: What to do with an input that is longer than the model's context: refuse it, or cut that end off.
+Truncate = Literal["none", "start", "end"]
+
+
+class Embed(Message, frozen=True, tag_field="task", tag="embed", omit_defaults=True):
+    """A vector for each input. The inputs of one request may be several calls."""
+
+    inputs: tuple[TextPart | ImagePart | TokensPart, ...]
+    images: tuple[ImageRef, ...] = ()
+    prompt_name: str = ""  #: one of the model's prompts, to stand before each text
+    dimensions: int | None = None  #: so many leading ones; None: all
+    is_normalized: bool = True  #: to length 1
+    truncate: Truncate = "none"
+    first: int | None = 0  #: where these inputs begin in the request's list; None: it is no list
+
+    def texts(self) -> Iterator[str]:
+        """All text, in order."""
+        return (part.text for part in self.inputs if isinstance(part, TextPart))
+
+    def with_images(self, images: Sequence[ImageRef]) -> "Embed":
+        """The same task with those images of the request that it has, counted anew."""
+        used: dict[int, int] = {}
+        inputs = tuple(
+            ImagePart(used.setdefault(part.image, len(used)))
+            if isinstance(part, ImagePart)
+            else part
+            for part in self.inputs
+        )
+        return replace(self, inputs=inputs, images=tuple(images[index] for index in used))
+
+    def param(self, index: int) -> str:
+        """Where the client put an input, in the words of the wire."""
+        return "input" if self.first is None else f"input.[{self.first + index}]"
+
+    def param_of_image(self, index: int) -> str | None:
+        """Where the client put an image, in the words of the wire."""
+        for i, part in enumerate(self.inputs):
+            if isinstance(part, ImagePart) and part.image == index:
+                return f"{self.param(i)}.image"
+        return None
+
+
+class Rerank(Message, frozen=True, tag_field="task", tag="rerank", omit_defaults=True):
+    """A score for each document: how well it answers the query. Documents may be several calls."""
+
+    queries: tuple[str, ...]  #: one for all documents, or one for each
+    documents: tuple[str, ...]
+    max_document_tokens: int | None = None  #: what is beyond is cut off
+    truncate: Truncate = "none"  #: of a pair; a document is cut, never a query
+    is_raw: bool = False  #: the model's number itself, without its activation
+    name: str = "documents"  #: the field that holds the documents
+    first: int | None = 0  #: where these begin in the request's list; None: it is no list
+    images: tuple[ImageRef, ...] = ()
+
+    def texts(self) -> Iterator[str]:
+        """All text, in order."""
+        yield from self.queries
+        yield from self.documents
+
+    def with_images(self, images: Sequence[ImageRef]) -> "Rerank":
+        """The same task: it has no images."""
+        return self
+
+    def param(self, index: int) -> str:
+        """Where the client put a document, in the words of the wire."""
+        return self.name if self.first is None else f"{self.name}.[{self.first + index}]"
+
+    def param_of_image(self, index: int) -> str | None:
+        """It has no images."""
+        return None
+
+
+Task = Generate | Embed | Rerank

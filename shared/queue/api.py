@@ -99,6 +99,7 @@ class Publication:
     events: bytes  #: encoded, with commas between
     ending: Ending | None = None  #: how the call ends, if it does
     dead_reason: str = ""  #: why the call goes to the dead letters, if it does
+    result: bytes = b""  #: what is too large for an event; `GatewayQueue.result` gives it
 
 
 class GatewayQueue(Protocol):
@@ -129,6 +130,12 @@ class GatewayQueue(Protocol):
 
     async def events(self, model: str, request_id: str) -> list[bytes]:
         """Every event of a call that was accepted so far, encoded, in order: repairs a gap in the mailbox."""
+        ...
+
+    async def result(
+        self, model: str, request_id: str, attempt: int, *, is_last: bool
+    ) -> bytes | None:
+        """What an attempt published beside its events; None where it is gone. `is_last`: nobody asks again."""
         ...
 
     async def stats(self, model: str) -> QueueStats:

@@ -71,6 +71,10 @@ class RedisKeys:
         """List of the events that were accepted, in order; each item is one or more JSON objects."""
         return f"{self.prefix}:{{{model}}}:log:{request_id}"
 
+    def result(self, model: str, request_id: str, attempt: int | str) -> str:
+        """What one attempt came to, where that is too large for the log: raw bytes."""
+        return f"{self.prefix}:{{{model}}}:result:{request_id}@{attempt}"
+
     def mailbox(self, model: str, gateway_id: str) -> str:
         """Stream of JSON arrays of events for one gateway; it exists only while the gateway lives."""
         return f"{self.prefix}:{{{model}}}:mailbox:{gateway_id}"

@@ -32,6 +32,8 @@ class Publisher:
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
         """See `WorkerQueue.publish`: one call for each gateway. Raises: RedisError."""
+        if results := [item for item in publications if item.result]:
+            await asyncio.gather(*map(self._store, results))
         batches: dict[str, list[Publication]] = {}
         for publication in publications:
             batches.setdefault(publication.claim.reply_to, []).append(publication)
@@ -45,6 +47,11 @@ class Publisher:
                 raise answer
             refused |= answer
         return refused
+
+    async def _store(self, item: Publication) -> None:
+        """Keep the result of an attempt as long as its log. Raises: RedisError."""
+        key = self._keys.result(self._model, item.claim.id, item.claim.attempt)
+        await self._sender.execute("SET", key, item.result, "PX", to_ms(AFTER_END_S))
 
     async def listening(self, gateways: Iterable[str]) -> list[tuple[str, bool]]:
         """Gateways by name, and whether each has its mailbox. Raises: RedisError."""

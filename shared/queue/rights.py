@@ -21,6 +21,7 @@ _QUEUE_KEYS = (
     _KEYS.reservations("*"),
     _KEYS.request("*", "*"),
     _KEYS.log("*", "*"),
+    _KEYS.result("*", "*", "*"),
     _KEYS.mailbox("*", "*"),
 )
 _FLEET_KEYS = (

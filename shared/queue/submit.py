@@ -5,10 +5,11 @@ Calls of one loop turn travel in one write.
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from secrets import token_hex
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.protocol import Envelope, Priority
 from shared.queue.api import (
@@ -120,6 +121,18 @@ class RedisGatewayQueue:
     async def events(self, model: str, request_id: str) -> list[bytes]:
         """See `GatewayQueue.events`."""
         return await self._ask("LRANGE", self._keys.log(model, request_id), 0, -1)
+
+    @redis_errors_as(QueueUnavailable)
+    async def result(
+        self, model: str, request_id: str, attempt: int, *, is_last: bool
+    ) -> bytes | None:
+        """See `GatewayQueue.result`."""
+        key = self._keys.result(model, request_id, attempt)
+        found = await self._ask("GET", key)
+        if is_last:
+            with suppress(RedisError):  # it expires
+                await self._sender.execute("DEL", key)
+        return found
 
     @redis_errors_as(QueueUnavailable)
     async def stats(self, model: str) -> QueueStats:

@@ -34,6 +34,13 @@ class LimitSettings(Group):
     max_stop_chars: ClassVar[int] = 64
     max_logit_bias: ClassVar[int] = 300
     max_top_logprobs: ClassVar[int] = 20
+    max_inputs: ClassVar[int] = 2048  #: `input` of an embedding request
+    max_documents: ClassVar[int] = 1000  #: `documents` of a rerank request
+    max_input_tokens: ClassVar[int] = 300_000  #: of all inputs of a request together
+    max_input_chars: ClassVar[int] = 2_000_000  #: characters of all inputs together
+    max_input_images: ClassVar[int] = 64  #: images among the inputs
+    #: Of a body with inputs: between token ids, and those of texts as they are usually written.
+    max_input_commas: ClassVar[int] = max_input_tokens + _COMMAS_BESIDE_TEXTS
     max_wrong_keys_per_minute: ClassVar[int] = 60  #: of a client address, at each gateway
 
     max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")

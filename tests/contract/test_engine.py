@@ -1,6 +1,7 @@
-"""What every engine promises: to the thread that drives it, and behind a worker, Redis and the HTTP gateway.
+"""What every engine that generates promises: to the thread that drives it, and behind a worker, Redis and the HTTP gateway.
 
-An engine joins by its name in the registry and a line in `SETTINGS`.
+An engine joins by its name in the registry and a line in `SETTINGS`; one that gives numbers in those of
+`test_pooling_engine.py`.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from shared.protocol import (
     TextPart,
     Tokens,
 )
+from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
 from tests.factories_engine import make_mock
 from tests.factories_gateway import make_body, make_settings, run_gateway_on_socket
@@ -87,7 +89,7 @@ def case(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Case]:
 
 
 def test_every_engine_keeps_this_contract():
-    assert set(engine_kinds()) == set(SETTINGS)
+    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS}
 
 
 # Driven directly

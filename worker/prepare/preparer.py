@@ -22,7 +22,7 @@ from engines.base import (
 )
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobStore, BlobsUnavailable
-from shared.protocol import Call, Generate, ImageRef, TextPart
+from shared.protocol import Call, Embed, Generate, ImageRef, Task
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
 from worker.prepare.pixel_cache import PixelCache
@@ -67,6 +67,7 @@ class Preprocessor:
     ) -> None:
         self._engine = engine
         self._prepares_quickly = engine.capabilities().prepares_quickly
+        self._tasks = engine.capabilities().tasks
         self._blobs = blobs
         self._limits = limits
         self._image_threads = FairThreads(num_threads, "image")
@@ -92,6 +93,9 @@ class Preprocessor:
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
                 "continue it: send the request again."
             )
+        tag = type(task).__struct_config__.tag
+        if tag not in self._tasks:
+            raise InvalidRequest(f"this model's engine does not offer the task {tag}", "model")
         num_chars = check_limits(task, self._limits)
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))
@@ -164,28 +168,37 @@ def check_size(image: ImageRef, limits: LimitSettings) -> None:
         )
 
 
-def check_limits(task: Generate, limits: LimitSettings) -> int:
+def check_limits(task: Task, limits: LimitSettings) -> int:
     """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest.
 
     Returns the characters of all texts.
     """
-    sampling = task.sampling
-    num_chars = sum(
-        len(part.text)
-        for message in task.messages
-        for part in message.parts
-        if isinstance(part, TextPart)
-    )
-    checks = (
-        ("messages", len(task.messages), limits.max_messages),
-        ("text characters", num_chars, limits.max_text_chars),
-        ("images", len(task.images), limits.max_images),
-        ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
-        ("stop strings", len(sampling.stop), limits.max_stop_strings),
-        ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),
-        ("logprobs", sampling.num_logprobs or 0, limits.max_top_logprobs),
-    )
-    for what, count, most in checks:
+    num_chars = sum(len(text) for text in task.texts())
+    for what, count, most in _bounds(task, num_chars, limits):
         if count > most:
             raise InvalidRequest(f"the request has {count} {what}: send at most {most}")
     return num_chars
+
+
+def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[str, int, int], ...]:
+    """What is counted of a task, how much of it there is, and how much there may be."""
+    if isinstance(task, Generate):
+        sampling = task.sampling
+        return (
+            ("messages", len(task.messages), limits.max_messages),
+            ("text characters", num_chars, limits.max_text_chars),
+            ("images", len(task.images), limits.max_images),
+            ("output tokens", sampling.max_tokens or 0, limits.max_output_tokens),
+            ("stop strings", len(sampling.stop), limits.max_stop_strings),
+            ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),
+            ("logprobs", sampling.num_logprobs or 0, limits.max_top_logprobs),
+        )
+    if isinstance(task, Embed):
+        num_items, most = len(task.inputs), limits.max_inputs
+    else:
+        num_items, most = len(task.documents), limits.max_documents
+    return (
+        ("inputs", num_items, most),
+        ("text characters", num_chars, limits.max_input_chars),
+        ("images", len(task.images), limits.max_input_images),
+    )

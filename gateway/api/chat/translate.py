@@ -59,7 +59,7 @@ def translate(
     request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> Plan:
     """The tasks of a request, one for each choice. Raises: InvalidRequest."""
-    priority = find_priority(request, context.headers)
+    priority = find_priority(request.service_tier, context.headers)
     count = num_choices(request, limits)
     # Of the request's random id, so that nothing here is random.
     sampling = translate_sampling(request, limits, seed=int(context.id[:16], 16))
@@ -233,11 +233,11 @@ def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int 
     return request.top_logprobs or 0
 
 
-def find_priority(request: ChatCompletionRequest, headers: Mapping[bytes, bytes]) -> Priority:
+def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> Priority:
     """What the header says, else the service tier. Raises: InvalidRequest."""
     name = headers.get(PRIORITY_HEADER)
     if name is None:
-        return Priority.BATCH if request.service_tier == "flex" else Priority.INTERACTIVE
+        return Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
     for priority in Priority:
         if name == priority.value.encode():
             return priority

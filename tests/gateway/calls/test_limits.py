@@ -88,6 +88,8 @@ ELSEWHERE = (
     "max_batch_",
     "max_open_",
     "max_key_",
+    "max_input",
+    "max_documents",
     "max_wrong_",
 )
 

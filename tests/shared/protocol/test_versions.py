@@ -3,6 +3,7 @@
 The bytes of version 1 and the structs that read them are frozen here as they were.
 """
 
+import struct
 from enum import StrEnum
 
 import msgspec
@@ -10,15 +11,24 @@ import pytest
 
 from shared.protocol import (
     PROTOCOL_VERSION,
+    Call,
+    Embed,
     ErrorCode,
     Failed,
     Finished,
     FinishReason,
+    ImagePart,
     ModelCard,
+    Priority,
+    Rerank,
+    Scores,
     Started,
+    TextPart,
     Tokens,
+    TokensPart,
     UnsupportedVersion,
     Usage,
+    Vectors,
     decode_call,
     decode_card,
     decode_events,
@@ -170,3 +180,47 @@ def test_words_of_a_newer_worker_are_understood_or_left_out(newer, heard):
     known = Failed("2", 1, ErrorCode.CANCELLED, "")
     events = decode_events(b"[" + newer + b"," + encode(known) + b"]")
     assert events == ((known,) if heard is None else (heard, known))
+
+
+EMBED_2 = (
+    b'{"version":2,"id":"r-1","reply_to":"g","model":"m","task":{"task":"embed","inputs":[{"type":"text",'
+    b'"text":"hi"},{"type":"tokens","token_ids":[5,6]},{"type":"image","image":0}],"images":[{"sha256":"ab",'
+    b'"num_bytes":3,"media_type":"image/png","width":1,"height":1}],"prompt_name":"query","dimensions":64,'
+    b'"is_normalized":false,"truncate":"end","first":256},"wants_stream":false}'
+)
+RERANK_2 = (
+    b'{"version":2,"id":"r-0","reply_to":"g","model":"m","task":{"task":"rerank","queries":["q"],'
+    b'"documents":["a","b"],"max_document_tokens":9,"is_raw":true},"priority":"batch"}'
+)
+NUMBERS_2 = (
+    b'[{"type":"vectors","request_id":"r","attempt":1,"dimensions":2,"data":"AACAPgAAAD8="},'
+    b'{"type":"scores","request_id":"r","attempt":1,"is_stored":true}]'
+)
+
+
+def test_calls_for_numbers_keep_their_bytes():
+    inputs = (TextPart("hi"), TokensPart((5, 6)), ImagePart(0))
+    embed = Embed(inputs, (make_image("ab"),), "query", 64, False, "end", 256)
+    call = Call("r-1", "g", "m", embed, wants_stream=False)
+    assert encode_call(call) == EMBED_2
+    assert decode_call(EMBED_2) == call
+    rerank = Rerank(("q",), ("a", "b"), 9, is_raw=True)
+    call = Call("r-0", "g", "m", rerank, priority=Priority.BATCH)
+    assert encode_call(call) == RERANK_2
+    assert decode_call(RERANK_2) == call
+
+
+def test_numbers_keep_their_bytes():
+    data = struct.pack("<2f", 0.25, 0.5)
+    events = (Vectors("r", 1, 2, data), Scores("r", 1, is_stored=True))
+    assert encode(events) == NUMBERS_2
+    assert decode_events(NUMBERS_2) == events
+
+
+def test_a_part_of_a_request_has_its_own_images_alone():
+    images = [make_image(name) for name in ("a", "b", "c")]
+    task = Embed((ImagePart(2), TextPart("hi"), ImagePart(1), ImagePart(2)), first=5)
+    part = task.with_images(images)
+    assert part.images == (images[2], images[1])
+    assert part.inputs == (ImagePart(0), TextPart("hi"), ImagePart(1), ImagePart(0))
+    assert part.param_of_image(1) == "input.[7].image"

@@ -1,0 +1,1 @@
+"""The mock of an embedding engine."""

@@ -1,0 +1,147 @@
+"""An embedding engine without a model: real batches, pretended arithmetic.
+
+A vector is the SHAKE-128 stream of its input, read as numbers and brought to length 1; a score is that of query and
+document. So it depends on its input alone, bit by bit, in whatever company it was computed. A token is a word. It
+must not know torch.
+"""
+
+import hashlib
+import math
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.base import (
+    Decode,
+    InvalidRequest,
+    LoadedEngine,
+    PreparedImage,
+    Progress,
+    PromptTooLong,
+)
+from engines.mock_pooling.settings import MockPoolingSettings
+from engines.pooling.batch import Row
+from engines.pooling.engine import PoolingEngine
+from shared.protocol import Embed, ImagePart, ImageRef, ModelCard, Rerank, Task, TextPart, Truncate
+
+MAX_MODEL_LEN = 512
+VOCAB_SIZE = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a row is computed of. `dimensions`: 0 for a score."""
+
+    data: bytes
+    dimensions: int
+    is_normalized: bool = True
+
+
+class MockPoolingModel:
+    """Vectors and scores of hashes."""
+
+    tasks: tuple[str, ...] = ("embed", "rerank")
+    decodes_images = True
+    prepares_quickly = True
+    prompts: Mapping[str, str] = {"query": "query: ", "document": "passage: "}
+
+    def __init__(self, settings: MockPoolingSettings) -> None:
+        self._mock = settings.mock
+        self.max_model_len = settings.max_model_len or MAX_MODEL_LEN
+        self.dimensions = settings.mock.dimensions
+        self.shorter_dimensions = tuple(
+            size for size in (self.dimensions // 4, self.dimensions // 2) if size
+        )
+
+    def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> bytes:
+        """The hash of its pixels. Raises: InvalidImage."""
+        return hashlib.sha256(decode(data, (image.width, image.height)).tobytes()).digest()
+
+    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
+        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
+        if isinstance(task, Embed):
+            return [self._row(task, index, images) for index in range(len(task.inputs))]
+        assert isinstance(task, Rerank)
+        return [self._pair(task, index) for index in range(len(task.documents))]
+
+    def _row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
+        part, size = task.inputs[index], task.dimensions or self.dimensions
+        if isinstance(part, ImagePart):
+            content = _Content(images[part.image].content, size, task.is_normalized)
+            num_tokens = self._mock.tokens_per_image
+            return Row(content, num_tokens, "image", num_tokens)
+        if isinstance(part, TextPart):
+            prompt = self.prompts[task.prompt_name] if task.prompt_name else ""
+            words: Sequence[Any] = (prompt + part.text).split()
+        else:
+            if any(not 0 <= token_id < VOCAB_SIZE for token_id in part.token_ids):
+                raise InvalidRequest(
+                    f"A token id is outside the vocabulary: send 0 to {VOCAB_SIZE - 1}.",
+                    task.param(index),
+                )
+            words = part.token_ids
+        words = self._fit(words, task.truncate, task.param(index))
+        return Row(_Content(repr(words).encode(), size, task.is_normalized), max(1, len(words)))
+
+    def _pair(self, task: Rerank, index: int) -> Row:
+        query = task.queries[index if len(task.queries) > 1 else 0].split()
+        document = task.documents[index].split()[: task.max_document_tokens]
+        words = self._fit([*query, "\n", *document], task.truncate, task.param(index))
+        return Row(_Content(repr(words).encode(), 0, not task.is_raw), len(words))
+
+    def _fit(self, words: Sequence[Any], truncate: Truncate, param: str) -> Sequence[Any]:
+        most = self.max_model_len
+        if len(words) > most and truncate == "none":
+            raise PromptTooLong(
+                f"The input has {len(words)} tokens: send at most {most}, or truncate.", param
+            )
+        return words[-most:] if truncate == "start" else words[:most]
+
+    def compute(self, rows: Sequence[Row]) -> None:
+        """Sleep as long as a model would take."""
+        for row in rows:
+            row.result = numbers_of(row.content).tobytes()
+        step_s = self._mock.step_s
+        time.sleep(step_s + self._mock.s_per_token * sum(row.num_tokens for row in rows))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """It holds nothing."""
+        return {"weights": 0}
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def numbers_of(content: _Content) -> "array[float]":
+    """A pure function of the content; a vector of 0 dimensions is a score between 0 and 1."""
+    if content.dimensions == 0:
+        stream = hashlib.shake_128(content.data).digest(4)
+        score = int.from_bytes(stream, "little") / 2**32
+        return array("f", [score if content.is_normalized else math.log(score + 1e-9)])
+    stream = hashlib.shake_128(content.data).digest(2 * content.dimensions)
+    values = array("h", stream)
+    if not content.is_normalized:
+        return array("f", values)
+    length = math.sqrt(sum(value * value for value in values)) or 1.0
+    return array("f", [value / length for value in values])
+
+
+def load_mock_pooling_engine(
+    settings: MockPoolingSettings, progress: Progress | None
+) -> LoadedEngine:
+    """The mock behind the real engine."""
+    model = MockPoolingModel(settings)
+    card = ModelCard(
+        name=settings.served_name or "mock-embeddings",
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=model.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        image_tokens=settings.mock.tokens_per_image,
+        tasks=model.tasks,
+        dimensions=model.dimensions,
+        shorter_dimensions=model.shorter_dimensions,
+        prompts=tuple(model.prompts),
+    )
+    return LoadedEngine(PoolingEngine(model, settings), card)

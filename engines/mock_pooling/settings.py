@@ -1,0 +1,24 @@
+"""The settings of the mock of an embedding engine."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engines.pooling.settings import PoolingSettings
+
+
+class MockPooling(BaseModel):
+    """What the mock pretends. Units: seconds, tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dimensions: int = Field(default=64, ge=1, le=4096, description="Length of its vectors.")
+    step_s: float = Field(default=0.002, ge=0, description="Simulated time of one step.")
+    s_per_token: float = Field(
+        default=0.00002, ge=0, description="Simulated time per token of a step."
+    )
+    tokens_per_image: int = Field(default=64, ge=1, description="Image slots of one image.")
+
+
+class MockPoolingSettings(PoolingSettings):
+    """Real batches over pretended arithmetic."""
+
+    mock: MockPooling = MockPooling()

@@ -1,0 +1,107 @@
+"""What a sentence-transformers directory says beside its model: pooling, prompts, lengths. It knows no tensors.
+
+Source: sentence-transformers, `modules.json` and the `config.json` of its modules.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engines.base import UnsupportedCheckpoint
+from engines.packages.checkpoint_json import read_json
+
+Pooling = Literal["cls", "mean", "max", "last"]
+#: How the files call them: as flags once, as one word now.
+_MODES: dict[str, Pooling] = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "lasttoken": "last",
+    "last": "last",
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "max_tokens": "max",
+}
+_MAX_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceConfig:
+    """How a model's last layer becomes one vector, and what stands before its texts."""
+
+    pooling: Pooling = "mean"
+    is_normalized: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str = (
+        ""  #: the name of the one that stands before a text when no other is named
+    )
+    max_tokens: int | None = None
+
+
+def read_sentence_config(directory: Path) -> SentenceConfig:
+    """Of a directory without `modules.json`: the mean, not normalized. Raises: UnsupportedCheckpoint."""
+    modules = _read_modules(directory)
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+        raise UnsupportedCheckpoint(
+            f"modules.json: the module {unknown[0]!r} is not supported: Transformer, Pooling and "
+            "Normalize are"
+        )
+    pooling: Pooling = "mean"
+    max_tokens = None
+    for kind, module in zip(kinds, modules, strict=True):
+        folder = directory / str(module.get("path", ""))
+        if (
+            folder.resolve() != directory.resolve()
+            and directory.resolve() not in folder.resolve().parents
+        ):
+            raise UnsupportedCheckpoint("modules.json: a path leads out of the directory")
+        if kind == "Pooling":
+            pooling = _read_pooling(folder)
+        elif kind == "Transformer":
+            max_tokens = read_json(folder / "sentence_bert_config.json").values.get(
+                "max_seq_length"
+            )
+    own = read_json(directory / "config_sentence_transformers.json").values
+    prompts = {str(k): str(v) for k, v in (own.get("prompts") or {}).items() if v}
+    default = str(own.get("default_prompt_name") or "")
+    return SentenceConfig(
+        pooling, "Normalize" in kinds, prompts, default if default in prompts else "", max_tokens
+    )
+
+
+def _read_modules(directory: Path) -> list[dict[str, Any]]:
+    file = directory / "modules.json"
+    if not file.is_file():
+        return []
+    if file.stat().st_size > _MAX_BYTES:
+        raise UnsupportedCheckpoint(f"modules.json is larger than {_MAX_BYTES} bytes")
+    try:
+        modules = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedCheckpoint(f"modules.json is not JSON: {error}") from None
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UnsupportedCheckpoint("modules.json is not a list of objects")
+    return modules
+
+
+def _read_pooling(folder: Path) -> Pooling:
+    values = read_json(folder / "config.json").values
+    if values.get("include_prompt", True) is not True:
+        raise UnsupportedCheckpoint("the Pooling module leaves prompts out: that is not supported")
+    named = values.get("pooling_mode")
+    modes = (
+        [named]
+        if named
+        else [
+            name.removeprefix("pooling_mode_")
+            for name, value in values.items()
+            if name.startswith("pooling_mode_") and value is True
+        ]
+    )
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UnsupportedCheckpoint(
+            f"the Pooling module combines {modes}: one of cls, mean, max and lasttoken is supported"
+        )
+    return _MODES[modes[0]]

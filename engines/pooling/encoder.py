@@ -1,0 +1,299 @@
+"""Encoders of transformers as they are, over packed rows: BERT, RoBERTa and XLM-R, DistilBERT, ELECTRA; CLIP; others by
+padding rows of nearly one length.
+
+Shape letters: n rows of one length, L tokens of a row, E hidden size, V numbers of a result.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from tokenizers import Encoding, Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.base import Decode, InvalidRequest, PreparedImage, PromptTooLong
+from engines.pooling.attention import packed, runs_of
+from engines.pooling.batch import Row
+from engines.pooling.checkpoint import Pooling, SentenceConfig
+from shared.protocol import Embed, ImagePart, ImageRef, Rerank, Task, TextPart, Truncate
+
+#: Rows are padded together while padding is at most that share of the real tokens.
+MAX_PADDING_RATIO = 0.15
+#: Model types whose attention is transformers' own interface, and their position of a row's first token.
+PACKED_TYPES: dict[str, int | None] = {
+    "bert": 0,
+    "roberta": None,
+    "xlm-roberta": None,
+    "camembert": None,
+    "distilbert": 0,
+    "electra": 0,
+}
+#: Of these, whose heads take a pooled vector or the last layer.
+SCORER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A text as ids, and what is wanted of it."""
+
+    ids: Sequence[int]
+    types: Sequence[int]
+    dimensions: int | None = None
+    is_normalized: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image's pixels, and what is wanted of it. Shapes: pixels (3, height, width)."""
+
+    pixels: Any
+    dimensions: int | None = None
+    is_normalized: bool = True
+
+
+class Texts:
+    """The tokenizer: texts, ids and pairs as rows. Thread-safe."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, max_tokens: int, vocab_size: int, config: SentenceConfig
+    ) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._config = config
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size
+
+    def words(self, task: Embed, index: int) -> Words:
+        """An input of text or ids. Raises: PromptTooLong, InvalidRequest."""
+        part, param = task.inputs[index], task.param(index)
+        options = (task.dimensions, task.is_normalized)
+        if isinstance(part, TextPart):
+            name = task.prompt_name or self._config.default_prompt
+            prompt = self._config.prompts[name] if name else ""
+            encoding = self._tokenizer.encode(prompt + part.text, add_special_tokens=False)
+            room = self.max_tokens - self._tokenizer.num_special_tokens_to_add(False)
+            self._cut(encoding, room, task.truncate, param)
+            encoding = self._tokenizer.post_process(encoding)
+            return Words(encoding.ids, encoding.type_ids, *options)
+        assert not isinstance(part, ImagePart)
+        ids = part.token_ids
+        if max(ids) >= self.vocab_size:
+            raise InvalidRequest(
+                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
+            )
+        if len(ids) > self.max_tokens:
+            if task.truncate == "none":
+                raise self._too_long(len(ids), param)
+            ids = ids[-self.max_tokens :] if task.truncate == "start" else ids[: self.max_tokens]
+        return Words(ids, (0,) * len(ids), *options)
+
+    def pair(self, task: Rerank, index: int) -> Words:
+        """A query and a document. Raises: PromptTooLong."""
+        query = task.queries[index if len(task.queries) > 1 else 0]
+        first = self._tokenizer.encode(query, add_special_tokens=False)
+        second = self._tokenizer.encode(task.documents[index], add_special_tokens=False)
+        if task.max_document_tokens is not None:
+            second.truncate(task.max_document_tokens)
+        room = self.max_tokens - self._tokenizer.num_special_tokens_to_add(True) - len(first)
+        if room < 1:
+            raise PromptTooLong(
+                f"The query has {len(first)} tokens: send at most {self.max_tokens // 2}.",
+                task.param(index),
+            )
+        self._cut(second, room, task.truncate, task.param(index))
+        encoding = self._tokenizer.post_process(first, second)
+        return Words(encoding.ids, encoding.type_ids, None, not task.is_raw)
+
+    def _cut(self, encoding: Encoding, room: int, truncate: Truncate, param: str) -> None:
+        if len(encoding) <= room:
+            return
+        if truncate == "none":
+            raise self._too_long(len(encoding) + self.max_tokens - room, param)
+        encoding.truncate(room, direction="left" if truncate == "start" else "right")
+
+    def _too_long(self, num_tokens: int, param: str) -> PromptTooLong:
+        return PromptTooLong(
+            f"The input has {num_tokens} tokens: send at most {self.max_tokens}, or truncate.",
+            param,
+        )
+
+
+class Encoder:
+    """A text encoder with pooling, or with a head that scores pairs."""
+
+    decodes_images = False
+    prepares_quickly = True
+    image_tokens = 0
+
+    def __init__(
+        self,
+        model: Any,
+        texts: Texts,
+        config: SentenceConfig,
+        shorter_dimensions: tuple[int, ...],
+        is_scorer: bool,
+    ) -> None:
+        self._model: Any = model
+        self.texts = texts
+        self._pooling: Pooling = config.pooling
+        self._is_normalized = config.is_normalized
+        self._is_scorer = is_scorer
+        self.is_packed = is_packed(model)
+        self.tasks: tuple[str, ...] = ("rerank",) if is_scorer else ("embed",)
+        self.dimensions: int = 0 if is_scorer else model.config.hidden_size
+        self.shorter_dimensions = shorter_dimensions
+        self.prompts: Mapping[str, str] = config.prompts
+        self._base: Any = model.base_model if is_scorer else model
+
+    def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        """It takes none. Raises: InvalidRequest."""
+        raise InvalidRequest("this model takes no images")
+
+    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
+        """One row for each input. Raises: PromptTooLong, InvalidRequest."""
+        if isinstance(task, Rerank):
+            contents = [self.texts.pair(task, index) for index in range(len(task.documents))]
+        else:
+            assert isinstance(task, Embed)
+            if images:
+                raise InvalidRequest("this model takes no images")
+            contents = [self.texts.words(task, index) for index in range(len(task.inputs))]
+        return [Row(content, len(content.ids)) for content in contents]
+
+    @torch.inference_mode()
+    def compute(self, rows: Sequence[Row]) -> None:
+        """All rows of a step. They come sorted by length."""
+        begin = 0
+        for hidden in self._hidden(rows):  # (n, L, E)
+            part = rows[begin : begin + len(hidden)]
+            begin += len(hidden)
+            if self._is_scorer:
+                for row, score in zip(part, self._score(hidden, part).cpu(), strict=True):
+                    row.result = score.numpy().tobytes()
+            else:
+                give_vectors(part, self._pool(hidden).float(), self._is_normalized)
+
+    def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
+        """The last layer of rows of one length after another."""
+        if not self.is_packed:
+            for group in padded_groups(rows):
+                yield from self._padded(group)
+            return
+        runs = runs_of([row.num_tokens for row in rows])
+        device = self._model.device
+        ids, types = (
+            torch.tensor([x for row in rows for x in getattr(row.content, name)], device=device)[
+                None
+            ]
+            for name in ("ids", "types")
+        )
+        first = first_position(self._model.config)
+        positions = torch.cat(
+            [torch.arange(first, first + run.length).repeat(run.num_rows) for run in runs]
+        ).to(device)[None]
+        arguments = {"input_ids": ids, "position_ids": positions}
+        if getattr(self._model.config, "type_vocab_size", 0) > 1:
+            arguments["token_type_ids"] = types
+        with packed(runs):
+            hidden = self._base(**arguments).last_hidden_state[0]
+        for run in runs:
+            yield hidden[run.begin : run.end].unflatten(0, (run.num_rows, run.length))
+
+    def _padded(self, rows: Sequence[Row]) -> Iterator[Tensor]:
+        longest, device = rows[-1].num_tokens, self._model.device
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        ids += self._model.config.pad_token_id or 0
+        for index, row in enumerate(rows):
+            ids[index, : row.num_tokens] = torch.tensor(row.content.ids)
+            mask[index, : row.num_tokens] = 1
+        hidden = self._base(
+            input_ids=ids.to(device), attention_mask=mask.to(device)
+        ).last_hidden_state
+        index = 0
+        for length, group in groupby(rows, key=lambda row: row.num_tokens):
+            count = len(list(group))
+            yield hidden[index : index + count, :length]
+            index += count
+
+    def _pool(self, hidden: Tensor) -> Tensor:
+        """Shapes: (n, L, E) to (n, E)."""
+        match self._pooling:
+            case "cls":
+                return hidden[:, 0]
+            case "last":
+                return hidden[:, -1]
+            case "max":
+                return hidden.amax(1)
+            case _:
+                return hidden.float().mean(1)
+
+    def _score(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Shapes: (n, L, E) to (n, 1)."""
+        model: Any = self._model
+        pooler = getattr(self._base, "pooler", None)
+        logits = model.classifier(hidden if pooler is None else pooler(hidden)).float()
+        wants_activation = torch.tensor(
+            [row.content.is_normalized for row in rows], device=logits.device
+        )[:, None]
+        return torch.where(wants_activation, logits.sigmoid(), logits)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """The weights."""
+        return {"weights": num_bytes(self._model)}
+
+    def close(self) -> None:
+        """Free the weights."""
+        self._model = self._base = nn.Module()
+
+
+def is_packed(model: Any) -> bool:
+    """Whether rows need no padding."""
+    return model.config.model_type in PACKED_TYPES
+
+
+def first_position(config: Any) -> int:
+    """The position of a row's first token."""
+    first = PACKED_TYPES[config.model_type]
+    return config.pad_token_id + 1 if first is None else first
+
+
+def padded_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Sorted rows in groups of nearly one length."""
+    group: list[Row] = []
+    num_real = 0
+    for row in rows:
+        if group and row.num_tokens * (len(group) + 1) > (1 + MAX_PADDING_RATIO) * (
+            num_real + row.num_tokens
+        ):
+            yield group
+            group, num_real = [], 0
+        group.append(row)
+        num_real += row.num_tokens
+    yield group
+
+
+def give_vectors(rows: Sequence[Row], vectors: Tensor, is_normalized: bool) -> None:
+    """Cut and brought to length 1 as each row wants it. Shapes: vectors (n, V) float32.
+
+    `is_normalized`: the model's own vectors have length 1.
+    """
+    units = F.normalize(vectors, dim=1)
+    own = units if is_normalized else vectors
+    for row, unit, raw in zip(rows, units.cpu(), own.cpu(), strict=True):
+        wanted = row.content
+        vector = unit if wanted.is_normalized else raw
+        if wanted.dimensions is not None:
+            vector = vector[: wanted.dimensions]
+            if wanted.is_normalized:
+                vector = F.normalize(vector, dim=0)
+        row.result = vector.numpy().tobytes()
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Of all parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -1,0 +1,228 @@
+"""An engine without tokens: a step is one batch of inputs, and a call ends with its last input.
+
+The model behind it turns tasks into rows (in any thread) and rows into numbers (in the engine's thread). No KV cache,
+no sampler, no text. It knows no tensors.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engines.base import (
+    Capabilities,
+    Decode,
+    Engine,
+    EngineCall,
+    EngineOutput,
+    EngineStats,
+    InvalidRequest,
+    PreparedImage,
+)
+from engines.pooling.batch import Row, Waiting
+from engines.pooling.settings import PoolingSettings
+from shared.protocol import Embed, FinishReason, ImageRef, Priority, StageTimings, Task, Usage
+
+#: Rows of one step: short ones would fill the budget by the thousand, and a step must end.
+MAX_ROWS_PER_STEP = 512
+#: Work that waits in the engine, in steps: with less, the next step would be smaller than it could be.
+STEPS_AHEAD = 2
+
+
+class PoolingModel(Protocol):
+    """What computes rows."""
+
+    #: Tags of the tasks that it takes.
+    tasks: tuple[str, ...]
+    #: Of its vectors; 0: it makes none.
+    dimensions: int
+    #: That they may be cut to.
+    shorter_dimensions: tuple[int, ...]
+    #: What may stand before a text, by name.
+    prompts: Mapping[str, str]
+    decodes_images: bool
+    prepares_quickly: bool
+
+    def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        """An image as `rows` wants it. Thread-safe. Raises: InvalidImage."""
+        ...
+
+    def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
+        """One row for each input, in order. Thread-safe. Raises: RequestError."""
+        ...
+
+    def compute(self, rows: Sequence[Row]) -> None:
+        """Give each row its result."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by use."""
+        ...
+
+    def close(self) -> None:
+        """Free the device. Idempotent."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class PoolingInput:
+    """A call whose inputs are ready."""
+
+    request_id: str
+    priority: Priority
+    rows: list[Row]
+    dimensions: int  #: of a vector; 0: a row comes to one number
+    added_at: float = 0.0
+    first_step_at: float = 0.0
+    image_s: float = 0.0  #: of steps with images
+    num_left: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        """All inputs together."""
+        num_image_tokens = sum(row.num_image_tokens for row in self.rows)
+        return Usage(sum(row.num_tokens for row in self.rows), num_image_tokens=num_image_tokens)
+
+
+class PoolingEngine(Engine[PoolingInput]):
+    """Batches the inputs of all calls over any `PoolingModel`. Batch work takes the steps that others leave."""
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        settings: PoolingSettings,
+        startup_s: Mapping[str, float] | None = None,
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._startup_s = dict(startup_s or {})
+        self._calls: dict[str, PoolingInput] = {}
+        self._owners: dict[Row, PoolingInput] = {}  # of rows that wait
+        self._waiting = {priority: Waiting() for priority in Priority}
+        self._num_steps = 0
+        self._num_tokens = 0
+
+    def capabilities(self) -> Capabilities:
+        """Tasks of the model; a call is begun anew by another worker, as nothing is told before its end."""
+        return Capabilities(
+            self._settings.max_calls,
+            tasks=self._model.tasks,
+            decodes_images=self._model.decodes_images,
+            can_continue=True,
+            prepares_quickly=self._model.prepares_quickly,
+        )
+
+    def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
+        """As the model makes it. Raises: InvalidImage."""
+        return self._model.process_image(data, image, decode)
+
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> PoolingInput:
+        """A call as rows. Raises: RequestError."""
+        task, dimensions = call.task, 0
+        if isinstance(task, Embed):
+            dimensions = task.dimensions or self._model.dimensions
+            self._check(task, dimensions)
+        rows = self._model.rows(task, images)
+        return PoolingInput(call.request_id, call.priority, rows, dimensions)
+
+    def _check(self, task: Embed, dimensions: int) -> None:
+        """Look again at what a gateway with an older card may have let through. Raises: InvalidRequest."""
+        if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
+            raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
+        if task.prompt_name and task.prompt_name not in self._model.prompts:
+            raise InvalidRequest("the model has no prompt of this name", "prompt_name")
+
+    def add(self, request: PoolingInput) -> None:
+        """Accept a call. Raises: InvalidRequest."""
+        if request.request_id in self._calls:
+            raise InvalidRequest(f"request {request.request_id} is running already")
+        if not request.rows:
+            raise InvalidRequest("the request has no inputs")
+        request.added_at, request.num_left = time.perf_counter(), len(request.rows)
+        self._calls[request.request_id] = request
+        for row in request.rows:
+            self._owners[row] = request
+            self._waiting[request.priority].add(row)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a call and its inputs."""
+        request = self._calls.pop(request_id, None)
+        if request is None:
+            return
+        for row in request.rows:
+            if self._owners.pop(row, None) is not None:
+                self._waiting[request.priority].remove(row)
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one batch; calls that are complete end."""
+        waiting = next(waiting for waiting in self._waiting.values() if waiting)
+        rows = waiting.take(self._settings.max_batch_tokens, MAX_ROWS_PER_STEP)
+        calls = [self._owners.pop(row) for row in rows]
+        began_at = time.perf_counter()
+        for call in calls:
+            call.first_step_at = call.first_step_at or began_at
+        self._model.compute(rows)
+        if rows[0].kind == "image":
+            took_s = time.perf_counter() - began_at
+            for call in set(calls):
+                call.image_s += took_s
+        self._num_steps += 1
+        self._num_tokens += sum(row.num_tokens for row in rows)
+        return [self._finish(call) for call in _count_down(calls)]
+
+    def _finish(self, call: PoolingInput) -> EngineOutput:
+        del self._calls[call.request_id]
+        computed_s = time.perf_counter() - call.first_step_at
+        return EngineOutput(
+            call.request_id,
+            usage=call.usage,
+            finish_reason=FinishReason.STOP,
+            timings=StageTimings(
+                queue_s=call.first_step_at - call.added_at,
+                vision_s=call.image_s,
+                prefill_s=computed_s - call.image_s,
+            ),
+            values=b"".join([row.result for row in call.rows]),
+            dimensions=call.dimensions,
+        )
+
+    def has_work(self) -> bool:
+        """Whether an input waits."""
+        return any(self._waiting.values())
+
+    def stats(self) -> EngineStats:
+        """Calls count as running while the work that waits fits into a few steps."""
+        num_tokens = sum(waiting.num_tokens for waiting in self._waiting.values())
+        is_full = num_tokens >= STEPS_AHEAD * self._settings.max_batch_tokens
+        by_priority = {
+            priority: sum(call.priority is priority for call in self._calls.values())
+            for priority in Priority
+        }
+        num_calls = len(self._calls)
+        return EngineStats(
+            num_running=0 if is_full else num_calls,
+            num_waiting=num_calls if is_full else 0,
+            num_waiting_batch=by_priority[Priority.BATCH] if is_full else 0,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_tokens,
+            memory_bytes=self._model.memory_bytes(),
+            startup_s=self._startup_s,
+        )
+
+    def close(self) -> None:
+        """Forget all calls, free the device."""
+        self._calls.clear()
+        self._owners.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()
+        self._model.close()
+
+
+def _count_down(calls: Sequence[PoolingInput]) -> list[PoolingInput]:
+    """Note a computed row for each; returns those that have none left."""
+    complete = []
+    for call in calls:
+        call.num_left -= 1
+        if call.num_left == 0:
+            complete.append(call)
+    return complete

@@ -1,0 +1,153 @@
+"""From a model's name to an embedding engine that can serve."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    CLIPModel,
+)
+
+from engines.base import LoadedEngine, Progress, UnsupportedCheckpoint
+from engines.packages.resolve import default_name, resolve_model
+from engines.pooling import attention
+from engines.pooling.batch import Row
+from engines.pooling.checkpoint import read_sentence_config
+from engines.pooling.clip import ClipEncoder
+from engines.pooling.encoder import (
+    PACKED_TYPES,
+    SCORER_TYPES,
+    Encoder,
+    Texts,
+    Words,
+    first_position,
+)
+from engines.pooling.engine import PoolingEngine
+from engines.pooling.settings import EncoderSettings
+from engines.torch_backend.loading.load import choose_device, choose_dtype
+from shared.protocol import ModelCard
+
+#: Below that, threads cost more than they bring.
+_ONE_THREAD_BYTES = 32 * 1024 * 1024
+
+
+def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) -> LoadedEngine:
+    """Make the engine of a model; blocks until it has made a vector. Raises: EngineStartError."""
+    began_at = time.perf_counter()
+    report = (lambda share: progress("download", share)) if progress else None
+    directory = resolve_model(settings.model, report)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    model = load_encoder(directory, device, dtype, settings.max_model_len)
+    _set_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
+    model.compute([Row(Words((0, 0, 0), (0, 0, 0)), 3)])
+    engine = PoolingEngine(model, settings, {"load": time.perf_counter() - began_at})
+    card = ModelCard(
+        name=settings.served_name or default_name(settings.model),
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=model.texts.max_tokens,
+        vocab_size=model.texts.vocab_size,
+        supports_images=model.decodes_images,
+        image_tokens=model.image_tokens,
+        tasks=model.tasks,
+        dimensions=model.dimensions,
+        shorter_dimensions=model.shorter_dimensions,
+        prompts=tuple(model.prompts),
+    )
+    return LoadedEngine(engine, card)
+
+
+def _set_threads(num_threads: int, device: torch.device, weight_bytes: int) -> None:
+    is_small = device.type == "cpu" and weight_bytes < _ONE_THREAD_BYTES
+    if num_threads == 0 and is_small and "OMP_NUM_THREADS" not in os.environ:
+        num_threads = 1
+    if num_threads > 0:
+        torch.set_num_threads(num_threads)
+
+
+def load_encoder(
+    directory: Path, device: torch.device, dtype: torch.dtype, max_tokens: int | None = None
+) -> Encoder | ClipEncoder:
+    """The model of a directory. Raises: UnsupportedCheckpoint."""
+    if not any(directory.glob("*.safetensors")):
+        raise UnsupportedCheckpoint(
+            f"{directory} has no safetensors weights; pickled ones (.bin) are not read, because "
+            "unpickling can run any code"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedCheckpoint(f"config.json: {error}") from error
+    sentence = read_sentence_config(directory)
+    architecture = (config.architectures or [""])[0]
+    kind = _kind(architecture, config, directory)
+    model = _load_model(kind, directory, config, dtype).to(device).eval()
+    text = config.text_config if kind is CLIPModel else config
+    limits = (max_tokens, sentence.max_tokens, _num_positions(text))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    most = min(x for x in (*limits, tokenizer.model_max_length) if x is not None)
+    texts = Texts(tokenizer.backend_tokenizer, most, text.vocab_size, sentence)
+    if kind is CLIPModel:
+        return ClipEncoder(model, texts, AutoImageProcessor.from_pretrained(directory))
+    shorter = getattr(config, "matryoshka_dimensions", None) or ()
+    is_scorer = kind is AutoModelForSequenceClassification
+    shorter_ones = tuple(sorted(size for size in shorter if size < config.hidden_size))
+    return Encoder(model, texts, sentence, shorter_ones, is_scorer)
+
+
+def _kind(architecture: str, config: Any, directory: Path) -> Any:
+    if architecture == "CLIPModel":
+        return CLIPModel
+    if architecture.endswith("ForSequenceClassification"):
+        if config.num_labels != 1:
+            raise UnsupportedCheckpoint(
+                f"config.json: {architecture} has {config.num_labels} labels: a model for rerank has one"
+            )
+        if config.model_type not in SCORER_TYPES:
+            raise UnsupportedCheckpoint(
+                f"config.json: {config.model_type} cannot score yet: {', '.join(SCORER_TYPES)} can"
+            )
+        return AutoModelForSequenceClassification
+    is_sentence = (directory / "modules.json").is_file()
+    if not is_sentence and "For" in architecture and not architecture.endswith("ForMaskedLM"):
+        raise UnsupportedCheckpoint(
+            f"config.json: {architecture} makes no vectors; without modules.json an encoder does, such "
+            "as BertModel. VLM_ENGINE__KIND=torch serves models that chat"
+        )
+    return AutoModel
+
+
+def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> Any:
+    is_packed = config.model_type in PACKED_TYPES
+    options = {"attn_implementation": attention.NAME} if is_packed else {}
+    try:
+        model, info = kind.from_pretrained(
+            directory, use_safetensors=True, dtype=dtype, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UnsupportedCheckpoint(f"the weights cannot be loaded: {error}") from error
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    if missing:
+        raise UnsupportedCheckpoint(
+            f"the weights lack {sorted(missing)[0]} and {len(missing) - 1} more"
+        )
+    if kind is AutoModel and hasattr(model, "pooler"):
+        model.pooler = None
+    return model
+
+
+def _num_positions(config: Any) -> int | None:
+    """Positions that a row may have."""
+    number = getattr(config, "max_position_embeddings", None)
+    if number is None:
+        return None
+    if config.model_type in PACKED_TYPES:
+        return number - first_position(config)
+    return number - 2 if config.model_type == "mpnet" else number

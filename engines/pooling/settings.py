@@ -1,0 +1,33 @@
+"""The settings of engines that make vectors and scores."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from engines.settings import EngineSettings
+
+
+class PoolingSettings(EngineSettings):
+    """Limits of one engine. Units: tokens, calls."""
+
+    max_calls: int = Field(
+        default=256, ge=1, le=4096, description="Calls that an engine for embeddings works on."
+    )
+    max_batch_tokens: int = Field(
+        default=8192, ge=1, description="Tokens that a step of an engine for embeddings computes."
+    )
+
+
+class EncoderSettings(PoolingSettings):
+    """A model on a device of this machine."""
+
+    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
+    )
+    num_threads: int = Field(
+        default=0,
+        ge=0,
+        description="CPU threads of the engine; 0: one for a small model, else torch's choice.",
+    )

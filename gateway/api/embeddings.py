@@ -1,0 +1,340 @@
+"""`POST /v1/embeddings`: a vector for each text, list of token ids or image.
+
+As OpenAI defines it, and with Jina's `{"text": ...}` and `{"image": ...}` among the inputs.
+
+Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API".
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from gateway.api.chat.translate import find_priority
+from gateway.api.inputs import (
+    CHARS_PER_TOKEN,
+    InputUsage,
+    ModelName,
+    RequestStruct,
+    ServiceTier,
+    Truncation,
+    UserName,
+    check_chars,
+    invalid,
+    split,
+    timings_of,
+    to_truncate,
+    wants_timings,
+)
+from gateway.api.openapi import describe_operation
+from gateway.calls.key_limits import TOKENS_PER_IMAGE
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
+from gateway.http.body import JsonBody
+from gateway.http.context import RequestContext
+from gateway.http.errors import InvalidRequest
+from gateway.images.loader import ImageSource
+from shared.protocol import (
+    Embed,
+    ImagePart,
+    ModelCard,
+    TextPart,
+    TokensPart,
+    Vectors,
+)
+from shared.settings.limits import LimitSettings
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenIds = list[TokenId]
+_BYTES_PER_NUMBER = 4
+
+#: Prompts by what other APIs call their use; the first that the model has is taken.
+_PROMPTS_OF_TYPE = {
+    "search_query": ("query", "search_query"),
+    "search_document": ("document", "passage", "search_document"),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+
+
+class TextInput(RequestStruct, frozen=True, kw_only=True):
+    """A text, or an image: a `data:` URL, bare base64, or an http(s) URL where they are allowed."""
+
+    text: str | None = None
+    image: str | None = None
+
+
+class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/embeddings`."""
+
+    model: ModelName
+    input: str | Annotated[list[str | TokenId | TokenIds | TextInput], Meta(min_length=1)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    user: UserName | None = None  #: the log holds a short hash of it
+    normalized: bool | None = None  #: ours: false leaves the vector as the model made it
+    truncate: Truncation | None = None  #: which end to cut off of what is too long
+    prompt_name: str | None = None  #: which of the model's prompts stands before each text
+    input_type: (
+        Literal["search_query", "search_document", "classification", "clustering"] | None
+    ) = None
+    service_tier: ServiceTier | None = None
+    timings: bool | None = None  #: ours: the answer ends with its stage timings
+
+
+class Embedding(msgspec.Struct):
+    """One vector. `embedding`: numbers, or little-endian float32 in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingList(msgspec.Struct):
+    """All vectors, in the order of the inputs."""
+
+    model: str
+    data: list[Embedding]
+    usage: InputUsage
+    object: str = "list"
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class _Embedding(msgspec.Struct):
+    """As it is encoded: bytes become base64."""
+
+    index: int
+    embedding: Sequence[float] | memoryview
+    object: str = "embedding"
+
+
+class EmbeddingOptions(msgspec.Struct, frozen=True):
+    """How the client wants its vectors."""
+
+    is_base64: bool = False
+
+
+_BODY = JsonBody(
+    EmbeddingRequest,
+    hints={
+        "encoding_format": "Supported formats are float and base64.",
+        "truncate": "Send true, false, NONE, START or END.",
+        "input_type": f"Supported types are {', '.join(_PROMPTS_OF_TYPE)}.",
+    },
+)
+
+
+class Embeddings(Surface):
+    """OpenAI's embeddings API."""
+
+    name = "embeddings"
+    path = "/v1/embeddings"
+    task = "embed"
+    id_prefix = "embd-"
+    options = EmbeddingOptions
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+        self.max_commas = limits.max_input_commas
+
+    def read(self, body: bytes, context: RequestContext) -> EmbeddingRequest:
+        """The checked body. Raises: InvalidRequest."""
+        request = _BODY.decode(body)
+        _check_kinds(request)
+        return request
+
+    def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task for each part of the inputs. Raises: InvalidRequest."""
+        inputs = Inputs(request.input, card, self.limits)
+        _check_dimensions(request.dimensions, card)
+        task = Embed(
+            (),
+            prompt_name=_find_prompt(request, card),
+            dimensions=request.dimensions,
+            is_normalized=request.normalized is not False,
+            truncate=to_truncate(request.truncate),
+        )
+        per_image = card.image_tokens or TOKENS_PER_IMAGE
+        tasks = [
+            msgspec.structs.replace(
+                task, inputs=tuple(parts), first=first if inputs.is_list else None
+            )
+            for first, parts in split(
+                inputs.parts, lambda part: _num_tokens(part, per_image), context.headers
+            )
+        ]
+        return Plan(
+            tasks,
+            EmbeddingOptions(request.encoding_format == "base64"),
+            images=inputs.images,
+            shares_prompt=False,
+            shows_timings=wants_timings(request.timings, context.headers),
+            priority=find_priority(request.service_tier, context.headers),
+        )
+
+    def answer(self, options: EmbeddingOptions, head: AnswerHead) -> "EmbeddingAnswer":
+        """An `EmbeddingList`."""
+        return EmbeddingAnswer(options, head)
+
+    def describe(self, request: EmbeddingRequest) -> dict[str, Any]:
+        """What was asked for, in numbers."""
+        return {"embedding.dimensions": request.dimensions, "input.count": len(request.input)}
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request, with the limits."""
+        operation, schemas = describe_operation(
+            operation_id="create_embedding",
+            summary="Turn texts and images into vectors",
+            tag="embeddings",
+            request=EmbeddingRequest,
+            answer=EmbeddingList,
+            limits=self.limits,
+        )
+        limits = self.limits
+        schemas["EmbeddingRequest"]["properties"]["input"]["description"] = (
+            f"At most {limits.max_inputs} inputs, {limits.max_input_tokens} tokens, "
+            f"{limits.max_input_chars} characters and {limits.max_input_images} images together."
+        )
+        return operation, schemas
+
+
+class Inputs:
+    """The inputs as tasks hold them, and the images among them. Raises: InvalidRequest."""
+
+    def __init__(self, items: str | list[Any], card: ModelCard, limits: LimitSettings) -> None:
+        self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
+        self.images: list[ImageSource] = []
+        self._card = card
+        self.parts: list[TextPart | TokensPart | ImagePart] = []
+        for index, item in enumerate(items if self.is_list else [items]):
+            param = f"input.[{index}]" if self.is_list else "input"
+            self.parts.append(self._part(item, param))
+        self._check(limits)
+
+    def _part(self, item: Any, param: str) -> TextPart | TokensPart | ImagePart:
+        if isinstance(item, TextInput):
+            if (item.text is None) == (item.image is None):
+                raise invalid(param, "send an object with either text or image")
+            if item.image is not None:
+                return self._image(item.image, f"{param}.image")
+            item, param = item.text, f"{param}.text"
+        if not item:
+            raise invalid(param, "it is empty: send text or token ids")
+        if isinstance(item, str):
+            return TextPart(item)
+        if max(item) >= self._card.vocab_size:
+            raise invalid(param, f"send token ids below {self._card.vocab_size}")
+        return TokensPart(tuple(item))
+
+    def _image(self, url: str, param: str) -> ImagePart:
+        if not self._card.supports_images:
+            raise invalid(param, "this model takes no images", code="unsupported_input")
+        if not url[:8].lower().startswith(("data:", "http://", "https://")):
+            url = f"data:;base64,{url}"
+        self.images.append(ImageSource(url, param))
+        return ImagePart(len(self.images) - 1)
+
+    def _check(self, limits: LimitSettings) -> None:
+        if len(self.parts) > limits.max_inputs:
+            raise InvalidRequest(
+                f"Too many inputs: send at most {limits.max_inputs}.",
+                param="input",
+                code="too_many_inputs",
+            )
+        if len(self.images) > limits.max_input_images:
+            raise InvalidRequest(
+                f"Too many images: send at most {limits.max_input_images}.",
+                param="input",
+                code="too_many_images",
+            )
+        texts = [part.text for part in self.parts if isinstance(part, TextPart)]
+        check_chars(sum(map(len, texts)), "input", limits)
+        ids = sum(len(part.token_ids) for part in self.parts if isinstance(part, TokensPart))
+        if ids > limits.max_input_tokens:
+            raise InvalidRequest(
+                f"The inputs are too long: send at most {limits.max_input_tokens} token ids in all.",
+                param="input",
+                code="too_many_tokens",
+            )
+
+
+class EmbeddingAnswer:
+    """The vectors of all parts."""
+
+    def __init__(self, options: EmbeddingOptions, head: AnswerHead) -> None:
+        self._options = options
+        self._head = head
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """An `EmbeddingList`."""
+        answer = {
+            "object": "list",
+            "model": self._head.model,
+            "data": [
+                _Embedding(index, row if self._options.is_base64 else row.cast("f").tolist())
+                for index, row in enumerate(rows_of(events))
+            ],
+            "usage": InputUsage.of(totals),
+        }
+        if (timings := timings_of(totals)) is not UNSET:
+            answer["timings"] = timings
+        return msgspec.json.encode(answer)
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """It is never streamed."""
+        return []
+
+
+def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
+    """The vectors of all calls, in the order of the inputs. Units: bytes of little-endian float32."""
+    vectors = {choice: event for choice, event in events if isinstance(event, Vectors)}
+    for _, event in sorted(vectors.items()):
+        data, size = memoryview(event.data), event.dimensions * _BYTES_PER_NUMBER
+        for begin in range(0, len(data), size):
+            yield data[begin : begin + size]
+
+
+def _check_kinds(request: EmbeddingRequest) -> None:
+    """A list of numbers is one input; they mix with nothing. Raises: InvalidRequest."""
+    items = request.input
+    if isinstance(items, str):
+        return
+    kinds = {kind for item in items for kind in (int, list) if isinstance(item, kind)}
+    has_others = any(not isinstance(item, int | list) for item in items)
+    if len(kinds) + has_others > 1:
+        raise invalid(
+            "input", "send token ids, lists of token ids, or texts and images, and do not mix them"
+        )
+
+
+def _check_dimensions(dimensions: int | None, card: ModelCard) -> None:
+    """Raises: InvalidRequest for a length that the model was not trained for."""
+    allowed = (*card.shorter_dimensions, card.dimensions)
+    if dimensions is not None and dimensions not in allowed:
+        raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
+
+
+def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str:
+    """The name of the prompt to use; empty for the model's own choice. Raises: InvalidRequest."""
+    if request.prompt_name is not None:
+        if request.prompt_name not in card.prompts:
+            offered = ", ".join(card.prompts) or "none"
+            raise invalid("prompt_name", f"the prompts of this model are: {offered}")
+        return request.prompt_name
+    if request.input_type is None or not card.prompts:
+        return ""
+    for name in _PROMPTS_OF_TYPE[request.input_type]:
+        if name in card.prompts:
+            return name
+    raise invalid(
+        "input_type",
+        f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name",
+    )
+
+
+def _num_tokens(part: TextPart | TokensPart | ImagePart, per_image: int) -> int:
+    """About how many tokens an input has."""
+    if isinstance(part, TextPart):
+        return len(part.text) // CHARS_PER_TOKEN + 1
+    return len(part.token_ids) if isinstance(part, TokensPart) else per_image

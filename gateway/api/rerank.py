@@ -1,0 +1,336 @@
+"""`POST /v1/rerank`, documents by how well they answer a query, and `POST /v1/score`, pairs of texts.
+
+What Cohere, Jina and vLLM have in common of `rerank`, and vLLM's `score`.
+
+Source: Cohere and Jina API references, "Rerank"; vLLM, "Score API".
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from gateway.api.chat.translate import find_priority
+from gateway.api.inputs import (
+    CHARS_PER_TOKEN,
+    InputUsage,
+    ModelName,
+    RequestStruct,
+    ServiceTier,
+    Truncation,
+    UserName,
+    check_chars,
+    invalid,
+    split,
+    timings_of,
+    to_truncate,
+    wants_timings,
+)
+from gateway.api.openapi import describe_operation
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
+from gateway.http.body import JsonBody
+from gateway.http.context import RequestContext
+from gateway.http.errors import InvalidRequest
+from shared.protocol import ModelCard, Rerank, Scores
+from shared.settings.limits import LimitSettings
+
+
+class TextDocument(RequestStruct, frozen=True, kw_only=True):
+    """A document as some clients write it."""
+
+    text: str
+
+
+Document = str | TextDocument
+Documents = Annotated[list[Document], Meta(min_length=1)]
+
+
+class _Common(RequestStruct, frozen=True, kw_only=True):
+    model: ModelName
+    user: UserName | None = None  #: the log holds a short hash of it
+    truncate: Truncation | None = None  #: as of embeddings; a document is cut, never a query
+    service_tier: ServiceTier | None = None
+    timings: bool | None = None  #: ours: the answer ends with its stage timings
+
+
+class RerankRequest(_Common, frozen=True, kw_only=True):
+    """The body of `POST /v1/rerank`."""
+
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None  #: what is beyond is cut off
+    raw_scores: bool | None = None  #: ours: the model's number itself
+
+
+class ScoreRequest(_Common, frozen=True, kw_only=True):
+    """The body of `POST /v1/score`: one text with one or many, or as many with as many."""
+
+    text_1: str | Annotated[list[str], Meta(min_length=1)]
+    text_2: str | Annotated[list[str], Meta(min_length=1)]
+
+
+class ReturnedDocument(msgspec.Struct):
+    """A document, where the client wants it back."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    """One document's place. `index` counts the documents as they were sent."""
+
+    index: int
+    relevance_score: float
+    document: ReturnedDocument | UnsetType = UNSET
+
+
+class RerankAnswer(msgspec.Struct):
+    """The best documents first; of equal ones the one that was sent first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: InputUsage
+    meta: dict[str, str]
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class PairScore(msgspec.Struct):
+    """One pair's score."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreAnswer(msgspec.Struct):
+    """A score for each pair, in their order."""
+
+    id: str
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: InputUsage
+    object: str = "list"
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+class RerankOptions(msgspec.Struct, frozen=True):
+    """How the client wants its results. `documents`: those that it wants back."""
+
+    top_n: int | None = None
+    documents: tuple[str, ...] = ()
+
+
+class ScoreOptions(msgspec.Struct, frozen=True):
+    """There are none."""
+
+
+class _Pairs(Surface):
+    """What both have in common."""
+
+    task = "rerank"
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+        self.max_commas = limits.max_input_commas
+
+    def _tasks(
+        self, task: Rerank, documents: Sequence[str], context: RequestContext
+    ) -> list[Rerank]:
+        """The documents in parts, each with its query. Raises: InvalidRequest."""
+        limits, many = self.limits, len(task.queries) > 1
+        if len(documents) > limits.max_documents:
+            raise InvalidRequest(
+                f"Too many documents: send at most {limits.max_documents}.",
+                param=task.name,
+                code="too_many_inputs",
+            )
+        check_chars(sum(map(len, task.queries)) + sum(map(len, documents)), task.name, limits)
+        longest = max(map(len, task.queries))
+        return [
+            msgspec.structs.replace(
+                task,
+                queries=task.queries[first : first + len(part)] if many else task.queries,
+                documents=tuple(part),
+                first=None if task.first is None else first,
+            )
+            for first, part in split(
+                documents, lambda text: (longest + len(text)) // CHARS_PER_TOKEN, context.headers
+            )
+        ]
+
+    def _plan(
+        self, request: Any, context: RequestContext, tasks: list[Rerank], options: msgspec.Struct
+    ) -> Plan:
+        return Plan(
+            tasks,
+            options,
+            shares_prompt=False,
+            shows_timings=wants_timings(request.timings, context.headers),
+            priority=find_priority(request.service_tier, context.headers),
+        )
+
+
+class Reranking(_Pairs):
+    """Documents for a query."""
+
+    name = "rerank"
+    path = "/v1/rerank"
+    id_prefix = "rerank-"
+    options = RerankOptions
+
+    def read(self, body: bytes, context: RequestContext) -> RerankRequest:
+        """The checked body. Raises: InvalidRequest."""
+        return _RERANK_BODY.decode(body)
+
+    def plan(self, request: RerankRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task for each part of the documents. Raises: InvalidRequest."""
+        if not request.query:
+            raise invalid("query", "it is empty: send text")
+        documents = [d if isinstance(d, str) else d.text for d in request.documents]
+        task = Rerank(
+            (request.query,),
+            (),
+            request.max_tokens_per_doc,
+            to_truncate(request.truncate),
+            bool(request.raw_scores),
+        )
+        wanted = tuple(documents) if request.return_documents else ()
+        tasks = self._tasks(task, documents, context)
+        return self._plan(request, context, tasks, RerankOptions(request.top_n, wanted))
+
+    def answer(self, options: RerankOptions, head: AnswerHead) -> "RerankWords":
+        """A `RerankAnswer`."""
+        return RerankWords(options, head)
+
+    def describe(self, request: RerankRequest) -> dict[str, Any]:
+        """What was asked for, in numbers."""
+        return {"input.count": len(request.documents), "top_n": request.top_n}
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request, with the limits."""
+        operation, schemas = describe_operation(
+            operation_id="rerank",
+            summary="Order documents by how well they answer a query",
+            tag="embeddings",
+            request=RerankRequest,
+            answer=RerankAnswer,
+            limits=self.limits,
+        )
+        properties = schemas["RerankRequest"]["properties"]
+        properties["documents"]["maxItems"] = self.limits.max_documents
+        return operation, schemas
+
+
+class Scoring(_Pairs):
+    """Pairs of texts."""
+
+    name = "score"
+    path = "/v1/score"
+    id_prefix = "score-"
+    options = ScoreOptions
+
+    def read(self, body: bytes, context: RequestContext) -> ScoreRequest:
+        """The checked body. Raises: InvalidRequest."""
+        request = _SCORE_BODY.decode(body)
+        if isinstance(request.text_1, list) and (
+            not isinstance(request.text_2, list) or len(request.text_1) != len(request.text_2)
+        ):
+            raise invalid("text_1", "send one text, or as many as in text_2")
+        return request
+
+    def plan(self, request: ScoreRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task for each part of the pairs. Raises: InvalidRequest."""
+        is_list = isinstance(request.text_2, list)
+        documents = request.text_2 if isinstance(request.text_2, list) else [request.text_2]
+        queries = request.text_1 if isinstance(request.text_1, list) else [request.text_1]
+        task = Rerank(
+            tuple(queries),
+            (),
+            truncate=to_truncate(request.truncate),
+            name="text_2",
+            first=0 if is_list else None,
+        )
+        return self._plan(request, context, self._tasks(task, documents, context), ScoreOptions())
+
+    def answer(self, options: ScoreOptions, head: AnswerHead) -> "ScoreWords":
+        """A `ScoreAnswer`."""
+        return ScoreWords(head)
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request, with the limits."""
+        return describe_operation(
+            operation_id="score",
+            summary="Score pairs of texts",
+            tag="embeddings",
+            request=ScoreRequest,
+            answer=ScoreAnswer,
+            limits=self.limits,
+        )
+
+
+class _Whole:
+    """An answer that is never streamed."""
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """There are none."""
+        return []
+
+
+class RerankWords(_Whole):
+    """The results of all parts."""
+
+    def __init__(self, options: RerankOptions, head: AnswerHead) -> None:
+        self._options = options
+        self._head = head
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """A `RerankAnswer`."""
+        scores = scores_of(events)
+        best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        return msgspec.json.encode(
+            RerankAnswer(
+                self._head.id,
+                self._head.model,
+                [self._result(index, scores[index]) for index in best[: self._options.top_n]],
+                InputUsage.of(totals),
+                {"scorer": "cross_encoder"},
+                timings_of(totals),
+            )
+        )
+
+    def _result(self, index: int, score: float) -> RerankResult:
+        documents = self._options.documents
+        document = ReturnedDocument(documents[index]) if documents else UNSET
+        return RerankResult(index, score, document)
+
+
+class ScoreWords(_Whole):
+    """The scores of all parts."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """A `ScoreAnswer`."""
+        data = [PairScore(index, score) for index, score in enumerate(scores_of(events))]
+        head, usage = self._head, InputUsage.of(totals)
+        return msgspec.json.encode(
+            ScoreAnswer(head.id, head.created, head.model, data, usage, timings=timings_of(totals))
+        )
+
+
+def scores_of(events: Sequence[ChoiceEvent]) -> list[float]:
+    """The scores of all calls, in the order of the documents."""
+    scores = {choice: event.data for choice, event in events if isinstance(event, Scores)}
+    return array("f", b"".join(data for _, data in sorted(scores.items()))).tolist()
+
+
+_HINTS = {"truncate": "Send true, false, NONE, START or END."}
+_RERANK_BODY = JsonBody(RerankRequest, hints=_HINTS)
+_SCORE_BODY = JsonBody(ScoreRequest, hints=_HINTS)

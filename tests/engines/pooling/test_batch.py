@@ -1,0 +1,122 @@
+"""What shares a step: the oldest always, near lengths beside it; nobody starves, nothing is lost."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.base import EngineCall
+from engines.mock_pooling.engine import MockPoolingModel
+from engines.mock_pooling.settings import MockPoolingSettings
+from engines.pooling.batch import Row, Waiting
+from engines.pooling.engine import PoolingEngine
+from shared.protocol import Embed, Priority, TextPart
+
+
+def fill(lengths, kinds=("text",)):
+    waiting = Waiting()
+    rows = [Row(None, length, kinds[index % len(kinds)]) for index, length in enumerate(lengths)]
+    for row in rows:
+        waiting.add(row)
+    return waiting, rows
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 100), st.integers(1, 8)
+)
+def test_every_step_has_the_oldest_within_the_budget_and_one_kind(lengths, budget, max_rows):
+    waiting, rows = fill(lengths, ("text", "image"))
+    left = list(rows)
+    while waiting:
+        oldest = left[0]
+        taken = waiting.take(budget, max_rows)
+        assert oldest in taken
+        assert len(taken) == 1 or sum(row.num_tokens for row in taken) <= budget
+        assert len(taken) <= max_rows
+        assert {row.kind for row in taken} == {oldest.kind}
+        assert [row.num_tokens for row in taken] == sorted(row.num_tokens for row in taken)
+        left = [row for row in left if row not in taken]
+        assert waiting.num_tokens == sum(row.num_tokens for row in left)
+    assert not left
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 60))
+def test_what_shares_a_step_is_nearer_to_the_oldest_than_what_does_not(lengths, budget):
+    waiting, rows = fill(lengths)
+    taken = waiting.take(budget, 100)
+    shortest, longest = taken[0].num_tokens, taken[-1].num_tokens
+    for row in rows:
+        if row not in taken:
+            assert row.num_tokens <= shortest or row.num_tokens >= longest
+
+
+def test_an_input_waits_for_no_more_steps_than_inputs_came_before_it():
+    waiting, [long, *_] = fill([500, *[3] * 50])
+    for _ in range(3):
+        taken = waiting.take(16, 100)
+        if long in taken:
+            break
+        for _ in range(50):  # short ones keep coming
+            waiting.add(Row(None, 3))
+    else:
+        raise AssertionError("it starved")
+
+
+@given(st.sets(st.integers(0, 19)))
+def test_what_is_removed_is_not_computed(removed):
+    waiting, rows = fill(range(1, 21))
+    for index in removed:
+        waiting.remove(rows[index])
+        waiting.remove(rows[index])
+    taken = []
+    while waiting:
+        taken += waiting.take(50, 100)
+    assert {id(row) for row in taken} == {
+        id(row) for index, row in enumerate(rows) if index not in removed
+    }
+
+
+def make_engine(**settings):
+    model = MockPoolingModel(MockPoolingSettings(mock={"step_s": 0, "s_per_token": 0}))
+    return PoolingEngine(model, MockPoolingSettings(**settings))
+
+
+def add(engine, name, *texts, priority=Priority.INTERACTIVE):
+    task = Embed(tuple(map(TextPart, texts)))
+    engine.add(engine.prepare(EngineCall(name, task, priority=priority), []))
+
+
+def test_a_call_ends_once_with_all_its_vectors():
+    engine = make_engine(max_batch_tokens=4)
+    add(engine, "a", "one", "two words", "and now three")
+    add(engine, "b", "one")
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert sorted(output.request_id for output in outputs) == ["a", "b"]
+    [a] = [output for output in outputs if output.request_id == "a"]
+    assert len(a.values) == 3 * 64 * 4
+    assert a.usage.num_prompt_tokens == 6
+    assert engine.stats().num_running == 0
+
+
+def test_batch_work_takes_the_steps_that_others_leave():
+    engine = make_engine(max_batch_tokens=1)
+    add(engine, "later", "w", priority=Priority.BATCH)
+    add(engine, "now", "w")
+    assert [output.request_id for output in engine.step()] == ["now"]
+    assert [output.request_id for output in engine.step()] == ["later"]
+
+
+def test_an_aborted_call_is_forgotten():
+    engine = make_engine()
+    add(engine, "a", "one", "two")
+    engine.abort("a")
+    engine.abort("a")
+    assert not engine.has_work()
+
+
+def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
+    engine = make_engine(max_batch_tokens=2)
+    add(engine, "a", "w w w")
+    assert engine.stats().num_waiting == 0
+    add(engine, "b", "w")
+    assert engine.stats().num_waiting == 2

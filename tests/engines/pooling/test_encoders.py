@@ -1,0 +1,207 @@
+"""Vectors and scores equal those of transformers; in company they are what they are alone."""
+
+import io
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+
+from engines.base import (
+    EngineCall,
+    InvalidRequest,
+    PreparedImage,
+    PromptTooLong,
+    UnsupportedCheckpoint,
+)
+from engines.image_decoder import decode_image
+from engines.pooling.engine import PoolingEngine
+from engines.pooling.load import load_encoder
+from engines.pooling.settings import PoolingSettings
+from engines.registry import create_engine
+from shared.protocol import Embed, ImagePart, ImageRef, Rerank, TextPart, TokensPart
+from tests.factories_encoders import (
+    CONFIGS,
+    WORDS,
+    make_clip,
+    make_encoder,
+    make_scorer,
+    reference,
+    reference_score,
+)
+
+CPU = torch.device("cpu")
+TEXTS = [
+    "w1",
+    "w2 w3 w4",
+    "w5 w6 w7",
+    "w9",
+    " ".join(WORDS[20:60]),
+    " ".join(WORDS[100:117]),
+    "w8 unknown w10",
+]
+
+
+def load(directory, **changes):
+    return load_encoder(directory, CPU, torch.float32, **changes)
+
+
+def compute(model, *tasks, images=()):
+    """Each task's numbers, computed together."""
+    engine = PoolingEngine(model, PoolingSettings())
+    for number, task in enumerate(tasks):
+        prepared = [PreparedImage("", content) for content in images]
+        engine.add(engine.prepare(EngineCall(str(number), task), prepared))
+    outputs = {}
+    while engine.has_work():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return [
+        np.array(array("f", outputs[str(number)].values)).reshape(
+            -1, outputs[str(number)].dimensions or 1
+        )
+        for number in range(len(tasks))
+    ]
+
+
+def embed(*texts, **options):
+    options.setdefault("is_normalized", False)
+    return Embed(tuple(map(TextPart, texts)), **options)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_vectors_are_those_of_transformers_in_any_company(kind, tmp_path):
+    pooling = "last" if kind == "qwen3" else "mean"
+    model = load(make_encoder(tmp_path, kind, pooling=pooling))
+    [together] = compute(model, embed(*TEXTS))
+    for text, vector in zip(TEXTS, together, strict=True):
+        expected = reference(tmp_path, text, pooling).numpy()
+        assert np.abs(vector - expected).max() < 1e-5 * max(1, np.abs(expected).max())
+        [[alone]] = compute(model, embed(text))
+        assert np.abs(vector - alone).max() < 1e-6 * max(1, np.abs(alone).max())
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "last"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_pooling_and_normalize_come_from_the_directory(pooling, normalize, tmp_path):
+    model = load(make_encoder(tmp_path, "bert", pooling=pooling, normalize=normalize))
+    [vectors] = compute(model, embed(*TEXTS))
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        expected = reference(tmp_path, text, pooling, normalize=normalize).numpy()
+        assert np.abs(vector - expected).max() < 1e-5 * max(1, np.abs(expected).max())
+
+
+def test_prompts_and_dimensions_come_from_the_directory(tmp_path):
+    own = {"prompts": {"query": "w7 w8 ", "document": ""}, "default_prompt_name": "query"}
+    config = {"matryoshka_dimensions": [8, 16, 32]}
+    model = load(make_encoder(tmp_path, "bert", config=config, **own))
+    assert dict(model.prompts) == {"query": "w7 w8 "}
+    assert model.shorter_dimensions == (8, 16)
+    [[vector]] = compute(model, embed("w1", is_normalized=True, dimensions=8))
+    cut = reference(tmp_path, "w7 w8 w1", "mean")[:8]
+    assert np.allclose(vector, torch.nn.functional.normalize(cut, dim=0), atol=1e-5)
+    with pytest.raises(InvalidRequest):
+        compute(model, embed("w1", dimensions=9))
+    with pytest.raises(InvalidRequest):
+        compute(model, embed("w1", prompt_name="nobody"))
+
+
+def test_what_is_too_long_is_refused_or_cut_as_the_tokenizer_cuts_it(tmp_path):
+    model = load(make_encoder(tmp_path, "bert"))
+    long = " ".join(WORDS[:90])
+    with pytest.raises(PromptTooLong, match="92 tokens") as refused:
+        compute(model, embed("w1", long))
+    assert refused.value.param == "input.[1]"
+    [[end], [start]] = compute(model, embed(long, truncate="end"), embed(long, truncate="start"))
+    assert np.allclose(end, reference(tmp_path, " ".join(WORDS[:62]), "mean"), atol=1e-5)
+    assert np.allclose(start, reference(tmp_path, " ".join(WORDS[28:90]), "mean"), atol=1e-5)
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path):
+    model = load(make_encoder(tmp_path, "bert"))
+    ids = AutoTokenizer.from_pretrained(tmp_path)("w1 w2")["input_ids"]
+    [[vector]] = compute(model, Embed((TokensPart(tuple(ids)),), is_normalized=False))
+    assert np.allclose(vector, reference(tmp_path, "w1 w2", "mean"), atol=1e-5)
+    with pytest.raises(InvalidRequest):
+        compute(model, Embed((TokensPart((10_000,)),)))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "electra"])
+def test_scores_are_those_of_transformers(kind, tmp_path):
+    model = load(make_scorer(tmp_path, kind))
+    assert model.tasks == ("rerank",)
+    raw, score = compute(
+        model, Rerank(("w1 w2",), tuple(TEXTS), is_raw=True), Rerank(("w1 w2",), tuple(TEXTS))
+    )
+    expected = np.array([reference_score(tmp_path, "w1 w2", text) for text in TEXTS])[:, None]
+    assert np.allclose(raw, expected, atol=1e-5)
+    assert np.allclose(score, 1 / (1 + np.exp(-expected)), atol=1e-5)
+    [cut] = compute(model, Rerank(("w1 w2",), ("w3 w4 w5",), 2, is_raw=True))
+    assert np.allclose(cut, reference_score(tmp_path, "w1 w2", "w3 w4"), atol=1e-5)
+
+
+def picture(size=(40, 32), colour=(200, 30, 90)) -> bytes:
+    file = io.BytesIO()
+    image = Image.new("RGB", size, colour)
+    image.paste((10, 240, 40), (5, 5, 20, 20))
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_texts_and_images_of_clip_are_those_of_transformers(tmp_path):
+    model = load(make_clip(tmp_path))
+    data = picture()
+    pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
+    task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
+    [vectors] = compute(model, task, images=[pixels])
+    theirs = CLIPModel.from_pretrained(tmp_path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        for index, text in ((0, "w1 w2"), (2, "w3")):
+            ids = tokenizer(text, return_tensors="pt")["input_ids"]
+            assert np.allclose(
+                vectors[index], theirs.get_text_features(ids).pooler_output[0], atol=1e-5
+            )
+        inputs = CLIPImageProcessor.from_pretrained(tmp_path)(
+            Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="pt"
+        )
+        image = theirs.get_image_features(**inputs).pooler_output[0]
+    assert np.allclose(vectors[1], image, atol=1e-5)
+
+
+def test_a_directory_is_served_by_name(tmp_path):
+    make_encoder(tmp_path, "xlm-roberta", normalize=True)
+    loaded = create_engine({"kind": "pooling", "model": str(tmp_path), "device": "cpu"})
+    card = loaded.card
+    assert (card.tasks, card.dimensions, card.max_model_len) == (("embed",), 32, 64)
+    assert not card.supports_images
+    loaded.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda d: (d / "model.safetensors").rename(d / "x.bin"), "safetensors"),
+        (lambda d: (d / "modules.json").write_text('[{"type": "a.Dense", "path": "2_Dense"}]'), "Dense"),
+        (lambda d: (d / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]'), "out of"),
+        (lambda d: (d / "modules.json").write_text("{"), "not JSON"),
+        (lambda d: (d / "1_Pooling" / "config.json").write_text("{}"), "Pooling"),
+        (lambda d: (d / "config.json").write_text("{}"), r"config.json"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_the_reason(change, why, tmp_path):
+    make_encoder(tmp_path, "bert")
+    change(tmp_path)
+    with pytest.raises(UnsupportedCheckpoint, match=why):
+        load(tmp_path)
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path):
+    make_encoder(tmp_path, "bert")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["encoder.layer.1.output.dense.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match="lack"):
+        load(tmp_path)

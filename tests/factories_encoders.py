@@ -1,0 +1,155 @@
+"""Directories of encoders of a few layers with random weights, made offline, and what transformers computes of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    DistilBertConfig,
+    ElectraConfig,
+    MPNetConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+WORDS = [f"w{index}" for index in range(200)]
+SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
+VOCAB_SIZE = len(SPECIALS) + len(WORDS)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS = {
+    "bert": lambda: BertConfig(**SMALL, max_position_embeddings=64),
+    "roberta": lambda: RobertaConfig(**SMALL, max_position_embeddings=66),
+    "xlm-roberta": lambda: XLMRobertaConfig(**SMALL, max_position_embeddings=66, type_vocab_size=1),
+    "electra": lambda: ElectraConfig(**SMALL, embedding_size=16, max_position_embeddings=64),
+    "distilbert": lambda: DistilBertConfig(
+        vocab_size=VOCAB_SIZE, dim=32, n_layers=3, n_heads=4, hidden_dim=64, pad_token_id=0,
+        max_position_embeddings=64,
+    ),
+    "mpnet": lambda: MPNetConfig(**SMALL, max_position_embeddings=66),
+    "qwen3": lambda: Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8, max_position_embeddings=64),
+}  # fmt: skip
+
+
+def make_tokenizer(directory: Path) -> None:
+    """Words of a list, `<s>` and `</s>` around them; a pair has `</s>` between, and types."""
+    vocab = {word: index for index, word in enumerate([*SPECIALS, *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", model_max_length=64,
+        bos_token="<s>", eos_token="</s>", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(directory)  # fmt: skip
+
+
+def spread(model: Any) -> Any:
+    """Weights so large that answers differ clearly."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def make_encoder(
+    directory: Path, kind: str, *, pooling: str = "mean", normalize: bool = False, **own: Any
+) -> Path:
+    """An encoder with the files of sentence-transformers."""
+    torch.manual_seed(7)
+    config = CONFIGS[kind]()
+    for name, value in own.pop("config", {}).items():
+        setattr(config, name, value)
+    spread(AutoModel.from_config(config)).save_pretrained(directory)
+    make_tokenizer(directory)
+    modules = [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+        *([("2_Normalize", "Normalize")] if normalize else []),
+    ]
+    (directory / "modules.json").write_text(
+        json.dumps(
+            [
+                {"path": path, "type": f"sentence_transformers.models.{type_}"}
+                for path, type_ in modules
+            ]
+        )
+    )
+    (directory / "1_Pooling").mkdir()
+    modes = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken"}
+    (directory / "1_Pooling" / "config.json").write_text(
+        json.dumps({f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()})
+    )
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(own))
+    return directory
+
+
+def make_scorer(directory: Path, kind: str) -> Path:
+    """A cross-encoder of one label."""
+    torch.manual_seed(7)
+    config = CONFIGS[kind]()
+    config.num_labels = 1
+    spread(AutoModelForSequenceClassification.from_config(config)).save_pretrained(directory)
+    make_tokenizer(directory)
+    return directory
+
+
+def make_clip(directory: Path) -> Path:
+    """Two towers of two layers."""
+    torch.manual_seed(7)
+    text = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 24}
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+        "image_size": 32, "patch_size": 8,
+    }  # fmt: skip
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    spread(CLIPModel(config)).save_pretrained(directory)
+    make_tokenizer(directory)
+    CLIPImageProcessor(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    ).save_pretrained(directory)
+    return directory
+
+
+@torch.inference_mode()
+def reference(directory: Path, text: str, pooling: str, *, normalize: bool = False) -> torch.Tensor:
+    """One text alone, by transformers and the formula of sentence-transformers."""
+    inputs = AutoTokenizer.from_pretrained(directory)(text, return_tensors="pt")
+    model = AutoModel.from_pretrained(directory).eval()
+    if getattr(model.config, "type_vocab_size", 0) <= 1 or model.config.model_type == "mpnet":
+        inputs.pop("token_type_ids", None)
+    hidden = model(**inputs).last_hidden_state[0]
+    pooled = {"cls": hidden[0], "mean": hidden.mean(0), "max": hidden.amax(0), "last": hidden[-1]}[
+        pooling
+    ]
+    return torch.nn.functional.normalize(pooled, dim=0) if normalize else pooled
+
+
+@torch.inference_mode()
+def reference_score(directory: Path, query: str, document: str) -> torch.Tensor:
+    """One pair alone, by transformers; the number itself."""
+    inputs = AutoTokenizer.from_pretrained(directory)(query, document, return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    if getattr(model.config, "type_vocab_size", 0) <= 1:
+        inputs.pop("token_type_ids", None)
+    return model(**inputs).logits[0, 0]

@@ -1,0 +1,299 @@
+"""Vectors over HTTP, through the queue and a worker: right, in order, nobody else's, and nothing left behind."""
+
+import asyncio
+import base64
+import json
+import logging
+
+import msgspec
+import openai
+import pytest
+
+from shared.telemetry.metrics import STAGES
+from tests.factories_gateway import CARD, CHAT, make_body
+from tests.factories_gateway import run_worker as run_scripted_worker
+from tests.factories_numbers import (
+    EMBEDDINGS,
+    as_floats,
+    load,
+    read_vectors,
+    run_fleet,
+    vector_of,
+)
+from tests.factories_queue import MODEL
+from tests.factories_worker import run_worker
+
+CHATTY = msgspec.structs.replace(CARD, name="chatty")
+TEXTS = ["a client for redis", "how to bake bread", "ein Gedicht über Köln"]
+
+
+@pytest.fixture
+def changes():
+    return {}
+
+
+@pytest.fixture
+async def fleet(ends, redis_server, changes):
+    async with run_fleet(ends, redis_server, **changes) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def gateway(fleet):
+    return fleet[0]
+
+
+@pytest.fixture
+async def client(gateway):
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+async def embed(gateway, given, **options):
+    body = {"model": MODEL, "input": given, **options}
+    return await gateway.client.post(EMBEDDINGS, json=body, headers=options.pop("headers", None))
+
+
+# What is answered
+
+
+@pytest.mark.parametrize("given", ["a text", TEXTS, [5, 6, 7], [[5, 6], [7]]])
+async def test_the_official_client_gets_a_vector_for_each_input(client, given):
+    answer = await client.embeddings.create(model=MODEL, input=given)
+    items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    assert [entry.embedding for entry in answer.data] == [vector_of(item) for item in items]
+    assert [entry.index for entry in answer.data] == list(range(len(items)))
+    assert answer.model == MODEL
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+
+
+async def test_numbers_and_base64_are_the_same_bits(gateway):
+    as_numbers = (await embed(gateway, TEXTS)).json()
+    as_text = (await embed(gateway, TEXTS, encoding_format="base64")).json()
+    decoded = [as_floats(base64.b64decode(text)) for text in read_vectors(as_text)]
+    assert read_vectors(as_numbers) == decoded == [vector_of(text) for text in TEXTS]
+
+
+async def test_options_reach_the_model(gateway):
+    async def one(**options):
+        response = await embed(gateway, "a text", **options)
+        assert response.status_code == 200, response.text
+        return read_vectors(response.json())[0]
+
+    assert await one(dimensions=16) == vector_of("a text", dimensions=16)
+    assert await one(normalized=False) == vector_of("a text", is_normalized=False)
+    prompted = vector_of("a text", prompt_name="query")
+    assert await one(prompt_name="query") == prompted == await one(input_type="search_query")
+    long = " ".join(map(str, range(600)))
+    cut = await embed(gateway, long, truncate=True)
+    assert read_vectors(cut.json())[0] == vector_of(long, truncate="end")
+    cut = await embed(gateway, long, truncate="START")
+    assert read_vectors(cut.json())[0] == vector_of(long, truncate="start")
+
+
+async def test_jinas_objects_are_texts_too(gateway):
+    answer = (await embed(gateway, ["one", {"text": "two"}])).json()
+    assert read_vectors(answer) == [vector_of("one"), vector_of("two")]
+
+
+async def test_the_model_says_what_it_offers(gateway):
+    model = (await gateway.client.get(f"/v1/models/{MODEL}")).json()
+    assert model["tasks"] == ["embed", "rerank"]
+    assert model["dimensions"] == 64
+
+
+# What is refused
+
+LIMITS = {
+    "too_many_inputs": ["x"] * 2049,
+    "too_many_tokens": [[5] * 500] * 601,
+}
+
+
+@pytest.mark.parametrize(("code", "given"), LIMITS.items())
+async def test_too_much_is_refused(gateway, code, given):
+    response = await embed(gateway, given)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == (code, "input")
+
+
+async def test_texts_that_are_too_long_together_are_a_413(gateway):
+    response = await embed(gateway, ["x" * 1_000_000] * 2 + ["y"])
+    assert (response.status_code, response.json()["error"]["param"]) == (413, "input")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "code", "param"),
+    [
+        ("", {}, "invalid_value", "input"),
+        ([], {}, "invalid_value", "input"),
+        (["a", ""], {}, "invalid_value", "input.[1]"),
+        ([[5], []], {}, "invalid_value", "input.[1]"),
+        ([5, "a"], {}, "invalid_value", "input"),
+        ([[5], "a"], {}, "invalid_value", "input"),
+        ([5, -1], {}, "invalid_value", "input.[1]"),
+        ([[5], [65_536]], {}, "invalid_value", "input.[1]"),
+        ([{}], {}, "invalid_value", "input.[0]"),
+        ([{"text": "a", "image": "b"}], {}, "invalid_value", "input.[0]"),
+        ([{"image": "not base64!"}], {}, "invalid_image", "input.[0].image"),
+        ("a", {"dimensions": 63}, "invalid_value", "dimensions"),
+        ("a", {"encoding_format": "int8"}, "invalid_value", "encoding_format"),
+        ("a", {"prompt_name": "nobody"}, "invalid_value", "prompt_name"),
+        ("a", {"input_type": "clustering"}, "invalid_value", "input_type"),
+        ("a", {"truncate": "MIDDLE"}, "invalid_value", "truncate"),
+        ("a", {"stream": True}, "unsupported_parameter", "stream"),
+    ],
+)  # fmt: skip
+async def test_a_bad_field_is_named(gateway, given, options, code, param):
+    response = await embed(gateway, given, **options)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [("w " * 513, "input"), (["a", "w " * 513], "input.[1]"), (["a"] * 300 + ["w " * 513], "input.[300]")],
+)  # fmt: skip
+async def test_an_input_that_is_too_long_is_named_where_the_client_put_it(gateway, given, param):
+    response = await embed(gateway, given)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+async def test_a_chat_request_to_a_model_of_vectors_says_what_that_offers(gateway):
+    response = await gateway.client.post(CHAT, json=make_body() | {"model": MODEL})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("wrong_task", "model")
+    assert "embed, rerank" in error["message"]
+
+
+async def test_an_embedding_request_to_a_chat_model_says_what_that_offers(
+    gateway, redis_server, redis_prefix
+):
+    async with run_scripted_worker(redis_server, redis_prefix, CHATTY) as chat:
+        await gateway.services.models.refresh()
+        response = await embed(gateway, "a", model=chat.card.name)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "wrong_task"
+    assert "generate" in response.text
+
+
+# Many
+
+
+async def test_no_answer_holds_anothers_vectors(gateway):
+    async def ask(number: int) -> None:
+        mine = [
+            f"text {number} {index} " + "word " * (number % 7) for index in range(number % 9 + 1)
+        ]
+        response = await embed(gateway, mine)
+        assert read_vectors(response.json()) == [vector_of(text) for text in mine]
+
+    await asyncio.gather(*map(ask, range(60)))
+
+
+@pytest.mark.parametrize("changes", [{"num_workers": 2, "engine": {"max_calls": 2}}])
+async def test_a_large_request_is_shared_and_comes_back_in_order(fleet, ends):
+    gateway, workers = fleet
+    texts = [f"text {index} " + "word " * (index % 40) for index in range(2048)]
+    response = await embed(gateway, texts)
+    assert read_vectors(response.json()) == list(map(vector_of, texts))
+    usage = response.json()["usage"]
+    assert usage["prompt_tokens"] == sum(len(text.split()) for text in texts)
+    assert all(worker.engine.added for worker in workers)
+    assert not [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*:result:*")]
+
+
+async def test_large_results_do_not_go_through_log_or_mailbox(fleet, ends):
+    gateway, _ = fleet
+    response = await embed(gateway, [f"text {n}" for n in range(256)], encoding_format="base64")
+    assert len(response.content) > 64 * 256
+    keys = [key async for key in ends.redis.scan_iter(f"{ends.prefix}:*")]
+    for key in keys:
+        size = await ends.redis.memory_usage(key)
+        assert size is None or size < 32_000, key
+    assert len(await ends.redis.keys(f"{ends.prefix}:*:log:*")) == 1
+
+
+async def test_one_bad_input_fails_the_whole_request(fleet):
+    gateway, [worker] = fleet
+    worker.engine.gate.clear()
+    response = await embed(gateway, ["fine"] * 1000 + ["w " * 513])
+    assert response.json()["error"]["param"] == "input.[1000]"
+    worker.engine.gate.set()
+    async with asyncio.timeout(10):
+        while worker.engine.has_work():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
+    gateway, [worker] = fleet
+    worker.engine.gate.clear()
+    asking = asyncio.create_task(embed(gateway, ["some words"] * 2000))
+    async with asyncio.timeout(10):
+        while not worker.engine.added:
+            await asyncio.sleep(0.01)
+    asking.cancel()
+    async with asyncio.timeout(10):
+        while await ends.num_open():
+            await asyncio.sleep(0.01)
+        worker.engine.gate.set()
+        while worker.engine.has_work():
+            await asyncio.sleep(0.01)
+    assert gateway.services.dispatcher.num_open == 0
+
+
+async def test_a_lost_workers_request_is_computed_by_another(ends, redis_server):
+    async with run_fleet(ends, redis_server) as (gateway, [first]):
+        first.engine.gate.clear()
+        asking = asyncio.create_task(embed(gateway, TEXTS))
+        async with asyncio.timeout(10):
+            while not first.engine.added:
+                await asyncio.sleep(0.005)
+        await first.vanish()
+        async with run_worker(ends, "second", load=load, lease_s=0.6):
+            response = await asking
+    assert read_vectors(response.json()) == list(map(vector_of, TEXTS))
+
+
+async def test_a_retry_under_the_same_key_gets_the_same_answer(fleet):
+    gateway, [worker] = fleet
+    texts = [f"text {index}" for index in range(400)]
+    body = {"model": MODEL, "input": texts}
+    first, again = [
+        await gateway.client.post(EMBEDDINGS, json=body, headers={"idempotency-key": "once"})
+        for _ in range(2)
+    ]
+    assert first.json() == again.json()
+    assert read_vectors(first.json()) == list(map(vector_of, texts))
+    assert len(worker.engine.added) == 1
+
+
+# What is noted
+
+
+async def test_it_is_counted_and_logged_as_an_answer_without_tokens(gateway, caplog):
+    caplog.set_level(logging.INFO, "gateway.calls.recorder")
+    response = await embed(gateway, ["secret words", "more"], user="jane", timings=True)
+    timings = response.json()["timings"]
+    stages = [timings[f"{stage}_s"] for stage in STAGES]
+    assert sum(stages) == pytest.approx(timings["e2e_s"], abs=1e-4)
+    assert timings["prefill_s"] > 0
+    assert response.headers["server-timing"].startswith("ingest;dur=")
+    [line] = [vars(record) for record in caplog.records if record.name.endswith("recorder")]
+    assert (line["outcome"], line["status"]) == ("ok", 200)
+    assert (line["prompt_tokens"], line["output_tokens"]) == (3, 0)
+    assert "secret" not in json.dumps(line, default=str)
+    metrics = (await gateway.client.get("/metrics")).text
+    assert f'vlm_requests_total{{model="{MODEL}",outcome="ok"}} 1.0' in metrics
+    assert f'vlm_prompt_tokens_total{{model="{MODEL}"}} 3.0' in metrics
+    assert f'vlm_generation_tokens_total{{model="{MODEL}"}} 0.0' in metrics
+    assert f'vlm_time_to_first_token_seconds_count{{model="{MODEL}"}} 0.0' in metrics
+    assert f'vlm_request_duration_seconds_count{{model="{MODEL}"}} 1.0' in metrics
