@@ -109,7 +109,7 @@ def test_a_checkpoint_in_fp8_can_be_rounded_to_integers(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize(("scheme", "head"), [("int8", "none"), ("int4", "none"), ("int4", "int8")])
+@pytest.mark.parametrize(("scheme", "head"), [("int8", "none"), ("int4", "none"), ("int8", "int8")])
 def test_transformers_reads_it_with_the_library_of_the_format(
     tiny: Path, tmp_path: Path, scheme: str, head: str
 ) -> None:
