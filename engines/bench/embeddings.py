@@ -4,6 +4,8 @@ One thread, CPU time: what other programs take of the machine counts for nobody.
 encodes: texts by length, 32 at a time; "as they come" is a server that pads whoever arrived together.
 """
 
+import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
+
 import json
 import tempfile
 import time
@@ -19,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModel, BertConfig, BertModel
 
-import engines.torch_backend  # noqa: F401 - before torchvision
 from engines.pooling import attention
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import SentenceConfig

@@ -1,5 +1,7 @@
 """From a model's name to an embedding engine that can serve."""
 
+import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
+
 import os
 import time
 from pathlib import Path

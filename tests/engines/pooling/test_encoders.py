@@ -1,6 +1,8 @@
 """Vectors and scores equal those of transformers; in company they are what they are alone."""
 
 import io
+import subprocess
+import sys
 from array import array
 
 import numpy as np
@@ -178,6 +180,14 @@ def test_a_directory_is_served_by_name(tmp_path):
     assert (card.tasks, card.dimensions, card.max_model_len) == (("embed",), 32, 64)
     assert not card.supports_images
     loaded.engine.close()
+
+
+def test_a_fresh_process_serves_it(tmp_path):
+    make_encoder(tmp_path, "bert")
+    settings = {"kind": "pooling", "model": str(tmp_path), "device": "cpu"}
+    code = f"from engines.registry import create_engine; create_engine({settings})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
