@@ -263,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         worker = self.workers[name]
         self.eye.xreadgroup(GROUP, name, {self.keys.queue(MODEL): ">"}, count=count)
-        _, sha, _, queue, *arguments = worker._calls.of_read(worker._last_read_id, count)
+        _, sha, _, queue, *arguments = worker._script.of_read(worker._last_read_id, count)
         if not self.eye.script_exists(sha)[0]:
             self.eye.script_load(CLAIM.source)
         for _, request_id, reply in self.eye.evalsha(sha, 1, queue, *arguments):
