@@ -1,12 +1,14 @@
 """`vlm serve`: a Redis, a gateway and a node of workers, and one screen that says what to do with them."""
 
 import asyncio
+import json
 import logging
 import os
 import socket
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -183,20 +185,21 @@ def base_url(settings: Settings) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def served_model(settings: Settings) -> str:
-    """The name under which the gateway offers the model: the newest that has a worker comes first."""
+def served_model(settings: Settings) -> dict[str, Any]:
+    """What the gateway says of the model: the newest that has a worker comes first."""
     keys = [key.get_secret_value() for key in settings.gateway.api_keys]
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     listing = httpx.get(f"{base_url(settings)}/v1/models", headers=headers, trust_env=False)
-    return listing.raise_for_status().json()["data"][0]["id"]
+    return listing.raise_for_status().json()["data"][0]
 
 
-def show_screen(settings: Settings, model: str, num_workers: int) -> None:
+def show_screen(settings: Settings, model: dict[str, Any], num_workers: int) -> None:
     """Say what runs and how to use it; the curl works as it stands."""
-    url = base_url(settings)
+    url, name = base_url(settings), model["id"]
+    needs_key = bool(settings.gateway.api_keys)
     console.print(
         Panel(
-            f"[bold]{model}[/bold] on {num_workers} worker(s), engine {settings.engine.kind}\n"
+            f"[bold]{name}[/bold] on {num_workers} worker(s), engine {settings.engine.kind}\n"
             f"{url}/          chat page\n"
             f"{url}/v1        base_url of any OpenAI client\n"
             f"{url}/metrics   Prometheus\n"
@@ -205,18 +208,20 @@ def show_screen(settings: Settings, model: str, num_workers: int) -> None:
             expand=False,
         )
     )
-    console.print("Ask about an image from another terminal:\n")
-    console.print(
-        sample_curl(url, model, bool(settings.gateway.api_keys)), markup=False, soft_wrap=True
-    )
-    chat = f'vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
-    console.print(f"\nor: {chat}", soft_wrap=True)
+    if "generate" in model["tasks"]:
+        console.print("Ask about an image from another terminal:\n")
+        console.print(sample_curl(url, name, needs_key), markup=False, soft_wrap=True)
+        chat = f'vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
+        console.print(f"\nor: {chat}", soft_wrap=True)
+    else:
+        console.print("Ask for numbers from another terminal:\n")
+        console.print(numbers_curl(url, model, needs_key), markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.", style="dim")
 
 
 def sample_curl(url: str, model: str, needs_key: bool) -> str:
     """A shell command that asks about the sample image."""
-    key = ' -H "authorization: Bearer $API_KEY"' if needs_key else ""
+    key = _key(needs_key)
     image = f"$(base64 < {_short(SAMPLE)} | tr -d '\\n')"
     return (
         f"curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' -d @- <<EOF\n"
@@ -225,6 +230,23 @@ def sample_curl(url: str, model: str, needs_key: bool) -> str:
         f'  {{"type": "text", "text": "Describe the image."}}]}}]}}\n'
         "EOF"
     )
+
+
+def numbers_curl(url: str, model: dict[str, Any], needs_key: bool) -> str:
+    """A shell command that asks for vectors, or for scores where there are none."""
+    body: dict[str, Any] = {"model": model["id"]}
+    if "embed" in model["tasks"]:
+        path, more = "embeddings", {"input": ["a red star", "a blue circle"]}
+    else:
+        path, more = "rerank", {"query": "a red star", "documents": ["a star", "a circle"]}
+    return (
+        f"curl -s {url}/v1/{path}{_key(needs_key)} -H 'content-type: application/json' "
+        f"-d '{json.dumps(body | more)}'"
+    )
+
+
+def _key(is_needed: bool) -> str:
+    return ' -H "authorization: Bearer $API_KEY"' if is_needed else ""
 
 
 def _short(path: Path) -> Path:
