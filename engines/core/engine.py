@@ -92,7 +92,9 @@ class BatchingEngine(Engine[EngineRequest]):
         self.processor = processor
         self.tokenizer = tokenizer = processor.tokenizer
         self.blocks = BlockManager(
-            runner.num_blocks, runner.block_size, enable_prefix_cache=config.enable_prefix_cache
+            runner.num_blocks,
+            runner.block_size,
+            enable_prefix_cache=config.enable_prefix_cache and runner.shares_prefixes,
         )
         limits = StepLimits(
             config.max_num_batched_tokens,

@@ -86,6 +86,7 @@ class ModelRunner(Protocol):
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    shares_prefixes: bool  #: whether blocks hold all that is known of their tokens
     runs_async: bool  #: whether a device computes beside the host, which goes on meanwhile
 
     def launch(self, batch: Batch) -> RunningStep:

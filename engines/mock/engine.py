@@ -125,6 +125,7 @@ class MockRunner:
     vocab_size = VOCAB_SIZE
     max_model_len = MAX_MODEL_LEN
     runs_async = False
+    shares_prefixes = True
 
     def __init__(self, settings: MockEngineSettings) -> None:
         self.block_size = settings.block_size

@@ -44,7 +44,8 @@ class Item:
     """
 
     hash: str
-    num_tokens: int  #: from the first control token of `text` to its last
+    #: from the first control token of `text` to its last; None: as many as there are
+    num_tokens: int | None
     pixels: Any
     text: str
     grid: tuple[
@@ -69,13 +70,21 @@ class PromptBuilder:
     """Makes prompts for one model."""
 
     def __init__(
-        self, tokenizer: PromptTokenizer, template: ChatTemplate, slot_id: int | None
+        self,
+        tokenizer: PromptTokenizer,
+        template: ChatTemplate,
+        slot_id: int | None,
+        placeholder: str = "",
     ) -> None:
-        """`slot_id` is the token of image slots; the template spells it once where an image is. None: no images."""
+        """`slot_id` is the token of image slots, None for no images.
+
+        The template spells it once where an image is, or another token as `placeholder`.
+        """
         self._tokenizer = tokenizer
         self._template = template
         self._slot_id = slot_id
         self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
+        self._placeholder = placeholder or self._spelling.run_text
 
     def build(self, messages: Sequence[ChatMessage], items: Sequence[Item]) -> Prompt:
         """Token ids and where images are. `items[i]` is the image of the part with index i.
@@ -98,7 +107,9 @@ class PromptBuilder:
     def _expand(self, rendered: str, items: list[Item]) -> tuple[str, list[tuple[int, int]]]:
         """The prompt with the images' texts in the template's places, and where these begin and end."""
         found = [
-            start for start, token in self._spelling.find(rendered) if token.id == self._slot_id
+            start
+            for start, token in self._spelling.find(rendered)
+            if token.text == self._placeholder
         ]
         if len(found) != len(items):
             raise InvalidRequest(
@@ -112,7 +123,7 @@ class PromptBuilder:
             pieces += [rendered[end:start], item.text]
             length += start - end + len(item.text)
             places.append((length - len(item.text), length))
-            end = start + len(self._spelling.run_text)
+            end = start + len(self._placeholder)
         return "".join([*pieces, rendered[end:]]), places
 
     def _encode(
@@ -148,20 +159,20 @@ class PromptBuilder:
     def _place(self, token_ids: list[int], run: tuple[int, int], item: Item) -> ImageInput:
         """An image at its run of tokens. Raises: InvalidRequest."""
         offset, stop = run
-        if stop - offset != item.num_tokens:
+        if item.num_tokens is not None and stop - offset != item.num_tokens:
             raise InvalidRequest(
                 f"An image comes to {stop - offset} tokens in the prompt, but its processor says "
                 f"{item.num_tokens}."
             )
         run_ids = token_ids[offset:stop]
         if all(token_id == self._slot_id for token_id in run_ids):
-            return ImageInput(offset, item.num_tokens, item.hash, item.pixels, grid=item.grid)
+            return ImageInput(offset, stop - offset, item.hash, item.pixels, grid=item.grid)
         is_slot = [token_id == self._slot_id for token_id in run_ids]
         edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
         if is_slot[-1]:
             edges.append(len(is_slot))
         slots = tuple(zip(edges[::2], edges[1::2], strict=True))
-        return ImageInput(offset, item.num_tokens, item.hash, item.pixels, slots, item.grid)
+        return ImageInput(offset, stop - offset, item.hash, item.pixels, slots, item.grid)
 
 
 class ControlSpelling:

@@ -74,6 +74,7 @@ class TorchRunner:
         self.max_model_len = plan.max_model_len
         self.vocab_size = text.vocab_size
         self.model = model.eval()
+        self.shares_prefixes = model.shares_prefixes
         self.device = device
         self._dtype = dtype
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool

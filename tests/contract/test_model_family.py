@@ -25,15 +25,15 @@ from engines.packages.checkpoint_files import make_tokenizer
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models import llava
+from engines.torch_backend.models import causal_lm, llava
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, ModelFamily, find_family, registered
 from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
 from tests.contract.toys import family as tiled
-from tests.contract.toys import text_family
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.ways import Way
 
@@ -147,10 +147,13 @@ CASES = [
         stacked=torch.cat,
     ),
     FamilyCase(
-        text_family.FAMILY,
+        causal_lm.FAMILY,
         write_text,
         load_text,
-        (({"hidden_act": "relu"}, "hidden_act 'relu' cannot be run"),),
+        (
+            ({"hidden_size": 2**40}, "hidden_size is 1099511627776"),
+            ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ),
         needed="model.norm.weight",
         unread="model.layers.0.self_attn.rotary_emb.inv_freq",
         takes_images=False,
@@ -307,8 +310,8 @@ def test_refusals_name_the_field(loaded: Loaded, tmp_path: Path) -> None:
         for name, value in changes.items():
             content[name] = content[name] | value if isinstance(value, dict) else value
         (tmp_path / "config.json").write_text(json.dumps(content))
-        with registered(loaded.case.family), pytest.raises(UnsupportedCheckpoint) as caught:
-            find_family(tmp_path)
+        with pytest.raises(UnsupportedCheckpoint) as caught:
+            loaded.case.family.check(read_fields(tmp_path))
         assert reason in str(caught.value)
 
 

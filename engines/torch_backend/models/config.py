@@ -1,5 +1,7 @@
 """Shapes of the parts that families are made of, as plain data."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -34,6 +36,19 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+
+class BeyondOurProgram(UnsupportedCheckpoint):
+    """A checkpoint as it should be, of what no code of ours computes; transformers may."""
+
+
+@contextmanager
+def beyond_our_program() -> Iterator[None]:
+    """Whatever is refused within is no fault of the checkpoint."""
+    try:
+        yield
+    except UnsupportedCheckpoint as refusal:
+        raise BeyondOurProgram(str(refusal)) from None
 
 
 class TextLimits(Protocol):

@@ -17,6 +17,7 @@ from engines.torch_backend.models.config import (
     TextConfig,
     UnsupportedCheckpoint,
     VisionConfig,
+    beyond_our_program,
 )
 
 #: who wrote a `quantization_config`
@@ -118,7 +119,8 @@ def check_clip(section: Fields) -> None:
     """Refuse a vision tower that is none of CLIP's. Raises: UnsupportedCheckpoint."""
     kind = section.get("model_type", "clip_vision_model")
     if kind != "clip_vision_model":
-        raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower can be run")
+        with beyond_our_program():
+            raise section.refuse("model_type", f"is {shown(kind)}; only CLIP's tower can be run")
     if section.whole("num_channels", 3, at_most=MAX_WHOLE["num_channels"]) != 3:
         raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
     section.one_of("hidden_act", ("quick_gelu", "gelu"))
@@ -147,10 +149,12 @@ def check_llama(section: Fields) -> None:
     kind = section.get("model_type", "llama")
     if kind not in _TEXT_KINDS:
         families = ", ".join(_TEXT_KINDS)
-        raise section.refuse(
-            "model_type", f"is {shown(kind)}; these text models can be run: {families}"
-        )
-    section.one_of("hidden_act", ("silu",))
+        with beyond_our_program():
+            raise section.refuse(
+                "model_type", f"is {shown(kind)}; these text models can be run: {families}"
+            )
+    with beyond_our_program():
+        section.one_of("hidden_act", ("silu",))
     _rope_scaling(section, 1)
 
 
@@ -198,9 +202,11 @@ def _rope_parameters(section: Fields) -> Fields:
     name = "rope_scaling" if section.get("rope_scaling") else "rope_parameters"
     parameters = section.section(name)
     if any(isinstance(value, dict) for value in parameters.values.values()):
-        raise section.refuse(name, "differ between layers; one set can be run")
+        with beyond_our_program():
+            raise section.refuse(name, "differ between layers; one set can be run")
     if parameters.get("partial_rotary_factor", section.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise section.refuse("partial_rotary_factor", "is not 1; only that can be run")
+        with beyond_our_program():
+            raise section.refuse("partial_rotary_factor", "is not 1; only that can be run")
     return parameters
 
 
@@ -217,9 +223,10 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
         return None
     names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in ("linear", "llama3"):
-        raise parameters.refuse(
-            "rope_type", f"{shown(kind)} cannot be run; 'linear' and 'llama3' can"
-        )
+        with beyond_our_program():
+            raise parameters.refuse(
+                "rope_type", f"{shown(kind)} cannot be run; 'linear' and 'llama3' can"
+            )
     factors = [parameters.number(name, above=0, at_most=1e6) for name in names[kind]]
     if None in factors:
         raise parameters.refuse("rope_type", f"{kind!r} lacks {names[kind][factors.index(None)]!r}")

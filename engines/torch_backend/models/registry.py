@@ -3,6 +3,7 @@
 A family is one file beside this one and a line in `_BUILT_IN`. The loader asks here and never for a class by name.
 """
 
+import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.attention import AttentionPlan
-from engines.torch_backend.models.config import TextLimits, UnsupportedCheckpoint
+from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import DIMS, Mesh
 
+logger = logging.getLogger(__name__)
+
 #: modules with a `FAMILY`
-_BUILT_IN = ("engines.torch_backend.models.llava",)
-#: one that takes what none of these does
+_BUILT_IN = ("engines.torch_backend.models.llava", "engines.torch_backend.models.causal_lm")
+#: one that takes what none of these does, and what they refuse
 _FALLBACK = "engines.torch_backend.models.generic.family"
 
 
@@ -94,6 +97,7 @@ class FamilyModel(nn.Module):
         Any  #: the decoder, where the runner drives a `Llama` over one pool of keys and values
     )
     converts_weights = False  #: whether `take` wants weights as they are stored
+    shares_prefixes = True  #: whether blocks hold all that is known of their tokens
     num_position_rows = 1  #: R, where there is no such decoder
 
     def __init__(self) -> None:
@@ -242,12 +246,18 @@ def read_config(directory: Path) -> Any:
 def check_config(config: Fields) -> tuple[ModelFamily, Any]:
     """As `find_family`, of the fields of a `config.json`."""
     families = [*_registered, *_built_in()]
+    generic = import_module(_FALLBACK).FAMILY
     given, kind = config.get("architectures"), config.get("model_type")
     for family in families:
         is_named = isinstance(given, list) and any(name in given for name in family.architectures)
         if is_named or (given is None and kind == family.model_type):
-            return family, family.check(config)
-    generic = import_module(_FALLBACK).FAMILY
+            try:
+                return family, family.check(config)
+            except BeyondOurProgram as refusal:
+                if not generic.claims(config):
+                    raise
+                logger.info("not the program of %s: %s", family.architectures[0], refusal)
+                break
     if generic.claims(config):
         return generic, generic.check(config)
     known = ", ".join(name for family in families for name in family.architectures)

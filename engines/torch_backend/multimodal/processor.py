@@ -94,8 +94,9 @@ class TorchProcessor:
         self.max_model_len = max_model_len
         self.image_tokens = multimodal.image_tokens
         self._slot = tokenizer.image_token
+        placeholder = getattr(multimodal, "placeholder", "")
         self._multimodal = multimodal
-        self._prompt_builder = PromptBuilder(tokenizer, template, multimodal.slot_id)
+        self._prompt_builder = PromptBuilder(tokenizer, template, multimodal.slot_id, placeholder)
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
@@ -119,7 +120,8 @@ def create_processor(
     try:
         source = read_chat_template(directory) or multimodal.template
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
-        template = ChatTemplate(source, tokenizer.image_token, tokenizer.special_variables)
+        placeholder = getattr(multimodal, "placeholder", "") or tokenizer.image_token
+        template = ChatTemplate(source, placeholder, tokenizer.special_variables)
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None
     return TorchProcessor(tokenizer, multimodal, template, max_model_len)

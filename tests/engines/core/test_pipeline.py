@@ -58,6 +58,7 @@ class Device(MockRunner):
 
     events: list[str]
     runs_async = True
+    shares_prefixes = True
 
     def launch(self, batch: Batch) -> MockStep:
         self.events.append("launched")

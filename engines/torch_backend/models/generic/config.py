@@ -3,13 +3,17 @@
 No code of a checkpoint is run, nothing is fetched for it, and sizes are bounded before anything is built.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.models.config import UnsupportedCheckpoint
@@ -21,6 +25,7 @@ _NEVER_READ = frozenset({
     "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
     "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
+_FLOAT = "__float__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,19 @@ class GenericConfig:
     text: Limits
     quantization: str | None = None
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether it is a model of images and text."""
+        return self.model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
 
 def find_class(config: Fields) -> type[PreTrainedModel] | None:
-    """The class that a `config.json` names, if it is a causal language model of the installed transformers."""
-    given = config.get("architectures")
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    """The class that a `config.json` names, if it writes text in the installed transformers, of images or not."""
+    given, kind = config.get("architectures"), config.get("model_type")
+    by_kind = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    known = {*by_kind.values(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     if given is None:
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+        name = by_kind.get(kind) if isinstance(kind, str) else None
     else:
         names = given if isinstance(given, list) else []
         name = next((name for name in names if isinstance(name, str) and name in known), None)
@@ -86,9 +97,18 @@ def _believed(section: Fields) -> dict[str, Any]:
     for name, value in section.values.items():
         if name.startswith("_") or name in _NEVER_READ:
             continue
-        is_section = isinstance(value, Mapping)
-        values[name] = _believed(section.section(name)) if is_section else value
+        is_section = isinstance(value, Mapping) and value.keys() != {_FLOAT}
+        values[name] = _believed(section.section(name)) if is_section else _number(value)
     return values
+
+
+def _number(value: Any) -> Any:
+    """What JSON has no number for, as transformers writes it."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    if isinstance(value, Mapping) and value.keys() == {_FLOAT}:
+        return {"Infinity": math.inf, "-Infinity": -math.inf}.get(str(value[_FLOAT]), math.nan)
+    return value
 
 
 def _limits(config: Fields, full: PreTrainedConfig) -> Limits:

@@ -3,18 +3,17 @@
 from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
+from engines.torch_backend.models.causal_lm import TEMPLATE
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
-from engines.torch_backend.multimodal.processor import TextOnly
+from engines.torch_backend.multimodal.processor import MultimodalProcessor, TextOnly
+from engines.torch_backend.multimodal.transformers_images import TransformersImages
 from engines.torch_backend.parallel.mesh import Mesh
-
-#: For checkpoints that bring none: what is said, line by line.
-TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 
 
 class GenericFamily:
-    """Any causal language model of the installed transformers."""
+    """Any model of the installed transformers that writes text, of images or not."""
 
     architectures = ()
     model_type = ""
@@ -45,9 +44,11 @@ class GenericFamily:
         """Names are transformers' to read."""
         return name
 
-    def processor(self, directory: Path, config: GenericConfig) -> TextOnly:
-        """There are no images."""
-        return TextOnly(TEMPLATE)
+    def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
+        """Transformers' own, where the model takes images. Raises: UnsupportedCheckpoint."""
+        if not config.takes_images:
+            return TextOnly(TEMPLATE)
+        return TransformersImages(directory, config.model_class, config.full)
 
 
 FAMILY = GenericFamily()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as their_logging
 
+from engines.core.request import ImageInput
+from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -24,11 +26,20 @@ from engines.torch_backend.models.generic.attention import (
     Probe,
 )
 from engines.torch_backend.models.generic.config import GenericConfig
+from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.masks import check_masks
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import largest_difference
+from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
-from engines.torch_backend.models.registry import FamilyModel, FlatStep, ModelFamily, check_names
+from engines.torch_backend.models.registry import (
+    FamilyModel,
+    FlatStep,
+    ImageSlots,
+    ModelFamily,
+    check_names,
+)
+from engines.torch_backend.multimodal.transformers_images import PositionHooks, ProcessedImage
 from engines.torch_backend.ops.registry import Ops
 
 logger = logging.getLogger(__name__)
@@ -62,6 +73,9 @@ class GenericModel(FamilyModel):
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
         self._own_attention = ""
+        self._mixers: list[Mixer] = []
+        self._form: ImageForm | None = None
+        self._states = SequenceStates()
 
     # -- loading
     def take(
@@ -76,12 +90,22 @@ class GenericModel(FamilyModel):
         Raises: UnsupportedCheckpoint.
         """
         self.inner = self._load(weights, device, dtype).requires_grad_(False).eval()
-        self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
+        self.find_arguments()
         text = self._text
         self._own_attention = text._attn_implementation
         text._attn_implementation_internal = NAME
+        for module in self.inner.modules():
+            if is_mixer(module):
+                mixer: Any = Mixer(module, self._states)
+                module.forward = mixer
+                self._mixers.append(mixer)
+        self.num_position_rows = len(self._probing_positions())
         self._specs = self._probe(device)
         check_masks(self.inner, list(self._specs.values()))
+
+    def find_arguments(self) -> None:
+        """Note what the model's forward pass takes by name."""
+        self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
 
     def _load(
         self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
@@ -123,7 +147,9 @@ class GenericModel(FamilyModel):
         if "position_ids" not in self._arguments:
             raise UnsupportedCheckpoint(f"{name} cannot be run over pages: it takes no positions")
         ids = torch.tensor([_PROBE_TOKENS], device=device)
-        positions = torch.arange(len(_PROBE_TOKENS), device=device)[None]
+        positions = self._probing_positions().to(device)
+        if len(positions) > 1:
+            positions = positions[:, None]
         try:
             self.inner(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:  # a layer that wants a mask fails in a way of its own
@@ -133,12 +159,17 @@ class GenericModel(FamilyModel):
         text = self._text
         types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
         num_wanted = sum(kind not in ("mlp", "moe") for kind in types)
-        if len(probe.layers) < num_wanted:
+        num_missing = num_wanted - len(probe.layers) - len(self._mixers)
+        if num_missing > 0 or not probe.layers:
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: {num_wanted - len(probe.layers)} of its {num_wanted} "
-                "layers do not hand their keys and values over"
+                f"{name} cannot be run over pages: {num_missing} of its {num_wanted} layers do not hand "
+                "their keys and values over"
             )
         return probe.layers
+
+    def _probing_positions(self) -> Tensor:
+        """As the model's own hooks count. Shapes: (R, tokens)."""
+        return PositionHooks(self.inner).positions(_PROBE_TOKENS, None, ())
 
     @property
     def _text(self) -> Any:
@@ -179,15 +210,75 @@ class GenericModel(FamilyModel):
         paged = PagedStep(step.plan, step.pools, self._ops)
         for layer in self._layers:
             layer.step = paged
-        return self._call(step.token_ids[None], step.positions.unsqueeze(-2), step.rows)
+        ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)
+        inputs = self._inputs(ids, step.images)
+        if not self._mixers:
+            return self._call(ids, positions, step.rows, inputs)
+        self._states.begin(step.items)
+        with self._mixing(step.plan):
+            logits = self._call(ids, positions, step.rows, inputs)
+        self._states.end(step.items)
+        return logits
 
-    def _call(self, token_ids: Tensor, positions: Tensor, rows: list[int]) -> Tensor:
+    @contextmanager
+    def _mixing(self, plan: AttentionPlan) -> Iterator[None]:
+        """Mixers compute a step's sequences for a while."""
+        for mixer in self._mixers:
+            mixer.plan = plan
+        try:
+            yield
+        finally:
+            for mixer in self._mixers:
+                mixer.plan = None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """States belong to whole sequences: nobody can begin with another's blocks."""
+        return not self._mixers
+
+    def release(self, request_id: str) -> None:
+        """Let go of a request's states. Idempotent."""
+        self._states.release(request_id)
+
+    def encode(
+        self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Rows that fill the slots, those of later layers beside them. Shapes: returns (slots, levels * C) each."""
+        return [self._encode(image.pixels, device, dtype) for image in images]
+
+    def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
+        inputs: dict[str, Any] = {}
+        for name, given in pixels.inputs.items():
+            value = given.to(device) if isinstance(given, Tensor) else given
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            inputs[name] = value.to(dtype) if is_float else value
+        base: Any = self.inner.base_model
+        encoded = base.get_image_features(**inputs, return_dict=True)
+        self._form = ImageForm.of(encoded)
+        return self._form.rows(encoded)
+
+    def num_features(self, image: ImageInput) -> int | None:
+        """Those that the prompt has slots for."""
+        return image.pixels.num_slots if isinstance(image.pixels, ProcessedImage) else None
+
+    def _inputs(self, token_ids: Tensor, images: list[ImageSlots]) -> dict[str, Any]:
+        """What the model is given beside tokens and positions."""
+        slot_id = getattr(self.inner.config, "image_token_id", None)
+        types = {name for name in self._arguments if name.endswith("token_type_ids")}
+        inputs: dict[str, Any] = {}
+        if slot_id is not None:
+            inputs = dict.fromkeys(types, (token_ids == slot_id).long())
+        if images:
+            assert self._form is not None
+            rows = torch.cat([image.features for image in images])
+            inputs["mm_encoder_outputs"] = {"image": self._form.output(rows)}
+        return inputs
+
+    def _call(
+        self, token_ids: Tensor, positions: Tensor, rows: list[int], inputs: dict[str, Any]
+    ) -> Tensor:
         """Shapes: token_ids (1, N), positions (1, N) or (R, 1, N); returns (rows, V)."""
-        inputs: dict[str, Any] = {
-            "input_ids": token_ids,
-            "position_ids": positions,
-            "use_cache": False,
-        }
+        inputs |= {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
         wanted = torch.tensor(rows, dtype=torch.long, device=token_ids.device)
         keeps = (
             "logits_to_keep" in self._arguments

@@ -2,9 +2,11 @@
 
 TESTED = frozenset(
     {
+        "BambaForCausalLM",
         "Cohere2ForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "FalconH1ForCausalLM",
         "GPT2LMHeadModel",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
@@ -12,6 +14,8 @@ TESTED = frozenset(
         "Gemma3nForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
@@ -21,6 +25,7 @@ TESTED = frozenset(
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
         "SmolLM3ForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",

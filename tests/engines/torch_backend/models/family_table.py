@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tokenizers import AddedToken
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from engines.packages.checkpoint_files import make_tokenizer
 
@@ -25,14 +31,24 @@ LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+DELTA = {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+SPACES = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table."""
+    """One row of the table. A family of images has a processor, and what its template writes for an image."""
 
     name: str
     create: Callable[[], PreTrainedConfig]
+    shares_prefixes: bool = True
+    create_processor: Callable[[], Any] | None = None
+    placeholder: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -40,11 +56,17 @@ class Family:
     @property
     def architecture(self) -> str:
         """The class that transformers runs it with."""
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(self.create())].__name__
+        return self.auto._model_mapping[type(self.create())].__name__
+
+    @property
+    def auto(self) -> Any:
+        """What transformers loads it with."""
+        return AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM
 
 
-def text(name: str, config_class: str, **more: Any) -> Family:
-    return Family(name, lambda: getattr(transformers, f"{config_class}Config")(**{**TEXT, **more}))
+def text(name: str, config_class: str, shares_prefixes: bool = True, **more: Any) -> Family:
+    create = getattr(transformers, f"{config_class}Config")
+    return Family(name, lambda: create(**{**TEXT, **more}), shares_prefixes)
 
 
 def _gpt2() -> PreTrainedConfig:
@@ -91,13 +113,283 @@ FAMILIES = [
     text("GPT-OSS", "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6, **MIXED),
     text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT),
     text("DeepSeek V3", "DeepseekV3", q_lora_rank=16, **LATENT),
+    text(
+        "Qwen3-Next", "Qwen3Next", shares_prefixes=False, head_dim=16, layer_types=["linear_attention", "full_attention"],
+        **DELTA, **EXPERTS, shared_expert_intermediate_size=32,
+    ),
+    text(
+        "Falcon-H1", "FalconH1", shares_prefixes=False, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1,
+        mamba_d_state=8, mamba_chunk_size=8,
+    ),
+    text("Bamba", "Bamba", shares_prefixes=False, attn_layer_indices=[1], **SPACES),
+    text(
+        "Granite 4 hybrid", "GraniteMoeHybrid", shares_prefixes=False, layer_types=["mamba", "attention"],
+        shared_intermediate_size=96, num_local_experts=0, **SPACES,
+    ),
+    text(
+        "LFM2", "Lfm2", shares_prefixes=False, layer_types=["conv", "full_attention"], conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+    ),
 ]  # fmt: skip
+
+
+CLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+TILES = [[28, 56], [56, 28], [56, 56]]
+QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+GLM = (
+    "<|image|>",
+    "<|video|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+)
+PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+SQUARE = {"height": 28, "width": 28}
+
+
+def tokenizer(*special: str, **named: str) -> Any:
+    """With more special tokens, ids of which count on from 302, and names for some."""
+    backend = make_tokenizer(IMAGE_ID)
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=named or None,
+    )
+
+
+def sub(config_class: str, **more: Any) -> PreTrainedConfig:
+    return getattr(transformers, f"{config_class}Config")(**{**TEXT, **more})
+
+
+def visual(
+    name: str,
+    placeholder: str,
+    processor: Callable[[], Any],
+    config_class: str,
+    config: Callable[[], dict[str, Any]],
+) -> Family:
+    create = getattr(transformers, f"{config_class}Config")
+    return Family(
+        name, lambda: create(**config()), create_processor=processor, placeholder=placeholder
+    )
+
+
+def qwen(name: str, config_class: str, vision: dict[str, Any], **more: Any) -> Family:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if "3" in config_class:
+        rope["mrope_interleaved"] = True
+        more["head_dim"] = 16
+    text_config = {**TEXT, "rope_parameters": rope, **more}
+    kind = "Qwen3VL" if "3" in config_class else "Qwen2VL"
+    return visual(
+        name,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda: getattr(transformers, f"{kind}Processor")(
+            transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12),
+            tokenizer(*QWEN),
+            getattr(transformers, f"{kind}VideoProcessor")(),
+        ),
+        config_class,
+        lambda: {
+            "text_config": text_config,
+            "vision_config": vision,
+            "image_token_id": 302,
+            "video_token_id": 303,
+            "vision_start_token_id": 304,
+            "vision_end_token_id": 305,
+            "tie_word_embeddings": False,
+        },
+    )
+
+
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWEN2_TOWER = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+PIXTRAL_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 7,
+    "head_dim": 16,
+    "model_type": "pixtral",
+}
+GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+    "partial_rotary_factor": 1.0,
+}
+
+
+def _pixtral(patch: int, merge: int) -> Any:
+    return transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(
+            size={"longest_edge": 56}, patch_size={"height": patch * merge, "width": patch * merge}
+        ),
+        tokenizer(*PIXTRAL),
+        patch_size=patch,
+        spatial_merge_size=merge,
+    )
+
+
+FAMILIES += [
+    visual(
+        "LLaVA, SigLIP", "<image>",
+        lambda: transformers.LlavaProcessor(
+            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=7,
+            vision_feature_select_strategy="full",
+        ),
+        "Llava",
+        lambda: {
+            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "text_config": sub("Qwen3", head_dim=16), "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID,
+            "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
+        },
+    ),
+    visual(
+        "LLaVA-NeXT", "<image>",
+        lambda: transformers.LlavaNextProcessor(
+            transformers.LlavaNextImageProcessor(
+                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
+            ),
+            tokenizer(), patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        ),
+        "LlavaNext",
+        lambda: {
+            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Mistral"),
+            "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "image_grid_pinpoints": TILES,
+            "vision_feature_layer": -2,
+        },
+    ),
+    visual(
+        "LLaVA-OneVision", "<image>",
+        lambda: transformers.LlavaOnevisionProcessor(
+            transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES), tokenizer("<video>"),
+            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=16, vision_feature_select_strategy="full",
+        ),
+        "LlavaOnevision",
+        lambda: {
+            "vision_config": transformers.SiglipVisionConfig(**CLIP), "text_config": sub("Qwen2"),
+            "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "video_token_id": 302,
+            "image_grid_pinpoints": TILES, "vision_aspect_ratio": "anyres_max_9",
+        },
+    ),
+    visual(
+        "Pixtral", "[IMG]", lambda: _pixtral(7, 1), "Llava",
+        lambda: {
+            "vision_config": PIXTRAL_TOWER, "text_config": sub("Mistral", head_dim=16), "image_token_id": 302,
+            "image_token_index": 302, "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+        },
+    ),
+    visual(
+        "Mistral 3", "[IMG]", lambda: _pixtral(7, 2), "Mistral3",
+        lambda: {
+            "vision_config": PIXTRAL_TOWER, "text_config": sub("Mistral", head_dim=16), "image_token_id": 302,
+            "image_token_index": 302, "spatial_merge_size": 2,
+        },
+    ),
+    visual(
+        "Idefics3", "<image>",
+        lambda: transformers.Idefics3Processor(
+            transformers.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+            tokenizer("<global-img>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]), image_seq_len=4,
+        ),
+        "Idefics3",
+        lambda: {
+            "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 7, "model_type": "idefics3_vision",
+            },
+        },
+    ),
+    visual(
+        "InternVL 3", "<IMG_CONTEXT>",
+        lambda: transformers.InternVLProcessor(
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4),
+            tokenizer(
+                "<IMG_CONTEXT>", "<img>", "</img>", "<video>", start_image_token="<img>", end_image_token="</img>",
+                context_image_token="<IMG_CONTEXT>", video_token="<video>",
+            ),
+            transformers.InternVLVideoProcessor(), image_seq_length=4,
+        ),
+        "InternVL",
+        lambda: {
+            "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302, "downsample_ratio": 0.5,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": [28, 28], "patch_size": [7, 7], "model_type": "internvl_vision",
+            },
+        },
+    ),
+    qwen("Qwen2-VL", "Qwen2VL", QWEN2_TOWER),
+    qwen("Qwen2.5-VL", "Qwen2_5_VL", {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]}),
+    qwen(
+        "Qwen3-VL", "Qwen3VL",
+        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    ),
+    qwen(
+        "Qwen3-VL-MoE", "Qwen3VLMoe",
+        {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
+    ),
+    visual(
+        "GLM-4.1V", "<|begin_of_image|><|image|><|end_of_image|>",
+        lambda: transformers.Glm4vProcessor(
+            transformers.Glm4vImageProcessor(
+                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
+            ),
+            tokenizer(*GLM), transformers.Glm4vVideoProcessor(),
+        ),
+        "Glm4v",
+        lambda: {
+            "text_config": {**TEXT, "rope_parameters": GLM_ROPE, "head_dim": 16},
+            "vision_config": {**TOWER, "image_size": 56}, "image_token_id": 302, "video_token_id": 303,
+            "image_start_token_id": 304, "image_end_token_id": 305, "video_start_token_id": 306,
+            "video_end_token_id": 307,
+        },
+    ),
+]  # fmt: skip
+#: Says what is said, and where images are.
+TEMPLATE = (
+    "{% for m in messages %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}PLACEHOLDER{% else %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+)
 
 
 def write_checkpoint(family: Family, directory: Path) -> None:
     """A family's files as transformers saves them, with random weights that make answers differ."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family.create()).float()
+    model = family.auto.from_config(family.create()).float()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -109,7 +401,11 @@ def write_checkpoint(family: Family, directory: Path) -> None:
             inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
             parameter.data = noise * 1.6 / inputs**0.5
     model.save_pretrained(directory)
-    write_tokenizer(directory)
+    if family.create_processor is None:
+        return write_tokenizer(directory)
+    family.create_processor().save_pretrained(directory)
+    template = TEMPLATE.replace("PLACEHOLDER", family.placeholder)
+    (directory / "chat_template.jinja").write_text(template)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -7,7 +7,8 @@ from transformers import LlavaConfig
 
 from engines.packages.checkpoint_json import Fields
 from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoint
-from engines.torch_backend.models.llava import VLMConfig
+from engines.torch_backend.models.generic.config import GenericConfig
+from engines.torch_backend.models.llava import FAMILY, VLMConfig
 from engines.torch_backend.models.registry import check_config
 
 # What llava-hf published for llava-1.5-7b: most keys are absent.
@@ -167,7 +168,6 @@ def test_a_sliding_window_shortens_the_context() -> None:
     ("config", "reason"),
     [
         (make_config(model_type="llava_next"), "llava_next"),
-        (make_config(architectures=["LlavaLlamaForCausalLM"]), "LlavaLlamaForCausalLM"),
         (make_config(vision_config={"model_type": "siglip_vision_model"}), "siglip_vision_model"),
         (make_config(text_config={"model_type": "gemma"}), "gemma.*llama, mistral, qwen2"),
         (make_config(quantization_config={"quant_method": "vlm-fleet"}), "scheme is missing"),
@@ -185,6 +185,20 @@ def test_a_sliding_window_shortens_the_context() -> None:
         (make_config(vision_config={"image_size": [336, 224]}), "not square"),
     ],
 )
-def test_what_cannot_be_run_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
+def test_what_our_program_cannot_run_is_refused_by_name(
+    config: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=reason):
-        vlm_config_from_hf(config)
+        FAMILY.check(Fields("config.json", config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_config(vision_config={"model_type": "siglip_vision_model"}),
+        make_config(text_config={"model_type": "gemma"}),
+        with_text(rope_scaling={"type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_what_transformers_implements_is_left_to_it(config: dict[str, Any]) -> None:
+    assert isinstance(vlm_config_from_hf(config), GenericConfig)

@@ -4,8 +4,11 @@ Each row is a tiny random checkpoint of the family's own configuration class, lo
 some of them, `make families` all, and writes `docs/models.md` of what it saw.
 """
 
+import inspect
+import io
 import os
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,18 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoProcessor
 
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
+from engines.core.runner import Prompt
 from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.generic.family import FAMILY
 from engines.torch_backend.models.generic.tested import TESTED
-from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
+from tests.contract.test_model_family import ask, make_image
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models import family_table
 from tests.engines.torch_backend.models.family_table import FAMILIES, Family
@@ -34,8 +42,9 @@ CPU = torch.device("cpu")
 NUM_TOKENS = 16
 ALL = bool(os.environ.get("FAMILIES_ALL"))
 QUICK = frozenset({
-    "Llama", "Mistral, window", "Qwen3", "Gemma 2", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-MoE",
+    "Llama", "Mistral, window", "Qwen3", "Gemma 2", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-MoE", "Qwen3-Next", "Falcon-H1", "LFM2",
 })  # fmt: skip
+NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
 QUICK_WAYS: list[Way] = [
     ways.run_beside_smooth_streams,
@@ -43,6 +52,13 @@ QUICK_WAYS: list[Way] = [
     ways.run_overlapped,
     ways.run_under_all_of_it,
 ]
+#: What families of images are asked: texts, and images as (width, height, seed).
+QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
+    "text": ["Say a word."],
+    "small": [(28, 28, 1), "What is it?"],
+    "wide": ["Look: ", (60, 20, 2), " and say."],
+    "two": [(28, 28, 1), "Or ", (64, 64, 3), "?"],
+}
 RUN = [family for family in FAMILIES if ALL or family.name in QUICK]
 
 
@@ -50,6 +66,7 @@ RUN = [family for family in FAMILIES if ALL or family.name in QUICK]
 class Loaded:
     """A family's checkpoint, loaded as a worker loads it, and what transformers answers."""
 
+    family: Family
     model: FamilyModel
     processor: TorchProcessor
     requests: list[EngineRequest]
@@ -76,7 +93,7 @@ def prompts() -> dict[str, list[int]]:
 
 
 def load(directory: Path) -> tuple[FamilyModel, TorchProcessor]:
-    family, config = find_family(directory)
+    family, config = FAMILY, FAMILY.check(read_fields(directory))
     multimodal = family.processor(directory, config)
     return (
         load_model(directory, family, config, CPU, torch.float32),
@@ -84,28 +101,81 @@ def load(directory: Path) -> tuple[FamilyModel, TorchProcessor]:
     )
 
 
+def load_reference(directory: Path, auto: Any = AutoModelForCausalLM) -> Any:
+    """Transformers' own model."""
+    return auto.from_pretrained(directory, attn_implementation="eager").eval()
+
+
 @torch.inference_mode()
-def generate(model: Any, token_ids: list[int]) -> list[int]:
+def generate(model: Any, token_ids: list[int], **inputs: Any) -> list[int]:
     """Greedy tokens of transformers."""
     ids = torch.tensor([token_ids])
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
+        eos_token_id=None, pad_token_id=0, **inputs,
     )  # fmt: skip
     return out[0, len(token_ids) :].tolist()
 
 
-def make_requests(**sampling: Any) -> list[EngineRequest]:
+def make_request(name: str, prompt: Prompt, **sampling: Any) -> EngineRequest:
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **sampling}
-    return [EngineRequest(name, ids, SamplingParams(**params)) for name, ids in prompts().items()]
+    return EngineRequest(
+        name, prompt.token_ids, SamplingParams(**params), prompt.images, positions=prompt.positions
+    )
+
+
+def make_requests(**sampling: Any) -> list[EngineRequest]:
+    return [make_request(name, Prompt(ids), **sampling) for name, ids in prompts().items()]
 
 
 def load_family(family: Family, directory: Path) -> Loaded:
     family_table.write_checkpoint(family, directory)
     model, processor = load(directory)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    expected = {name: generate(theirs.eval(), ids) for name, ids in prompts().items()}
-    return Loaded(model, processor, make_requests(), expected)
+    theirs = load_reference(directory, family.auto)
+    if family.create_processor is None:
+        expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
+        return Loaded(family, model, processor, make_requests(), expected)
+    asked = {name: ask(processor, question) for name, question in QUESTIONS.items()}
+    inputs = _process_as_transformers_does(directory, theirs)
+    return Loaded(
+        family,
+        model,
+        processor,
+        [make_request(name, prompt) for name, prompt in asked.items()],
+        {
+            name: generate(theirs, prompt.token_ids, **inputs(QUESTIONS[name], prompt.token_ids))
+            for name, prompt in asked.items()
+        },
+    )
+
+
+def _process_as_transformers_does(directory: Path, model: Any) -> Callable[..., dict[str, Any]]:
+    """All images of a question at once, as transformers' own processor hands them to the model."""
+    processor: Any = AutoProcessor.from_pretrained(directory)
+    options = processor._merge_kwargs(
+        tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
+    )["images_kwargs"]
+    taken = inspect.signature(model.forward).parameters
+    types = {*taken} & {"mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"}
+    counts_grids = any("grid" in name for name in taken)
+
+    def process(question: Sequence[Any], token_ids: list[int]) -> dict[str, Any]:
+        images = [
+            Image.open(io.BytesIO(make_image(*part)))
+            for part in question
+            if not isinstance(part, str)
+        ]
+        slots = (torch.tensor([token_ids]) == model.config.image_token_id).long()
+        names = types | ({"mm_token_type_ids"} if counts_grids else set())
+        if not images:
+            return dict.fromkeys(types, slots)
+        made = processor.image_processor(images, **options)
+        given = {name: made[name] for name in made if name in taken}
+        return given | dict.fromkeys(names, slots)
+
+    return process
 
 
 @pytest.fixture(scope="module", params=RUN, ids=str)
@@ -115,7 +185,17 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("way", ways.WAYS if ALL else QUICK_WAYS)
 def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
+    if not loaded.model.shares_prefixes and way in NEED_PREFIXES:
+        way = ways.run_preempted
     assert way(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_the_models_that_share_no_prefixes_are_known(loaded: Loaded) -> None:
+    assert loaded.model.shares_prefixes == loaded.family.shares_prefixes
+    engine = loaded.start()
+    for _ in range(2):
+        assert ways.run_batched(lambda: engine, loaded.requests) == loaded.expected
+    assert (engine.stats().num_prefix_hit_tokens > 0) == loaded.family.shares_prefixes
 
 
 def test_the_compared_answers_say_something(loaded: Loaded) -> None:

@@ -1,0 +1,49 @@
+"""An image encoder's output as rows, and rows as that output: what a model reads of it is cut and joined row by row."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
+_LEVELS = "deepstack_features"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageForm:
+    """How a model's encoder hands its features over."""
+
+    output_class: type[ModelOutput]
+    field: str  #: that has the features
+    is_tensor: bool  #: else a list of tensors, one an image
+    levels_are_tensors: tuple[bool, ...]  #: of features that are added behind later layers
+
+    @classmethod
+    def of(cls, output: Any) -> Self:
+        """That of an output."""
+        field = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
+        levels = tuple(isinstance(level, Tensor) for level in output.get(_LEVELS) or ())
+        return cls(type(output), field, isinstance(output[field], Tensor), levels)
+
+    def rows(self, output: Any) -> Tensor:
+        """Shapes: returns (slots, levels * C)."""
+        levels = [output[self.field], *(output.get(_LEVELS) or ())]
+        return torch.cat([_flat(level) for level in levels], dim=1)
+
+    def output(self, rows: Tensor) -> ModelOutput:
+        """The output of an encoder that made these rows. Shapes: (slots, levels * C)."""
+        features, *levels = rows.chunk(1 + len(self.levels_are_tensors), dim=1)
+        made: dict[str, Any] = {self.field: _shaped(features, self.is_tensor)}
+        if levels:
+            pairs = zip(levels, self.levels_are_tensors, strict=True)
+            made[_LEVELS] = [_shaped(level, is_tensor) for level, is_tensor in pairs]
+        return self.output_class(**made)
+
+
+def _flat(features: Any) -> Tensor:
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
+
+
+def _shaped(rows: Tensor, is_tensor: bool) -> Any:
+    return rows[None] if is_tensor else [rows]

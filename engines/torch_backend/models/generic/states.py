@@ -1,0 +1,177 @@
+"""Layers that keep a state of a sequence in place of its keys and values: linear attention, state spaces, convolutions.
+
+Transformers' own mixers compute them, each sequence over its own state; those with one new token go through together. A
+step leaves the states before it as they were: if it fails, or is repeated, they are there still.
+
+Shape letters: N new tokens, D sequences with one of them, C width.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.core.runner import SequenceFailure
+from engines.core.sequence import ScheduledSequence, Sequence
+from engines.torch_backend.layers.attention import AttentionPlan
+
+_LOST = "What the model knew of this request is lost."
+
+
+class LayerState:
+    """One sequence's, or those of several side by side, in one layer: transformers' cache as its mixers use it.
+
+    Nothing that another holds is changed. Shapes: of all tensors, the first dimension counts sequences.
+    """
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+        self.kernels: dict[int, int] = {}  #: tokens that a convolution looks back on
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last tokens before a convolution; None at a sequence's start."""
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """None at a sequence's start."""
+        return self.recurrent.get(state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:  # fmt: skip
+        """Take new tokens in; returns them with what is to their left. Shapes: (..., n)."""
+        kernel = self.kernels.setdefault(state_idx, conv_kernel_size or conv_states.shape[-1])
+        before = self.conv.get(state_idx)
+        if before is not None:
+            seen = torch.cat([before, conv_states], dim=-1)
+        else:
+            seen = F.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
+        self.conv[state_idx] = seen[..., -kernel:].clone()
+        return seen
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Shapes: kept."""
+        self.recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether there were tokens before."""
+        return bool(self.conv or self.recurrent)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No state goes back."""
+        return False
+
+    def copy(self) -> "LayerState":
+        """One that may be updated."""
+        copied = LayerState()
+        copied.conv, copied.recurrent = dict(self.conv), dict(self.recurrent)
+        copied.kernels = dict(self.kernels)
+        return copied
+
+    @classmethod
+    def join(cls, states: list["LayerState"]) -> "LayerState":
+        """Side by side, in memory of their own: mixers may write to what they are given for one token."""
+        joined = states[0].copy()
+        for name in ("conv", "recurrent"):
+            parts = [getattr(state, name) for state in states]
+            setattr(joined, name, {key: torch.cat([p[key] for p in parts]) for key in parts[0]})
+        return joined
+
+    def split(self) -> Iterator["LayerState"]:
+        """Each sequence's."""
+        for row in range(len(next(iter((*self.conv.values(), *self.recurrent.values()))))):
+            state = self.copy()
+            state.conv = {key: x[row : row + 1] for key, x in self.conv.items()}
+            state.recurrent = {key: x[row : row + 1] for key, x in self.recurrent.items()}
+            yield state
+
+
+#: of one sequence after so many tokens, by mixer
+_States = dict["Mixer", LayerState]
+
+
+class SequenceStates:
+    """What all mixers know of all sequences, before the last step of each and after it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Sequence, dict[int, _States]]] = {}
+        self.before: list[_States] = []  #: of the present step, in the order of its items
+        self.after: list[_States] = []
+
+    def begin(self, items: list[ScheduledSequence]) -> None:
+        """Find what each sequence of a step begins with. Raises: SequenceFailure."""
+        for request_id, (sequence, _) in list(self._kept.items()):
+            if not sequence.block_ids:  # preempted: it begins anew
+                del self._kept[request_id]
+        self.before, self.after = [], []
+        for item in items:
+            request_id = item.sequence.request_id
+            kept = self._kept.get(request_id, (None, {}))[1]
+            if item.start and item.start not in kept:
+                raise SequenceFailure(request_id, _LOST)
+            self.before.append(kept[item.start] if item.start else {})
+            self.after.append({})
+
+    def end(self, items: list[ScheduledSequence]) -> None:
+        """Keep what each sequence has come to."""
+        for item, before, after in zip(items, self.before, self.after, strict=True):
+            kept = {item.start: before, item.end: after}
+            self._kept[item.sequence.request_id] = (item.sequence, kept)
+        self.before, self.after = [], []
+
+    def release(self, request_id: str) -> None:
+        """Forget a request. Idempotent."""
+        self._kept.pop(request_id, None)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module keeps a state as transformers' linear attention layers do."""
+    if not hasattr(module, "layer_idx"):
+        return False
+    source = inspect.getsource(type(module).forward)
+    return ".update_conv_state(" in source or ".update_recurrent_state(" in source
+
+
+class Mixer:
+    """Stands for the forward pass of a layer that keeps a state."""
+
+    def __init__(self, module: nn.Module, states: SequenceStates) -> None:
+        self._forward: Any = module.forward
+        parameters = inspect.signature(module.forward).parameters
+        self._name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._states = states
+        self.plan: AttentionPlan | None = None  #: of the present step; None: as transformers does
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
+        """Shapes: (1, N, C), kept."""
+        if self.plan is None:
+            return self._forward(hidden_states, *others, **options)
+        out = torch.empty_like(hidden_states)
+        before, after = self._states.before, self._states.after
+        together: list[int] = []
+        for number, span in enumerate(self.plan.spans):
+            state = before[number].get(self)
+            if span.num_new == 1 and state is not None:
+                together.append(number)
+                continue
+            state = LayerState() if state is None else state.copy()
+            run = slice(span.start, span.stop)
+            out[:, run] = self._forward(hidden_states[:, run], **{self._name: state})
+            after[number][self] = state
+        if together:
+            places = [self.plan.spans[number].start for number in together]
+            joined = LayerState.join([before[number][self] for number in together])
+            mixed = self._forward(hidden_states[0, places, None], **{self._name: joined})
+            out[0, places] = mixed[:, 0]
+            for number, state in zip(together, joined.split(), strict=True):
+                after[number][self] = state
+        return out

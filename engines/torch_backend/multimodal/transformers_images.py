@@ -1,0 +1,162 @@
+"""Images as a checkpoint's own processor of transformers makes them ready, one by one.
+
+The processor says what stands in the prompt for an image (`replace_image_token`), the model's own hooks say at which
+positions. Pixels come decoded from where strangers' files are decoded; only then a processor sees them.
+"""
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+
+from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
+from engines.core.request import Positions
+from engines.core.runner import Prompt
+from engines.image_decoder import decode_image
+from engines.text.prompt import Item
+
+logger = logging.getLogger(__name__)
+#: Of the image that says how many tokens one may come to.
+_SAMPLE_SIDE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """What the model is given of an image, and what stands for it in the prompt."""
+
+    inputs: Mapping[str, Any]
+    text: str
+    num_slots: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
+
+
+class PositionHooks:
+    """Where a model says that a prompt's tokens are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self._lock = Lock()  # some hooks leave what they found in the model
+
+    @classmethod
+    def create(cls, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Self:
+        """Of a model without weights, which is not the one that computes."""
+        with torch.device("meta"):
+            return cls(model_class(deepcopy(config)))
+
+    def positions(
+        self, token_ids: Sequence[int], slot_id: int | None, images: Sequence[ProcessedImage]
+    ) -> Tensor:
+        """Shapes: returns (R, N)."""
+        ids = torch.tensor([token_ids])
+        kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+        if images:
+            kwargs |= {name: _joined(images, name) for name in images[0].inputs if "grid" in name}
+            kwargs["mm_token_type_ids"] = (ids == slot_id).long()
+        with self._lock:
+            base = getattr(self._model, "model", None)
+            if hasattr(base, "rope_deltas"):
+                base.rope_deltas = None  # of another prompt
+            positions = self._model._prepare_position_ids_for_generation(ids, kwargs)
+            kwargs |= {
+                "position_ids": positions, "inputs_embeds": None, "past_key_values": None, "use_cache": False,
+            }  # fmt: skip
+            made = self._model.prepare_inputs_for_generation(ids, is_first_iteration=True, **kwargs)
+        rows = made["position_ids"].reshape(-1, ids.shape[1])
+        return rows[1:] if len(rows) == 4 else rows  # the first of four only counts
+
+
+def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
+    return torch.cat([torch.as_tensor(image.inputs[name]) for image in images])
+
+
+class TransformersImages:
+    """Keeps the `MultimodalProcessor` protocol for any processor of transformers."""
+
+    template = ""
+
+    def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        self.slot_id: int = config.image_token_id
+        self._processor = _load_processor(directory)
+        tokenizer: Any = self._processor.tokenizer  # pyright: ignore
+        self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
+        self.placeholder: str = getattr(self._processor, "image_token", None) or self._slot
+        self._options = self._processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+        )["images_kwargs"]
+        encode = getattr(model_class, "get_image_features", None)
+        if encode is None:
+            raise UnsupportedCheckpoint(
+                f"{model_class.__name__} does not encode images by themselves"
+            )
+        self._wanted = frozenset(inspect.signature(encode).parameters)
+        self._hooks = PositionHooks.create(model_class, config)
+        self.image_tokens = self._count_tokens()
+
+    def process(
+        self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
+    ) -> ProcessedImage:
+        """Raises: InvalidImage."""
+        return self._process(decode(data, expected_size))
+
+    def _process(self, image: Any) -> ProcessedImage:
+        try:
+            made, [text] = self._processor._process_images([image], **self._options)
+        except Exception as error:  # each processor refuses in a way of its own
+            reason = " ".join(str(error).split())[:200]
+            raise InvalidImage(f"The model cannot take this image: {reason}") from error
+        inputs = {
+            name: made[name].contiguous() if isinstance(made[name], Tensor) else made[name]
+            for name in made
+            if name in self._wanted
+        }
+        return ProcessedImage(inputs, str(text), str(text).count(self._slot))
+
+    def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
+        """What the processor puts in the placeholder's stead."""
+        return [Item(name, None, image, image.text) for name, image in images]
+
+    def positions(self, prompt: Prompt) -> Positions:
+        """As the model's own hooks say; () where tokens are counted."""
+        images = [image.pixels for image in prompt.images]
+        if not images and self._counts_text:
+            return ()
+        rows = self._hooks.positions(prompt.token_ids, self.slot_id, images)
+        counted = torch.arange(rows.shape[1])
+        return () if bool((rows == counted).all()) else tuple(map(tuple, rows.tolist()))
+
+    @property
+    def _counts_text(self) -> bool:
+        return bool((self._hooks.positions([1, 2], None, ()) == torch.arange(2)).all())
+
+    def _count_tokens(self) -> int:
+        """Slots of a large image."""
+        return self._process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE))).num_slots
+
+
+def _load_processor(directory: Path) -> ProcessorMixin:
+    try:
+        processor = AutoProcessor.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of many classes' own
+        reason = " ".join(str(error).split())[:300]
+        raise UnsupportedCheckpoint(
+            f"transformers cannot load the checkpoint's image processor: {reason}"
+        ) from error
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        raise UnsupportedCheckpoint("the checkpoint has no image processor beside its tokenizer")
+    return processor

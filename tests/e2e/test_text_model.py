@@ -1,0 +1,70 @@
+"""A text model that nobody wrote a line for, from a directory through the whole product."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from PIL import Image
+
+import engines.torch_backend  # noqa: F401 - before transformers
+from shared.protocol import ChatMessage, TextPart
+from tests.e2e.asking import png_url
+from tests.engines.torch_backend.models.family_table import text, write_checkpoint
+from tests.engines.torch_backend.models.test_families import (
+    NUM_TOKENS,
+    generate,
+    load,
+    load_reference,
+)
+from tests.integration.fleet_process import Served, start_fleet
+
+QUESTION = "Say a word."
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3") / "tiny-qwen3"
+    write_checkpoint(text("Qwen3", "Qwen3", head_dim=16), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("serve")
+    served = start_fleet(folder, "--model", str(checkpoint), engine="torch")
+    yield served
+    served.end()
+
+
+@pytest.fixture
+def client(fleet: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat_gives_the_tokens_of_transformers(client: OpenAI, checkpoint: Path) -> None:
+    _, processor = load(checkpoint)
+    prompt = processor.build_prompt([ChatMessage("user", (TextPart(QUESTION),))], [])
+    token_ids = generate(load_reference(checkpoint), prompt.token_ids)
+    expected = b"".join(map(processor.tokenizer.token_bytes, token_ids)).decode(errors="replace")
+    asked: dict[str, Any] = {
+        "model": "tiny-qwen3",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == expected
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+
+
+def test_an_image_is_refused_by_a_model_that_takes_none(client: OpenAI) -> None:
+
+    part = {"type": "image_url", "image_url": {"url": png_url(Image.new("RGB", (8, 8)))}}
+    message: Any = {"role": "user", "content": [{"type": "text", "text": QUESTION}, part]}
+    with pytest.raises(BadRequestError, match="image"):
+        client.chat.completions.create(model="tiny-qwen3", messages=[message])

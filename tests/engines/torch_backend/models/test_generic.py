@@ -1,0 +1,217 @@
+"""What may go wrong without a word where another's modules are driven: each is refused, or made right."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engines.torch_backend.models.causal_lm import CausalFamily
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.generic.attention import PagedLayer
+from engines.torch_backend.models.generic.model import GenericModel
+from engines.torch_backend.models.registry import find_family
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models.family_table import TEXT, Family, text, write_checkpoint
+from tests.engines.torch_backend.models.test_families import (
+    CPU,
+    Loaded,
+    generate,
+    load,
+    load_reference,
+    make_requests,
+    prompts,
+)
+
+LLAMA = text("Llama", "Llama")
+WINDOWED = text("Mistral", "Mistral", sliding_window=8)
+
+
+def write(family: Family, directory: Path, **changes: Any) -> Path:
+    """A family's checkpoint, other fields in its `config.json`."""
+    write_checkpoint(family, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory
+
+
+def start(model: Any, **changes: Any) -> TorchRunner:
+    settings = TorchSettings(**{"num_kv_blocks": 64, "block_size": 4, **changes})
+    return TorchRunner(model, settings, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "a mask that it does not tell of"),
+        (text("DiffLlama", "DiffLlama"), "computed more than once for each token"),
+        (
+            Family("GPT-J", lambda: transformers.GPTJConfig(
+                vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128, rotary_dim=8
+            )),
+            "do not hand their keys and values over",
+        ),
+        (
+            Family("Mamba", lambda: transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2)),
+            "vocab_size|max_position_embeddings|takes no positions",
+        ),
+        (
+            Family("Falcon", lambda: transformers.FalconConfig(
+                vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
+            )),
+            "cannot be run over pages",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Family) else "",
+)  # fmt: skip
+def test_what_would_be_wrong_in_silence_is_refused_by_its_reason(
+    family: Family, reason: str, tmp_path: Path
+) -> None:
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
+def test_frequencies_do_not_depend_on_who_shares_the_step(kind: str, tmp_path: Path) -> None:
+    """They are those of the longest sequence that there may be: transformers' own, told of one so long."""
+    more: dict[str, Any] = {"original_max_position_embeddings": 30}
+    if kind == "longrope":
+        rope = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 16.0, **more}
+        family = text(
+            "Phi-3", "Phi3", num_key_value_heads=4, rope_parameters=_rope(kind, rope), **more
+        )
+    else:
+        rope = {"factor": 4.0, **more}
+        longest = 30 if kind == "dynamic" else 120
+        family = text(
+            "Llama", "Llama", rope_parameters=_rope(kind, rope), max_position_embeddings=longest
+        )
+    write_checkpoint(family, tmp_path)
+    model, processor = load(tmp_path)
+    wanted = make_requests(max_tokens=8)
+    loaded = Loaded(family, model, processor, wanted, {})
+    alone = ways.run_alone(loaded.start, wanted)
+    assert ways.run_batched(loaded.start, wanted) == alone
+    assert ways.run_chunked(loaded.start, wanted) == alone
+
+
+def _rope(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **values}
+
+
+def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(tmp_path: Path) -> None:
+    """Then `**kwargs` would swallow `logits_to_keep`."""
+    write_checkpoint(WINDOWED, tmp_path)
+    model, processor = load(tmp_path)
+    assert isinstance(model, GenericModel)
+    whole = type(model.inner).forward
+
+    def forward(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("logits_to_keep", None)
+        return whole(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    model.inner.forward = MethodType(forward, model.inner)
+    model.find_arguments()
+    loaded = Loaded(WINDOWED, model, processor, make_requests(), {})
+    theirs = load_reference(tmp_path)
+    expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
+    assert ways.run_chunked(loaded.start, loaded.requests) == expected
+
+
+def _drop_window(layer: PagedLayer) -> None:
+    layer.spec = type(layer.spec)(**{**_fields(layer.spec), "window": None})
+
+
+def _change_scale(layer: PagedLayer) -> None:
+    layer.spec = type(layer.spec)(**{**_fields(layer.spec), "scale": 0.2})
+
+
+def _fields(spec: Any) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__slots__}
+
+
+@pytest.mark.parametrize("change", [_drop_window, _change_scale])
+def test_the_self_check_finds_an_engine_that_computes_something_else(
+    change: Callable[[PagedLayer], None], tmp_path: Path
+) -> None:
+    write_checkpoint(WINDOWED, tmp_path)
+    model, _ = load(tmp_path)
+    runner = start(model)
+    model.verify(runner, "always")
+    for module in model.modules():
+        if isinstance(getattr(module, "pages", None), PagedLayer):
+            change(module.pages)  # pyright: ignore
+    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' own by"):
+        model.verify(runner, "always")
+    model.verify(runner, "off")
+
+
+def test_a_decoder_of_our_own_program_is_run_by_it(tmp_path: Path) -> None:
+    write_checkpoint(LLAMA, tmp_path / "plain")
+    assert isinstance(find_family(tmp_path / "plain")[0], CausalFamily)
+    write_checkpoint(WINDOWED, tmp_path / "window")
+    family, config = find_family(tmp_path / "window")
+    assert config.model_class.__name__ == "MistralForCausalLM"
+    assert not isinstance(family, CausalFamily)
+
+
+def test_nothing_of_a_config_makes_transformers_fetch_or_run_code(tmp_path: Path) -> None:
+    changes = {
+        "_attn_implementation": "somebody/kernels", "attn_implementation": "somebody/kernels",
+        "auto_map": {"AutoModelForCausalLM": "evil.Model"}, "experts_implementation": "somebody/experts",
+        "transformers_weights": "https://example.com/weights",
+    }  # fmt: skip
+    write(text("Qwen3", "Qwen3", head_dim=16), tmp_path, **changes)
+    model, _ = load(tmp_path)
+    model.verify(start(model), "always")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2' does not go with"),
+        ({"model_type": "nothing"}, "model_type 'nothing' is unknown"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+)
+def test_a_config_that_cannot_be_believed_is_refused_by_its_field(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    write(text("Qwen3", "Qwen3", head_dim=16), tmp_path, **changes)
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda w: w.pop("model.norm.weight"), r"lacks weights: model\.norm\.weight"),
+        (lambda w: w.update(surprise=torch.zeros(3)), "has unknown weights: surprise"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"model\.norm\.weight is \(3,\)"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_named(
+    change: Callable[[dict[str, torch.Tensor]], Any], reason: str, tmp_path: Path
+) -> None:
+    write_checkpoint(text("Qwen3", "Qwen3", head_dim=16), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path)
+
+
+def test_the_context_is_the_models_own(tmp_path: Path) -> None:
+    write_checkpoint(WINDOWED, tmp_path)
+    model, processor = load(tmp_path)
+    assert model.config.text.max_position_embeddings == TEXT["max_position_embeddings"]
+    assert processor.max_model_len == TEXT["max_position_embeddings"]
