@@ -66,7 +66,7 @@ class PositionHooks:
             kwargs |= {name: _joined(images, name) for name in images[0].inputs if "grid" in name}
             kwargs["mm_token_type_ids"] = (ids == slot_id).long()
         with self._lock:
-            base = getattr(self._model, "model", None)
+            base: Any = getattr(self._model, "model", None)
             if hasattr(base, "rope_deltas"):
                 base.rope_deltas = None  # of another prompt
             positions = self._model._prepare_position_ids_for_generation(ids, kwargs)
@@ -101,6 +101,10 @@ class TransformersImages:
         if encode is None:
             raise UnsupportedCheckpoint(
                 f"{model_class.__name__} does not encode images by themselves"
+            )
+        if hasattr(model_class, "create_masks_for_generate"):
+            raise UnsupportedCheckpoint(
+                f"{model_class.__name__} lets tokens of an image see those after them, which is not there yet"
             )
         self._wanted = frozenset(inspect.signature(encode).parameters)
         self._hooks = PositionHooks.create(model_class, config)

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 _LEVELS = "deepstack_features"
 

@@ -42,7 +42,8 @@ CPU = torch.device("cpu")
 NUM_TOKENS = 16
 ALL = bool(os.environ.get("FAMILIES_ALL"))
 QUICK = frozenset({
-    "Llama", "Mistral, window", "Qwen3", "Gemma 2", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-MoE", "Qwen3-Next", "Falcon-H1", "LFM2",
+    "Mistral, window", "Qwen3", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-Next", "LFM2",
+    "LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Qwen3-VL",
 })  # fmt: skip
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
