@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test families fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -30,6 +30,9 @@ serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with
 # All in two processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
+
+families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
+	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py $(ARGS)
 
 fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage images and frames as often
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \

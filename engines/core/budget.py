@@ -50,10 +50,10 @@ class StepBudget:
         return num_pending if num_pending < self.num_tokens else self.num_tokens
 
     def take(self, num_new: int, num_pending: int, *, is_late: bool = False) -> None:
-        """Spend a share; one that is late takes none of what others' prompts may have."""
-        self.num_tokens -= num_new
+        """Spend a share, which may be more than there is; one that is late takes none of what others' prompts may have."""
+        self.num_tokens = max(0, self.num_tokens - num_new)
         if num_pending > 1 and not is_late:
-            self.num_prefill_tokens -= num_new
+            self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
 
     def take_image(self, image_hash: str) -> bool:
         """Whether the step encodes an image: one that it encodes already, or one more."""

@@ -24,6 +24,8 @@ class ImageInput:
     """Runs of slots as (start, stop) within the image, filled in order. Empty: all of it."""
     #: Rows and columns of slots and the like, where positions depend on them.
     grid: tuple[int, ...] = ()
+    #: Whether the tokens of a run of slots see each other: one step computes all of them.
+    is_whole: bool = False
 
     @property
     def slot_runs(self) -> tuple[tuple[int, int], ...]:

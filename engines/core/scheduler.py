@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from engines.core.blocks import BlockManager
 from engines.core.budget import StepBudget, StepLimits
+from engines.core.request import ImageInput
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from shared.protocol import FinishReason
@@ -232,11 +233,14 @@ class Scheduler:
     ) -> int:
         """Shorten a share so that it does not reach into an image that this step cannot encode.
 
-        A running sequence's runner still holds the image in whose middle it stopped.
+        A running sequence's runner still holds the image in whose middle it stopped. Where the slots of an image see
+        each other, a share goes on to the last of them, whatever the budget.
         """
         for image in sequence.images:
             if image.offset >= start + num_new:
                 break
+            if image.is_whole:
+                num_new = _to_end_of_run(image, start, num_new)
             if image.offset + image.num_tokens <= start:
                 continue
             if image.offset < start and sequence.status is SequenceStatus.RUNNING:
@@ -263,6 +267,14 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         _enter(self.waiting, sequence, first=True)
         self.num_preemptions += 1
+
+
+def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
+    """The share, up to the end of the run of slots that it would end in."""
+    for first, stop in image.slot_runs:
+        if image.offset + first < start + num_new < image.offset + stop:
+            return image.offset + stop - start
+    return num_new
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:

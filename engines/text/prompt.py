@@ -48,9 +48,8 @@ class Item:
     num_tokens: int | None
     pixels: Any
     text: str
-    grid: tuple[
-        int, ...
-    ] = ()  #: rows and columns of slots and the like, where positions depend on them
+    grid: tuple[int, ...] = ()  #: rows and columns of slots and the like
+    is_whole: bool = False  #: as of `ImageInput`
 
 
 class PromptTokenizer(Protocol):
@@ -165,14 +164,15 @@ class PromptBuilder:
                 f"{item.num_tokens}."
             )
         run_ids = token_ids[offset:stop]
-        if all(token_id == self._slot_id for token_id in run_ids):
-            return ImageInput(offset, stop - offset, item.hash, item.pixels, grid=item.grid)
         is_slot = [token_id == self._slot_id for token_id in run_ids]
-        edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
-        if is_slot[-1]:
-            edges.append(len(is_slot))
-        slots = tuple(zip(edges[::2], edges[1::2], strict=True))
-        return ImageInput(offset, stop - offset, item.hash, item.pixels, slots, item.grid)
+        slots: tuple[tuple[int, int], ...] = ()
+        if not all(is_slot):
+            edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
+            edges += [len(is_slot)] * is_slot[-1]
+            slots = tuple(zip(edges[::2], edges[1::2], strict=True))
+        return ImageInput(
+            offset, stop - offset, item.hash, item.pixels, slots, item.grid, item.is_whole
+        )
 
 
 class ControlSpelling:

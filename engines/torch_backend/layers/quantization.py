@@ -36,7 +36,7 @@ class Scheme(ABC):
         for name, module in list(model.named_modules()):
             if not isinstance(module, LinearWeights) or module.precision is not Precision.SCHEME:
                 continue
-            if self._fits(module.whole_shape):
+            if self.fits(module.whole_shape):
                 model.set_submodule(name, self.create_linear(module, dtype))
 
     @abstractmethod
@@ -60,7 +60,8 @@ class Scheme(ABC):
         """What a quantized weight of this shape occupies."""
 
     @abstractmethod
-    def _fits(self, shape: tuple[int, ...]) -> bool: ...
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether groups divide a weight."""
 
     @abstractmethod
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -76,7 +77,8 @@ class Int8Scheme(Scheme):
         """N * K integers and N scales."""
         return shape[0] * shape[1] + shape[0] * dtype.itemsize
 
-    def _fits(self, shape: tuple[int, ...]) -> bool:
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether groups divide a weight."""
         return True
 
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -102,7 +104,8 @@ class Int4Scheme(Scheme):
         num_groups = shape[1] // (choose_group_size(shape[1]) or shape[1])
         return shape[0] * shape[1] // 2 + 2 * num_groups * shape[0] * dtype.itemsize
 
-    def _fits(self, shape: tuple[int, ...]) -> bool:
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether groups divide a weight."""
         return choose_group_size(shape[1]) is not None
 
     def _quantize_rows(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -176,8 +176,11 @@ def load_model(
     published, stored = find_published(directory, list_tensors(directory), device, rename)
     form = choose_form(config, scheme, published)
     model = build_empty(family, config, form, dtype, mesh)
-    if model.converts_weights and form is not None:
-        raise UnsupportedCheckpoint(f"a {type(model).__name__} cannot be in {form.name} yet")
+    if model.converts_weights and (published is not None or config.quantization is not None):
+        raise UnsupportedCheckpoint(
+            "config.json: quantization_config says that the weights are quantized, which are read for this "
+            "project's own modules alone; take the full-precision checkpoint and ask for --quantization"
+        )
     kept = frozenset() if model.converts_weights else stored_dtypes(ops)
     reader = WeightReader(model, rename, form, device, dtype, kept)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
@@ -194,6 +197,8 @@ def load_model(
     read.clear()
     if published is not None:
         published.finish(model, linear_bytes)
+    if form is not None:
+        model.quantize(form, dtype)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     started = time.perf_counter()
     if ops is not None and ops.is_native:

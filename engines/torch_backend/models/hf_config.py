@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.text.tokenizer import MAX_VOCAB_SIZE
 from engines.torch_backend.models.config import (
+    BeyondOurProgram,
     RopeScaling,
     TextConfig,
     UnsupportedCheckpoint,
@@ -223,10 +224,10 @@ def _rope_scaling(section: Fields, max_positions: int) -> RopeScaling | None:
         return None
     names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     if kind not in ("linear", "llama3"):
-        with beyond_our_program():
-            raise parameters.refuse(
-                "rope_type", f"{shown(kind)} cannot be run; 'linear' and 'llama3' can"
-            )
+        refusal = parameters.refuse(
+            "rope_type", f"{shown(kind)} cannot be run; 'linear' and 'llama3' can"
+        )
+        raise BeyondOurProgram(str(refusal)) if isinstance(kind, str) else refusal
     factors = [parameters.number(name, above=0, at_most=1e6) for name in names[kind]]
     if None in factors:
         raise parameters.refuse("rope_type", f"{kind!r} lacks {names[kind][factors.index(None)]!r}")

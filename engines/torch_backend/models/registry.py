@@ -20,6 +20,7 @@ from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.attention import AttentionPlan
+from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
@@ -29,7 +30,10 @@ from engines.torch_backend.parallel.mesh import DIMS, Mesh
 logger = logging.getLogger(__name__)
 
 #: modules with a `FAMILY`
-_BUILT_IN = ("engines.torch_backend.models.llava", "engines.torch_backend.models.causal_lm")
+_BUILT_IN = (
+    "engines.torch_backend.models.llava",
+    "engines.torch_backend.models.causal_lm",
+)
 #: one that takes what none of these does, and what they refuse
 _FALLBACK = "engines.torch_backend.models.generic.family"
 
@@ -134,6 +138,9 @@ class FamilyModel(nn.Module):
         weights.clear()
         _check_weights(renamed, dict(self.state_dict()))
         self.load_state_dict(renamed, assign=True)
+
+    def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
+        """Have the linear maps of a scheme, where they were not there to be loaded."""
 
     def verify(self, runner: Any, how: str) -> None:
         """See that the runner's answers are the model's. Raises: UnsupportedCheckpoint."""

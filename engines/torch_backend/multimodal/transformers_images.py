@@ -23,6 +23,7 @@ from engines.core.request import Positions
 from engines.core.runner import Prompt
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
+from engines.torch_backend.models.generic.masks import find_sight
 
 logger = logging.getLogger(__name__)
 #: Of the image that says how many tokens one may come to.
@@ -77,6 +78,10 @@ class PositionHooks:
         rows = made["position_ids"].reshape(-1, ids.shape[1])
         return rows[1:] if len(rows) == 4 else rows  # the first of four only counts
 
+    def lets_images_see_themselves(self) -> bool:
+        """In any layer. Raises: UnsupportedCheckpoint for a model whose tokens see more."""
+        return find_sight(self._model) != frozenset()
+
 
 def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
     return torch.cat([torch.as_tensor(image.inputs[name]) for image in images])
@@ -102,12 +107,9 @@ class TransformersImages:
             raise UnsupportedCheckpoint(
                 f"{model_class.__name__} does not encode images by themselves"
             )
-        if hasattr(model_class, "create_masks_for_generate"):
-            raise UnsupportedCheckpoint(
-                f"{model_class.__name__} lets tokens of an image see those after them, which is not there yet"
-            )
         self._wanted = frozenset(inspect.signature(encode).parameters)
         self._hooks = PositionHooks.create(model_class, config)
+        self._are_whole = self._hooks.lets_images_see_themselves()
         self.image_tokens = self._count_tokens()
 
     def process(
@@ -131,7 +133,9 @@ class TransformersImages:
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """What the processor puts in the placeholder's stead."""
-        return [Item(name, None, image, image.text) for name, image in images]
+        return [
+            Item(name, None, image, image.text, is_whole=self._are_whole) for name, image in images
+        ]
 
     def positions(self, prompt: Prompt) -> Positions:
         """As the model's own hooks say; () where tokens are counted."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engines.core.sequence import MAX_PASSES, SequenceStatus
@@ -266,6 +268,15 @@ def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
     assert shares(run_step(scheduler))["young"] < 7
     assert scheduler.running["young"].num_cached_tokens == 0
     assert (scheduler.blocks.num_query_tokens, scheduler.blocks.num_hit_tokens) == (11, 0)
+
+
+def test_a_chunk_holds_all_slots_of_an_image_that_sees_itself_whatever_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    image = replace(make_image(2, 9, "cat"), is_whole=True, slots=((1, 3), (4, 9)))
+    scheduler.add(make_sequence(14, "a", images=(image,)))
+    scheduler.add(make_sequence(token_ids=[9] * 4, request_id="b"))
+    # the first run of slots ends at 5, the second at 11
+    assert [shares(run_step(scheduler)) for _ in range(3)] == [{"a": 5}, {"a": 6}, {"a": 3, "b": 1}]
 
 
 def test_images_of_a_step_are_limited_and_a_chunk_ends_before_the_next():

@@ -52,6 +52,7 @@ class LayerSpec:
     has_sinks: bool = False
     shares: int | None = None  #: the layer whose keys and values it reads, by its number
     kind: str | None = None  #: its type in the configuration
+    sees_images: bool = False  #: whether slots of an image see each other
 
     @property
     def pool_shape(self) -> tuple[int, int]:
@@ -154,29 +155,54 @@ def layer_type(module: nn.Module) -> str | None:
     return types[module.layer_idx] if types else None  # pyright: ignore
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """New tokens of an image that see all of their run of slots: tokens of the step, and places in the sequence."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
 class PagedStep:
     """What all layers of a step share."""
 
-    def __init__(self, plan: AttentionPlan, pools: Sequence[KVCachePool], ops: Ops) -> None:
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        pools: Sequence[KVCachePool],
+        ops: Ops,
+        wholes: Sequence["Whole"] = (),
+    ) -> None:
+        """`wholes` are of images whose slots see each other."""
         self.plan = plan
         self.pools = pools
+        self.wholes = wholes
         self._ops = ops
         device = plan.slots.device
         places = [torch.arange(s.num_computed, s.num_context) for s in plan.spans]
         self.places = torch.cat(places).to(device)  #: of each new token in its sequence
-        self._visible: dict[tuple[int | None, int | None], Visible] = {}
+        self._visible: dict[tuple[int | None, int | None, bool], Visible] = {}
         self._kernels: dict[tuple[int, int, int], Callable[[int, Tensor], Tensor]] = {}
 
     def visible(self, spec: LayerSpec) -> Visible:
         """What tokens see in such a layer."""
-        key = (spec.window, spec.chunk)
+        key = (spec.window, spec.chunk, spec.sees_images)
         if key not in self._visible:
             first = torch.zeros_like(self.places)
             if spec.window is not None:
                 first = (self.places - spec.window + 1).clamp(min=0)
             if spec.chunk is not None:
                 first = torch.maximum(first, self.places - self.places % spec.chunk)
-            self._visible[key] = Visible(self.plan, self.pools[0].block_size, first, self.places)
+            last = self.places
+            if spec.sees_images and self.wholes:
+                last = last.clone()
+                for whole in self.wholes:
+                    tokens = slice(whole.start, whole.stop)
+                    first[tokens] = first[tokens].clamp(max=whole.first)
+                    last[tokens] = whole.last
+            self._visible[key] = Visible(self.plan, self.pools[0].block_size, first, last)
         return self._visible[key]
 
     def attend_plainly(
@@ -227,7 +253,7 @@ class PagedLayer:
         assert step is not None
         pool = step.pools[self._pool]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if spec.is_plain:
+        if spec.is_plain and not (spec.sees_images and step.wholes):
             width = pool.head_dim
             scale = spec.scale * width**0.5  # kernels scale by the width that they see
             query = query if abs(scale - 1) < 1e-9 else query * scale

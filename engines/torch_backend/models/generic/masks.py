@@ -1,5 +1,6 @@
-"""Whether a model's masks say more than its layers told when they were probed."""
+"""What a model's masks say beyond what its layers told when they were probed."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -39,6 +40,55 @@ def _their_masks(text: Any, length: int) -> Any:
         return create_masks_for_generate(text, embeddings, None, None, positions)
     finally:
         text._attn_implementation_internal = NAME
+
+
+#: A made-up prompt: what its tokens are, by the number of an image's run of slots; 0 is text.
+_SAMPLE = (0, 0, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
+
+
+def find_sight(model: PreTrainedModel) -> frozenset[str | None] | None:
+    """The types of layers in which the slots of an image see each other; None: there are no types, all layers do.
+
+    Raises: UnsupportedCheckpoint where a model's hook lets tokens see more than that.
+    """
+    hook: Any = getattr(model, "create_masks_for_generate", None)
+    if hook is None:
+        return frozenset()
+    runs = torch.tensor(_SAMPLE)
+    place = torch.arange(len(runs))
+    causal = place <= place[:, None]
+    whole = causal | ((runs > 0) & (runs == runs[:, None]))
+    masks = _masks_by(hook, model, (runs > 0).long()[None])
+    found: set[str | None] = set()
+    for kind, mask in masks.items():
+        seen = causal if mask is None else mask[0, 0].bool()
+        is_whole = bool((seen & ~causal).any())
+        limit = whole if is_whole else causal
+        if (seen & ~limit).any() or (is_whole and (whole & ~causal & ~seen).any()):
+            raise UnsupportedCheckpoint(
+                f"{type(model).__name__} lets tokens see others than those before them and those of their image"
+            )
+        if is_whole:
+            found.add(kind)
+    return None if found == {None} else frozenset(found)
+
+
+def _masks_by(hook: Any, model: PreTrainedModel, types: Tensor) -> dict[str | None, Any]:
+    """Masks of a prompt by type of layer, with transformers' plain attention."""
+    text: Any = model.config.get_text_config(decoder=True)
+    length = types.shape[1]
+    parameters = inspect.signature(hook).parameters
+    named = {name: types for name in parameters if name.endswith("token_type_ids")}
+    before = text._attn_implementation_internal
+    text._attn_implementation_internal = "sdpa"
+    try:
+        masks = hook(
+            model.config, torch.zeros(1, length, 1), None, None, torch.arange(length)[None],
+            is_first_iteration=True, **(named or {"mm_token_type_ids": types}),
+        )  # fmt: skip
+    finally:
+        text._attn_implementation_internal = before
+    return masks if isinstance(masks, dict) else {None: masks}
 
 
 def _ours(spec: LayerSpec, length: int) -> Tensor:

@@ -5,9 +5,10 @@ Shape letters: N new tokens of a step, R rows of positions, V vocabulary.
 
 import inspect
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.utils import logging as their_logging
 
 from engines.core.request import ImageInput
 from engines.torch_backend.layers.attention import AttentionPlan
+from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
@@ -24,10 +26,12 @@ from engines.torch_backend.models.generic.attention import (
     PagedLayer,
     PagedStep,
     Probe,
+    Whole,
 )
 from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.generic.image_form import ImageForm
-from engines.torch_backend.models.generic.masks import check_masks
+from engines.torch_backend.models.generic.linears import quantize_linears, use_operators
+from engines.torch_backend.models.generic.masks import check_masks, find_sight
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import largest_difference
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
@@ -46,6 +50,7 @@ logger = logging.getLogger(__name__)
 _PROBE_TOKENS = (1, 2)
 #: Between the engine's scores and transformers' own, as a share of their standard deviation.
 _LARGEST_DIFFERENCE = 1e-3
+_LARGEST_QUANTIZED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class GenericModel(FamilyModel):
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
         self._own_attention = ""
+        self._is_quantized = False
         self._mixers: list[Mixer] = []
         self._form: ImageForm | None = None
         self._states = SequenceStates()
@@ -102,6 +108,12 @@ class GenericModel(FamilyModel):
         self.num_position_rows = len(self._probing_positions())
         self._specs = self._probe(device)
         check_masks(self.inner, list(self._specs.values()))
+        if self.config.takes_images:
+            sight = find_sight(self.inner)
+            self._specs = {
+                module: replace(spec, sees_images=sight is None or spec.kind in sight)
+                for module, spec in self._specs.items()
+            }
 
     def find_arguments(self) -> None:
         """Note what the model's forward pass takes by name."""
@@ -203,11 +215,28 @@ class GenericModel(FamilyModel):
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
         self._ops = ops
+        use_operators(self.inner, self._layers_name, ops, dtype)
+
+    def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
+        """The linear maps of the decoder's layers; the head, a tower and experts in one tensor stay as they are."""
+        num_quantized = quantize_linears(self.inner, self._layers_name, scheme, dtype)
+        if not num_quantized:
+            name = self.config.model_class.__name__
+            raise UnsupportedCheckpoint(f"{name} has no linear maps that can be in {scheme.name}")
+        self._is_quantized = True
+        logger.info("%d linear maps are in %s", num_quantized, scheme.name)
+
+    @property
+    def _layers_name(self) -> str:
+        """Of the list of layers that hold the attention."""
+        first = next(iter(self._specs))
+        name = next(name for name, module in self.inner.named_modules() if module is first)
+        return re.split(r"\.\d+\.", name)[0]
 
     def logits(self, step: FlatStep) -> Tensor:
         """Scores of the next token behind some of the new ones. Shapes: returns (rows, V)."""
         assert self._ops is not None
-        paged = PagedStep(step.plan, step.pools, self._ops)
+        paged = PagedStep(step.plan, step.pools, self._ops, _wholes(step))
         for layer in self._layers:
             layer.step = paged
         ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)
@@ -296,6 +325,10 @@ class GenericModel(FamilyModel):
             return
         difference = largest_difference(runner, self, self.config.text.vocab_size)
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
+        if (
+            self._is_quantized
+        ):  # activations are rounded, where they are near to a half this way or that
+            limit = max(limit, _LARGEST_QUANTIZED)
         logger.info("self-check of %s: scores differ by %.1e of their deviation", name, difference)
         if not difference <= limit:
             raise UnsupportedCheckpoint(
@@ -311,6 +344,20 @@ class GenericModel(FamilyModel):
             yield self.inner
         finally:
             self._text._attn_implementation_internal = NAME
+
+
+def _wholes(step: FlatStep) -> list[Whole]:
+    """Runs of slots that see each other, as far as they are of this step."""
+    wholes = []
+    for item, span in zip(step.items, step.plan.spans, strict=True):
+        for image in item.images if item.num_new_tokens > 1 else ():
+            for start, stop in image.slot_runs if image.is_whole else ():
+                first, end = image.offset + start, image.offset + stop
+                begin = max(first, item.start)
+                if begin < end <= item.end:
+                    place = span.start - item.start
+                    wholes.append(Whole(place + begin, place + end, first, end - 1))
+    return wholes
 
 
 def _told(error: Exception) -> str:

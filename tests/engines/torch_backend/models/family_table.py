@@ -377,6 +377,27 @@ FAMILIES += [
             "video_end_token_id": 307,
         },
     ),
+    visual(
+        "Gemma 3", "<start_of_image>",
+        lambda: transformers.Gemma3Processor(
+            transformers.Gemma3ImageProcessor(size=SQUARE),
+            tokenizer(
+                "<image_soft_token>", "<start_of_image>", "<end_of_image>", image_token="<image_soft_token>",
+                boi_token="<start_of_image>", eoi_token="<end_of_image>",
+            ),
+            image_seq_length=4,
+        ),
+        "Gemma3",
+        lambda: {
+            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_token_id": 302, "image_token_index": 302, "boi_token_index": 303, "eoi_token_index": 304,
+            "mm_tokens_per_image": 4,
+            "text_config": {
+                **TEXT, **MIXED, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16,
+                "final_logit_softcapping": None,
+            },
+        },
+    ),
 ]  # fmt: skip
 #: Says what is said, and where images are.
 TEMPLATE = (

@@ -4,11 +4,12 @@ Each row is a tiny random checkpoint of the family's own configuration class, lo
 some of them, `make families` all, and writes `docs/models.md` of what it saw.
 """
 
+import contextlib
 import inspect
 import io
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import FAMILY
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
-from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.ops.registry import Ops, cpu_ops
 from engines.torch_backend.runner import TorchRunner
@@ -45,6 +46,10 @@ QUICK = frozenset({
     "Mistral, window", "Qwen3", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-Next", "LFM2",
     "LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Qwen3-VL",
 })  # fmt: skip
+PAGE = Path(__file__).parents[4] / "docs" / "models.md"
+BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
+HEAD = "| family | architecture | images | prefix cache | decoder |\n|---|---|---|---|---|\n"
+CROWDED = (ways.run_preempted, ways.run_overlapped, ways.run_under_all_of_it)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
 QUICK_WAYS: list[Way] = [
@@ -179,16 +184,57 @@ def _process_as_transformers_does(directory: Path, model: Any) -> Callable[..., 
     return process
 
 
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines of the page's table. Once all families have been run without a failure, they are written."""
+    lines: list[str] = []
+    yield lines
+    if ALL and len(lines) == len(FAMILIES) and not request.session.testsfailed:
+        head, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, tail = rest.partition(END)
+        PAGE.write_text("".join([head, BEGIN, "\n\n", HEAD, *lines, "\n", END, tail]))
+
+
 @pytest.fixture(scope="module", params=RUN, ids=str)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return load_family(request.param, tmp_path_factory.mktemp("family"))
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows: list[str]
+) -> Loaded:
+    directory = tmp_path_factory.mktemp("family")
+    loaded = load_family(request.param, directory)
+    family = loaded.family
+    cells = [
+        family.name,
+        f"`{family.architecture}`",
+        "yes" if family.create_processor else "",
+        "yes" if loaded.model.shares_prefixes else "no: states",
+        "transformers'" if find_family(directory)[0] is FAMILY else "ours",
+    ]
+    rows.append(f"| {' | '.join(cells)} |\n")
+    return loaded
 
 
 @pytest.mark.parametrize("way", ways.WAYS if ALL else QUICK_WAYS)
 def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
     if not loaded.model.shares_prefixes and way in NEED_PREFIXES:
         way = ways.run_preempted
-    assert way(loaded.start, loaded.requests) == loaded.expected
+    assert run(way, loaded) == loaded.expected
+
+
+def run(way: Way, loaded: Loaded) -> ways.Tokens:
+    """With as few blocks as make the way happen, where it is for few: images have many tokens."""
+    if way not in CROWDED or loaded.family.create_processor is None:
+        return way(loaded.start, loaded.requests)
+    largest = max(len(r.prompt_token_ids) for r in loaded.requests) + NUM_TOKENS
+    for num_more in (1, 4, 8, 12, 16, 24, 32):
+        num_blocks = -(-largest // 4) + num_more
+
+        def start(num_blocks: int = num_blocks, **changes: Any) -> BatchingEngine:
+            few = {"num_kv_blocks": num_blocks} if "num_kv_blocks" in changes else {}
+            return loaded.start(**{**changes, **few})
+
+        with contextlib.suppress(AssertionError):
+            return way(start, loaded.requests)
+    raise AssertionError(f"{way.__name__} does not happen")
 
 
 def test_the_models_that_share_no_prefixes_are_known(loaded: Loaded) -> None:
@@ -217,3 +263,12 @@ def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
 
 def test_every_tested_architecture_is_in_the_table() -> None:
     assert {family.architecture for family in FAMILIES} == TESTED
+
+
+def test_the_page_names_every_family() -> None:
+    """It is written by the run of all; a family that is new here is missing there until then."""
+    _, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, _ = rest.partition(END)
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.strip().splitlines()[2:]] == [
+        family.name for family in FAMILIES
+    ]

@@ -11,10 +11,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import QuantizedLinear
+from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.causal_lm import CausalFamily
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
+from engines.torch_backend.models.generic.family import FAMILY
+from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.model import GenericModel
+from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
@@ -215,3 +221,27 @@ def test_the_context_is_the_models_own(tmp_path: Path) -> None:
     model, processor = load(tmp_path)
     assert model.config.text.max_position_embeddings == TEXT["max_position_embeddings"]
     assert processor.max_model_len == TEXT["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
+    """Every way gives the same tokens, and they are those of the weights that the integers stand for."""
+    write_checkpoint(WINDOWED, tmp_path)
+    config = FAMILY.check(read_fields(tmp_path))
+    model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, SCHEMES[scheme])
+    whole, processor = load(tmp_path)
+    assert isinstance(model, GenericModel)
+    assert isinstance(whole, GenericModel)
+    quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert len(quantized) == 2 * 7
+    for name, module in model.inner.named_modules():
+        if isinstance(module, OperatorLinear):
+            held: Any = module.weights
+            whole.inner.get_submodule(name).weight.data = held.dequantized()
+    loaded, expected = (
+        Loaded(WINDOWED, each, processor, make_requests(), {}) for each in (model, whole)
+    )
+    tokens = ways.run_batched(expected.start, expected.requests)
+    assert ways.run_batched(loaded.start, loaded.requests) == tokens
+    assert ways.run_chunked(loaded.start, loaded.requests) == tokens
+    model.verify(start(model), "always")
