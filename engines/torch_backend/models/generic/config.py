@@ -46,6 +46,12 @@ class GenericConfig:
     quantization: str | None = None
 
     @property
+    def kind(self) -> str:
+        """Its class, and beside a tower the decoder's: what a test says, it says of both together."""
+        name, text = self.model_class.__name__, self.full.get_text_config(decoder=True)
+        return f"{name}/{text.model_type}" if self.takes_images else name
+
+    @property
     def takes_images(self) -> bool:
         """Whether it is a model of images and text."""
         return self.model_class.__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 _PROBE_TOKENS = (1, 2)
 #: Between the engine's scores and transformers' own, as a share of their standard deviation.
 _LARGEST_DIFFERENCE = 1e-3
-_LARGEST_QUANTIZED = 0.1
+_LARGEST_ROUNDED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class GenericModel(FamilyModel):
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
         self._own_attention = ""
-        self._is_quantized = False
+        self._is_rounded = False  #: weights, or keys and values, to integers
         self._mixers: list[Mixer] = []
         self._form: ImageForm | None = None
         self._states = SequenceStates()
@@ -223,7 +223,7 @@ class GenericModel(FamilyModel):
         if not num_quantized:
             name = self.config.model_class.__name__
             raise UnsupportedCheckpoint(f"{name} has no linear maps that can be in {scheme.name}")
-        self._is_quantized = True
+        self._is_rounded = True
         logger.info("%d linear maps are in %s", num_quantized, scheme.name)
 
     @property
@@ -236,6 +236,7 @@ class GenericModel(FamilyModel):
     def logits(self, step: FlatStep) -> Tensor:
         """Scores of the next token behind some of the new ones. Shapes: returns (rows, V)."""
         assert self._ops is not None
+        self._is_rounded |= step.pools[0].scales(0) is not None
         paged = PagedStep(step.plan, step.pools, self._ops, _wholes(step))
         for layer in self._layers:
             layer.step = paged
@@ -321,14 +322,14 @@ class GenericModel(FamilyModel):
     def verify(self, runner: Any, how: str) -> None:
         """Compare a few tokens with transformers' own. Raises: UnsupportedCheckpoint where they differ."""
         name = self.config.model_class.__name__
-        if how == "off" or (how == "auto" and name in TESTED):
+        if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
         difference = largest_difference(runner, self, self.config.text.vocab_size)
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
         if (
             self._is_quantized
         ):  # activations are rounded, where they are near to a half this way or that
-            limit = max(limit, _LARGEST_QUANTIZED)
+            limit = max(limit, _LARGEST_ROUNDED)
         logger.info("self-check of %s: scores differ by %.1e of their deviation", name, difference)
         if not difference <= limit:
             raise UnsupportedCheckpoint(

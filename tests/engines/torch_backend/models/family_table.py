@@ -59,6 +59,16 @@ class Family:
         return self.auto._model_mapping[type(self.create())].__name__
 
     @property
+    def kind(self) -> str:
+        """As the list of what is tested has it."""
+        text_config = self.create().get_text_config(decoder=True)
+        return (
+            f"{self.architecture}/{text_config.model_type}"
+            if self.create_processor
+            else self.architecture
+        )
+
+    @property
     def auto(self) -> Any:
         """What transformers loads it with."""
         return AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM

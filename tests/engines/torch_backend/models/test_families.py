@@ -144,7 +144,7 @@ def load_family(family: Family, directory: Path) -> Loaded:
         expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
         return Loaded(family, model, processor, make_requests(), expected)
     asked = {name: ask(processor, question) for name, question in QUESTIONS.items()}
-    inputs = _process_as_transformers_does(directory, theirs)
+    inputs = process_as_transformers_does(directory, theirs)
     return Loaded(
         family,
         model,
@@ -157,7 +157,7 @@ def load_family(family: Family, directory: Path) -> Loaded:
     )
 
 
-def _process_as_transformers_does(directory: Path, model: Any) -> Callable[..., dict[str, Any]]:
+def process_as_transformers_does(directory: Path, model: Any) -> Callable[..., dict[str, Any]]:
     """All images of a question at once, as transformers' own processor hands them to the model."""
     processor: Any = AutoProcessor.from_pretrained(directory)
     options = processor._merge_kwargs(
@@ -262,7 +262,7 @@ def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
 
 
 def test_every_tested_architecture_is_in_the_table() -> None:
-    assert {family.architecture for family in FAMILIES} == TESTED
+    assert {family.kind for family in FAMILIES} == TESTED
 
 
 def test_the_page_names_every_family() -> None:

@@ -245,3 +245,13 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     assert ways.run_batched(loaded.start, loaded.requests) == tokens
     assert ways.run_chunked(loaded.start, loaded.requests) == tokens
     model.verify(start(model), "always")
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}])
+def test_the_self_check_allows_for_rounding(changes: dict[str, str], tmp_path: Path) -> None:
+    write_checkpoint(WINDOWED, tmp_path)
+    config = FAMILY.check(read_fields(tmp_path))
+    settings = TorchSettings.model_validate({"num_kv_blocks": 64, "block_size": 4, **changes})
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    model = load_model(tmp_path, FAMILY, config, CPU, dtype)
+    model.verify(TorchRunner(model, settings, CPU, dtype), "always")

@@ -1,6 +1,7 @@
-"""A text model that nobody wrote a line for, from a directory through the whole product."""
+"""Models that nobody wrote a line for, from a directory through the whole product."""
 
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from PIL import Image
 
 import engines.torch_backend  # noqa: F401 - before transformers
 from shared.protocol import ChatMessage, TextPart
+from tests.contract.test_model_family import ask, make_image
 from tests.e2e.asking import png_url
-from tests.engines.torch_backend.models.family_table import text, write_checkpoint
+from tests.engines.torch_backend.models.family_table import FAMILIES, text, write_checkpoint
 from tests.engines.torch_backend.models.test_families import (
     NUM_TOKENS,
     generate,
     load,
     load_reference,
+    process_as_transformers_does,
 )
 from tests.integration.fleet_process import Served, start_fleet
 
@@ -68,3 +71,34 @@ def test_an_image_is_refused_by_a_model_that_takes_none(client: OpenAI) -> None:
     message: Any = {"role": "user", "content": [{"type": "text", "text": QUESTION}, part]}
     with pytest.raises(BadRequestError, match="image"):
         client.chat.completions.create(model="tiny-qwen3", messages=[message])
+
+
+def test_a_model_of_images_is_asked_about_one(tmp_path: Path) -> None:
+    [family] = [each for each in FAMILIES if each.name == "Qwen2.5-VL"]
+    directory = tmp_path / "tiny-vl"
+    write_checkpoint(family, directory)
+    _, processor = load(directory)
+    shown = (60, 20, 2)
+    prompt = ask(processor, [shown, QUESTION])
+    theirs = load_reference(directory, family.auto)
+    inputs = process_as_transformers_does(directory, theirs)([shown], prompt.token_ids)
+    token_ids = generate(theirs, prompt.token_ids, **inputs)
+    expected = b"".join(map(processor.tokenizer.token_bytes, token_ids)).decode(errors="replace")
+    served = start_fleet(tmp_path / "serve", "--model", str(directory), engine="torch")
+    image = png_url(Image.open(BytesIO(make_image(*shown))))
+    content: Any = [
+        {"type": "image_url", "image_url": {"url": image}},
+        {"type": "text", "text": QUESTION},
+    ]
+    try:
+        with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            answer = client.chat.completions.create(
+                model="tiny-vl",
+                messages=[{"role": "user", "content": content}],
+                temperature=0,
+                max_tokens=NUM_TOKENS,
+                extra_body={"ignore_eos": True},
+            )
+    finally:
+        served.end()
+    assert answer.choices[0].message.content == expected
