@@ -36,7 +36,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
-    served = start_fleet(folder, "--model", str(checkpoint), engine="torch")
+    served = start_fleet(
+        folder, "--model", str(checkpoint), engine="torch", VLM_ENGINE__DTYPE="float32"
+    )
     yield served
     served.end()
 
@@ -84,7 +86,9 @@ def test_a_model_of_images_is_asked_about_one(tmp_path: Path) -> None:
     inputs = process_as_transformers_does(directory, theirs)([shown], prompt.token_ids)
     token_ids = generate(theirs, prompt.token_ids, **inputs)
     expected = b"".join(map(processor.tokenizer.token_bytes, token_ids)).decode(errors="replace")
-    served = start_fleet(tmp_path / "serve", "--model", str(directory), engine="torch")
+    served = start_fleet(
+        tmp_path / "serve", "--model", str(directory), engine="torch", VLM_ENGINE__DTYPE="float32"
+    )
     image = png_url(Image.open(BytesIO(make_image(*shown))))
     content: Any = [
         {"type": "image_url", "image_url": {"url": image}},

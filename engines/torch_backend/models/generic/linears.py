@@ -15,15 +15,17 @@ class OperatorLinear(nn.Module):
         super().__init__()
         self.weights = weights
         self._linear = Linear(self, "weights")
+        self._dtype: torch.dtype | None = None
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
         self._linear.bind(ops, dtype)
+        self._dtype = torch.float32 if ops.is_native else dtype  # of what kernels are given
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (..., K); returns (..., N)."""
         rows = x.reshape(-1, x.shape[-1])
-        return self._linear(rows).to(x.dtype).unflatten(0, x.shape[:-1])
+        return self._linear(rows.to(self._dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch.dtype) -> int:

@@ -326,9 +326,7 @@ class GenericModel(FamilyModel):
             return
         difference = largest_difference(runner, self, self.config.text.vocab_size)
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
-        if (
-            self._is_quantized
-        ):  # activations are rounded, where they are near to a half this way or that
+        if self._is_rounded:  # what is near to a half is rounded this way or that
             limit = max(limit, _LARGEST_ROUNDED)
         logger.info("self-check of %s: scores differ by %.1e of their deviation", name, difference)
         if not difference <= limit:

@@ -145,7 +145,7 @@ FAMILIES = [
 
 CLIP = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 7,
+    "patch_size": 14,
 }  # fmt: skip
 TILES = [[28, 56], [56, 28], [56, 56]]
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -275,7 +275,7 @@ FAMILIES += [
     visual(
         "LLaVA, SigLIP", "<image>",
         lambda: transformers.LlavaProcessor(
-            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=7,
+            transformers.SiglipImageProcessor(size=SQUARE), tokenizer(), patch_size=14,
             vision_feature_select_strategy="full",
         ),
         "Llava",
@@ -291,7 +291,7 @@ FAMILIES += [
             transformers.LlavaNextImageProcessor(
                 size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
             ),
-            tokenizer(), patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+            tokenizer(), patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
         ),
         "LlavaNext",
         lambda: {
@@ -304,7 +304,7 @@ FAMILIES += [
         "LLaVA-OneVision", "<image>",
         lambda: transformers.LlavaOnevisionProcessor(
             transformers.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=TILES), tokenizer("<video>"),
-            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=16, vision_feature_select_strategy="full",
+            transformers.LlavaOnevisionVideoProcessor(), num_image_tokens=4, vision_feature_select_strategy="full",
         ),
         "LlavaOnevision",
         lambda: {

@@ -186,7 +186,7 @@ def test_nothing_of_a_config_makes_transformers_fetch_or_run_code(tmp_path: Path
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"model_type": "qwen2"}, "model_type 'qwen2' does not go with"),
         ({"model_type": "nothing"}, "model_type 'nothing' is unknown"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
     ],
 )
 def test_a_config_that_cannot_be_believed_is_refused_by_its_field(
