@@ -75,9 +75,8 @@ def test_beside_streams_they_are_encoded_one_after_another():
         make_share("b", make_image("wide", (4, 10))),
     ]
     encoder = make_encoder()
-    encoder.seconds_beside_streams = 0.0
 
-    late = [encoder.encode_missing(items)[2] for _ in range(3)]
+    late = [encoder.encode_missing(items, max_vision_s=0.0)[2] for _ in range(3)]
 
     assert late == [{"b"}, frozenset(), frozenset()]
 
