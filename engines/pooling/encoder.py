@@ -102,7 +102,7 @@ class Texts:
         if room < 1:
             raise PromptTooLong(
                 f"The query has {len(first)} tokens: send at most {self.max_tokens // 2}.",
-                task.param(index),
+                "query" if task.name == "documents" else "text_1",
             )
         self._cut(second, room, task.truncate, task.param(index))
         encoding = self._tokenizer.post_process(first, second)

@@ -144,6 +144,13 @@ def test_scores_are_those_of_transformers(kind, tmp_path):
     assert np.allclose(cut, reference_score(tmp_path, "w1 w2", "w3 w4"), atol=1e-5)
 
 
+def test_a_query_that_leaves_no_room_is_named(tmp_path):
+    model = load(make_scorer(tmp_path, "bert"))
+    with pytest.raises(PromptTooLong) as refused:
+        compute(model, Rerank((" ".join(WORDS[:90]),), ("w1",), truncate="end"))
+    assert refused.value.param == "query"
+
+
 def picture(size=(40, 32), colour=(200, 30, 90)) -> bytes:
     file = io.BytesIO()
     image = Image.new("RGB", size, colour)
