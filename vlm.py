@@ -30,7 +30,13 @@ app = typer.Typer(
 )
 for command in (worker.cli.serve, gateway.cli.gateway, worker.cli.worker, gateway.cli.chat):
     app.command()(command)
-for command in (gateway.cli.status, engines.cli.make_checkpoint, engines.cli.quantize, settings):
+for command in (
+    gateway.cli.status,
+    engines.cli.make_checkpoint,
+    engines.cli.quantize,
+    engines.cli.convert_gguf,
+    settings,
+):
     app.command()(command)
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 bench.command("engine")(engines.cli.bench_engine)

@@ -1,4 +1,4 @@
-"""The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm bench engine`, `vlm bench peers`,
+"""The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm convert-gguf`, `vlm bench engine`, `vlm bench peers`,
 `vlm bench embeddings`.
 
 Torch is loaded when one of them runs, and not before.
@@ -33,6 +33,16 @@ def quantize(
     from engines.torch_backend.loading.quantize_checkpoint import run
 
     run(source, target, scheme, head)
+
+
+def convert_gguf(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
+) -> None:
+    """Save a GGUF file of the llama architecture as a checkpoint: Q4_0 stays int4, the rest is float16."""
+    from engines.torch_backend.loading.convert_gguf import run
+
+    run(source, target)
 
 
 def bench_engine(
