@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import OlmoConfig, OlmoForCausalLM
 
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 
@@ -267,8 +267,8 @@ def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **te
 
 
 def write_text_checkpoint(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
-    """As `write_checkpoint`, of a tiny Qwen2."""
-    settings = Qwen2Config(
+    """As `write_checkpoint`, of a tiny OLMo, which transformers drives."""
+    settings = OlmoConfig(
         vocab_size=320,
         hidden_size=256,
         intermediate_size=384,
@@ -276,9 +276,9 @@ def write_text_checkpoint(directory: Path, write: Write, config: dict[str, Any])
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=["OlmoForCausalLM"],
     )
-    Qwen2ForCausalLM(settings).save_pretrained(directory)
+    OlmoForCausalLM(settings).save_pretrained(directory)
     return _rewrite(directory, write, config)
 
 

@@ -176,10 +176,10 @@ def load_model(
     published, stored = find_published(directory, list_tensors(directory), device, rename)
     form = choose_form(config, scheme, published)
     model = build_empty(family, config, form, dtype, mesh)
-    if model.converts_weights and (published is not None or config.quantization is not None):
+    if model.converts_weights and config.quantization is not None:
         raise UnsupportedCheckpoint(
-            "config.json: quantization_config says that the weights are quantized, which are read for this "
-            "project's own modules alone; take the full-precision checkpoint and ask for --quantization"
+            "config.json: quantization_config has a scheme of this project's own modules alone; take the "
+            "full-precision checkpoint and ask for --quantization"
         )
     kept = frozenset() if model.converts_weights else stored_dtypes(ops)
     reader = WeightReader(model, rename, form, device, dtype, kept)
