@@ -49,6 +49,7 @@ class Family:
     shares_prefixes: bool = True
     create_processor: Callable[[], Any] | None = None
     placeholder: str = ""
+    embedding_std: float = 0.35  #: such that answers differ
 
     def __str__(self) -> str:
         return self.name
@@ -187,10 +188,15 @@ def visual(
     processor: Callable[[], Any],
     config_class: str,
     config: Callable[[], dict[str, Any]],
+    **more: Any,
 ) -> Family:
     create = getattr(transformers, f"{config_class}Config")
     return Family(
-        name, lambda: create(**config()), create_processor=processor, placeholder=placeholder
+        name,
+        lambda: create(**config()),
+        create_processor=processor,
+        placeholder=placeholder,
+        **more,
     )
 
 
@@ -407,6 +413,7 @@ FAMILIES += [
                 "final_logit_softcapping": None,
             },
         },
+        embedding_std=0.02,
     ),
 ]  # fmt: skip
 #: Says what is said, and where images are.
@@ -427,7 +434,7 @@ def write_checkpoint(family: Family, directory: Path) -> None:
         if parameter.dim() < 2:
             parameter.data += noise * 0.1
         elif "embed" in name or "wte" in name:
-            parameter.data = noise * 0.35
+            parameter.data = noise * family.embedding_std
         else:
             inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
             parameter.data = noise * 1.6 / inputs**0.5

@@ -25,12 +25,19 @@ from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from tests.engines.torch_backend import ways
-from tests.engines.torch_backend.models.family_table import TEXT, Family, text, write_checkpoint
+from tests.engines.torch_backend.models.family_table import (
+    FAMILIES,
+    TEXT,
+    Family,
+    text,
+    write_checkpoint,
+)
 from tests.engines.torch_backend.models.test_families import (
     CPU,
     Loaded,
     generate,
     load,
+    load_family,
     load_reference,
     make_requests,
     prompts,
@@ -255,3 +262,14 @@ def test_the_self_check_allows_for_rounding(changes: dict[str, str], tmp_path: P
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     model = load_model(tmp_path, FAMILY, config, CPU, dtype)
     model.verify(TorchRunner(model, settings, CPU, dtype), "always")
+
+
+def test_slots_of_an_image_see_each_other_where_the_model_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they did not, the answers would be others."""
+    [family] = [each for each in FAMILIES if each.name == "Gemma 3"]
+    loaded = load_family(family, tmp_path)
+    assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
+    monkeypatch.setattr("engines.torch_backend.models.generic.model._wholes", lambda step: [])
+    assert ways.run_chunked(loaded.start, loaded.requests) != loaded.expected
