@@ -21,9 +21,9 @@ class ModelObject(msgspec.Struct):
     num_workers: int
     #: Tags of the tasks that it takes: `generate`, `embed`, `rerank`.
     tasks: tuple[str, ...]
-    #: Of its vectors, 0 if it makes none, and what they may be cut to.
-    dimensions: int
-    shorter_dimensions: tuple[int, ...]
+    #: Of its vectors, and what they may be cut to; absent where it makes none.
+    dimensions: int | msgspec.UnsetType = msgspec.UNSET
+    shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     object: str = "model"
     owned_by: str = "vlm-fleet"
 
@@ -47,8 +47,8 @@ def create_model_routes(models: ModelDirectory) -> APIRouter:
             supports_images=card.supports_images,
             num_workers=models.num_workers[card.name],
             tasks=card.tasks,
-            dimensions=card.dimensions,
-            shorter_dimensions=card.shorter_dimensions,
+            dimensions=card.dimensions or msgspec.UNSET,
+            shorter_dimensions=card.shorter_dimensions if card.dimensions else msgspec.UNSET,
         )
 
     @router.get("", operation_id="list_models")

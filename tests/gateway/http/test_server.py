@@ -369,6 +369,7 @@ async def test_models_are_listed_and_shown(gateway):
         "max_model_len": 512,
         "supports_images": True,
         "num_workers": 1,
+        "tasks": ["generate"],
     }
 
 
