@@ -7,7 +7,7 @@ moves the share of prompts. `StepBudget` is what one step has left while the sch
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.core.runner import DeviceOutOfMemory, ModelRunner, StepResult
@@ -51,7 +51,7 @@ class StepBudget:
 
     def take(self, num_new: int, num_pending: int, *, is_late: bool = False) -> None:
         """Spend a share, which may be more than there is; one that is late takes none of what others' prompts may have."""
-        self.num_tokens = max(0, self.num_tokens - num_new)
+        self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
         if num_pending > 1 and not is_late:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
 
@@ -81,9 +81,17 @@ class StepLimits:
         """Seconds that images may take beside streams; None: as many as they need."""
         return None if self._prefill is None else self._prefill.spare_s
 
-    def budget(self, running: Iterable[Sequence]) -> StepBudget:
+    @property
+    def follows_times(self) -> bool:
+        """Whether `note` reads what launching a step took."""
+        return self._prefill is not None and self._prefill.spare_s is not None
+
+    def budget(self, running: Mapping[str, Sequence]) -> StepBudget:
         """That of the next step beside these sequences."""
-        return StepBudget(self._num_tokens, self._prefill_tokens_beside(running), self._num_images)
+        num_prefill_tokens = self._num_tokens
+        if self._prefill is not None and (num_streams := sum(map(_is_stream, running.values()))):
+            num_prefill_tokens = self._prefill.beside(num_streams)
+        return StepBudget(self._num_tokens, num_prefill_tokens, self._num_images)
 
     def halve(self, batch: Batch) -> None:
         """Let steps be half of this one. Raises: DeviceOutOfMemory if it was the smallest."""
@@ -112,12 +120,6 @@ class StepLimits:
         if all(map(_is_smooth, streams)):
             num_streams = len(streams)
             prefill.note(num_streams, batch.num_tokens - num_streams, launch_s)
-
-    def _prefill_tokens_beside(self, running: Iterable[Sequence]) -> int:
-        if self._prefill is None:
-            return self._num_tokens
-        num_streams = sum(map(_is_stream, running))
-        return self._prefill.beside(num_streams) if num_streams else self._num_tokens
 
     def _set(self, num_tokens: int, num_images: int) -> None:
         self._num_tokens = min(num_tokens, self._max_tokens)

@@ -59,7 +59,7 @@ class StepPipeline:
         launched, self._ahead = self._ahead, None
         was_ahead = launched is not None
         try:
-            launched = launched or _launch(runner, batch)
+            launched = launched or self._launch(runner, batch)
             if self._is_overlapping and launched.step.can_be_followed:
                 self._ahead = self._launch_next(runner, batch)
             result = launched.step.wait()
@@ -88,13 +88,20 @@ class StepPipeline:
                 ahead.step.wait()
         self._scheduler.blocks.unpark()
 
+    def _launch(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep:
+        if not self._limits.follows_times:
+            return _LaunchedStep(batch, runner.launch(batch), 0.0)
+        started_at = time.perf_counter()
+        step = runner.launch(batch)
+        return _LaunchedStep(batch, step, time.perf_counter() - started_at)
+
     def _launch_next(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep | None:
         """Launch the step behind one in flight, if it can be known and the device takes it."""
         following = self._plan_next(batch)
         if not following.items:
             return None
         try:
-            launched = _launch(runner, following)
+            launched = self._launch(runner, following)
         except (SequenceFailure, DeviceOutOfMemory):
             return None  # planned again by the scheduler, and dealt with if it fails then
         self.num_overlapped += 1
@@ -126,12 +133,6 @@ class StepPipeline:
                 return Batch()
             following.items.append(ScheduledSequence(sequence, 1, follows=place))
         return following
-
-
-def _launch(runner: ModelRunner, batch: Batch) -> _LaunchedStep:
-    started_at = time.perf_counter()
-    step = runner.launch(batch)
-    return _LaunchedStep(batch, step, time.perf_counter() - started_at)
 
 
 def _without_ended(batch: Batch, result: StepResult) -> tuple[Batch, StepResult]:

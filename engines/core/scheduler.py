@@ -61,7 +61,7 @@ class Scheduler:
         self.blocks.begin_step()
         if self.waiting:
             self._make_way()
-        budget = self._limits.budget(self.running.values())
+        budget = self._limits.budget(self.running)
         self._schedule_running(batch, budget)
         if self.waiting:
             self._schedule_waiting(batch, budget)

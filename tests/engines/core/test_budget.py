@@ -226,7 +226,7 @@ def batch_of(*num_new_tokens: int, images: int = 0, **fields: Any) -> Batch:
 
 def size(limits: StepLimits) -> tuple[int, int]:
     """Tokens and images of the next step."""
-    budget = limits.budget([])
+    budget = limits.budget({})
     return budget.num_tokens, budget.max_images
 
 
@@ -247,7 +247,7 @@ def test_steps_shrink_when_memory_runs_out_and_grow_again_when_it_lasts():
 
 def prefill_tokens_beside_one(limits: StepLimits) -> int:
     stream = make_sequence(8, num_computed_tokens=7)
-    return limits.budget([stream]).num_prefill_tokens
+    return limits.budget({"stream": stream}).num_prefill_tokens
 
 
 MIXED = batch_of(1, 80)
