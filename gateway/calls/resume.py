@@ -10,9 +10,11 @@ import asyncio
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -21,7 +23,7 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
 from gateway.http import sse
 from gateway.http.context import RequestContext
-from gateway.http.errors import InvalidRequest, NotFound
+from gateway.http.errors import InvalidRequest, NotFound, unavailable
 from shared.protocol import Tokens
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
 from shared.queue.resume import ResumableCalls
@@ -37,6 +39,10 @@ STREAM_PATH = "/v1/streams/"
 BEGINS_WITHIN_S = 10.0
 #: Records outlive their requests' deadlines like the requests themselves.
 RECORD_GRACE_S = 60.0
+#: So often a record may vanish as it is read, before the client is told to come again.
+_MAX_REMEMBERS = 5
+
+_FORGOTTEN = RequestState("forgotten", 0, 0, 0.0)
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,256}")
 _EVENT_ID = re.compile(rb"[0-9]{1,10}")
@@ -113,6 +119,27 @@ def _unknown() -> NotFound:
     )
 
 
+def _decode(data: bytes) -> StreamRecord | None:
+    """A record; None if a gateway of another version wrote it."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
+    """The record, if it is of the same request. Raises: InvalidRequest."""
+    told = (record.tenant, record.surface, record.fingerprint)
+    if told != (wanted.tenant, wanted.surface, wanted.fingerprint):
+        raise InvalidRequest(
+            "This Idempotency-Key belongs to another request: send a new key.",
+            code="idempotency_key_reused",
+            param="Idempotency-Key",
+            status=422,
+        )
+    return record
+
+
 def _choice(request_id: str) -> str:
     """The id of a resumable request's only call."""
     return f"{request_id}-0"
@@ -164,6 +191,7 @@ class Resume:
         self.dispatcher = dispatcher
         self.request_timeout_s = request_timeout_s
         self.keep_s = request_timeout_s + RECORD_GRACE_S
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def open(
@@ -177,7 +205,8 @@ class Resume:
     ) -> Reply:
         """Queue a request that outlives its connection, or follow it if it was sent before.
 
-        Raises: InvalidRequest if the key names another request, QueueUnavailable, and as `submit`.
+        Raises: InvalidRequest if the key names another request, Overloaded, QueueUnavailable, and
+        as `submit`.
         """
         last_id = _last_event_id(context)
         record = StreamRecord(
@@ -189,15 +218,16 @@ class Resume:
             shows_timings=plan.shows_timings,
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
         )
-        is_new = await self.records.remember(context.id, msgspec.json.encode(record), self.keep_s)
-        call = None
-        if not is_new:
-            found = await self._find_same(context.id, record)
-            head = replace(head, created=found.created)
-            if await self.queue.state(found.model, _choice(context.id)) is not None:
-                call = await self._follow(context.id, found.model)
-        if call is None:
-            call = await self._submit(context.id, head.model, submit, is_new)
+        # One try after another: what a refused one forgets, no other one has just found.
+        async with self._locks.setdefault(context.id, asyncio.Lock()):
+            known = await self._remember(context.id, record)
+            call = None
+            if known is not None:
+                head = replace(head, created=known.created)
+                if await self.queue.state(known.model, _choice(context.id)) is not None:
+                    call = await self._follow(context.id, known.model)
+            if call is None:
+                call = await self._submit(context.id, head.model, submit, known is None)
         answer = surface.answer(plan.options, head)
         return _numbered_reply(
             surface, call, answer, head, last_id, plan.is_streamed, plan.shows_timings
@@ -244,25 +274,31 @@ class Resume:
     async def _find(self, request_id: str, tenant: str) -> StreamRecord:
         """The record of a tenant's own request. Raises: NotFound, QueueUnavailable."""
         data = await self.records.recall(request_id)
-        try:
-            record = _decoder.decode(data) if data is not None else None
-        except msgspec.MsgspecError:  # a gateway of another version wrote it
-            record = None
+        record = _decode(data) if data is not None else None
         if record is None or not hmac.compare_digest(record.tenant, tenant):
             raise _unknown()
         return record
 
-    async def _find_same(self, request_id: str, wanted: StreamRecord) -> StreamRecord:
-        """The record of the same request, sent before. Raises: InvalidRequest if it was another."""
-        record = await self._find(request_id, wanted.tenant)
-        if (record.surface, record.fingerprint) != (wanted.surface, wanted.fingerprint):
-            raise InvalidRequest(
-                "This Idempotency-Key belongs to another request: send a new key.",
-                code="idempotency_key_reused",
-                param="Idempotency-Key",
-                status=422,
-            )
-        return record
+    async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
+        """The record of the same request, sent before; None if it is new, and now remembered.
+
+        Raises: InvalidRequest if it was another, Overloaded, QueueUnavailable.
+        """
+        for _ in range(_MAX_REMEMBERS):
+            data = msgspec.json.encode(wanted)
+            if await self.records.remember(request_id, data, self.keep_s):
+                return None
+            data = await self.records.recall(request_id)
+            if data is None:  # a try that was refused elsewhere has just forgotten it
+                continue
+            record = _decode(data)
+            if record is not None:
+                return _same(record, wanted)
+            # Only its own version tells whether it is the same request; it matters while it runs.
+            if await self.queue.state(wanted.model, _choice(request_id)) is not None:
+                break
+            await self.records.forget(request_id)
+        raise unavailable()
 
     async def _follow(self, request_id: str, model: str) -> OpenCall:
         """The events of a request from its first, as its log has them; closing it cancels nothing.
@@ -281,12 +317,16 @@ class Resume:
 
     async def _listen(self, model: str, request_id: str) -> RequestState | None:
         gateway_id = self.dispatcher.mailbox.gateway_id
-        return await self.records.listen(model, request_id, gateway_id)
+        state = await self.records.listen(model, request_id, gateway_id)
+        if state is None and await self.records.recall(request_id.removesuffix("-0")) is None:
+            return _FORGOTTEN  # it was refused: nothing will come
+        return state
 
     def _forget_lost(self, call: OpenCall) -> None:
         """Let nobody wait again for a request of which Redis knows nothing."""
         [choice] = call.choices
-        if choice.is_finished and choice.attempt == 0:
+        has_waited = time.monotonic() >= call.begins_by  # else its record may be of a later try
+        if choice.is_finished and choice.attempt == 0 and has_waited:
             task = asyncio.create_task(self._forget(choice.request_id.removesuffix("-0")))
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 import httpx
 import pytest
 
-from shared.queue.api import QueueUnavailable
+from gateway.calls.resume import BEGINS_WITHIN_S
+from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.queue.keys import RedisKeys
 from shared.queue.submit import RedisGatewayQueue
 from tests.factories_gateway import (
@@ -457,3 +458,64 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
                 proxy.thaw()
     assert json.loads(parse(text)[-1][1])["error"]["code"] == "deadline_exceeded"
     assert took_s < 4.0
+
+
+async def test_retries_at_once_under_overload_are_never_told_of_streams(gateway, other, worker):
+    """Refused tries forget their record while others look for it."""
+
+    async def refuse(*arguments, **options) -> None:
+        await asyncio.sleep(0)
+        raise QueueRefused("queue_full", 0.0)
+
+    for each in (gateway, other):
+        each.services.queue.submit = refuse
+    for number in range(20):
+        key = {"idempotency-key": f"order-76-{number}"}
+        tries = [each.chat(headers=key) for _ in range(4) for each in (gateway, other)]
+        answers = await asyncio.gather(*tries)
+        assert {answer.status_code for answer in answers} == {503}
+        assert all("retry-after" in answer.headers for answer in answers)
+
+
+async def test_a_reader_of_a_request_that_was_refused_after_all_is_told_at_once(
+    gateway, other, redis, redis_prefix, worker
+):
+    headers, may_refuse, is_asked = (
+        {"idempotency-key": "order-77"},
+        asyncio.Event(),
+        asyncio.Event(),
+    )
+
+    async def refuse(*arguments, **options) -> None:
+        is_asked.set()
+        await may_refuse.wait()
+        raise QueueRefused("queue_full", 0.0)
+
+    gateway.services.queue.submit = refuse
+    first = asyncio.create_task(gateway.chat(headers=headers))
+    await is_asked.wait()
+    [record] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:stream:*")]
+    request_id = record.decode().rpartition(":")[2]
+    reader = asyncio.create_task(other.client.get(f"/v1/streams/chatcmpl-{request_id}"))
+    while not other.services.dispatcher.num_open:
+        await asyncio.sleep(0.01)
+    may_refuse.set()
+    async with asyncio.timeout(BEGINS_WITHIN_S / 2):
+        assert (await first).status_code == (await reader).status_code == 503
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_post_beside_another_versions_record_is_served_or_told_when_to_come_back(
+    gateway, worker, redis, redis_prefix, is_open
+):
+    key = {"idempotency-key": "order-78"}
+    assert (await gateway.chat(headers=key)).status_code == 200
+    [record] = [name async for name in redis.scan_iter(match=f"{redis_prefix}:stream:*")]
+    await redis.set(record, b'{"model": "tiny"}', ex=60)
+    if not is_open:
+        for kind in ("request", "log"):
+            async for name in redis.scan_iter(match=f"{redis_prefix}:*:{kind}:*"):
+                await redis.delete(name)
+    response = await gateway.chat(headers=key)
+    assert response.status_code == (503 if is_open else 200)
+    assert ("retry-after" in response.headers) == is_open
