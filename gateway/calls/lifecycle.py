@@ -138,6 +138,7 @@ class Lifecycle:
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             plan = surface.plan(request, context, card)
+            check_images(plan.images, surface.task, card, self.limits)
             recorder.priority, recorder.shares_prompt = plan.priority, plan.shares_prompt
             may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
             resumes = may_resume and is_resumable(context, plan)
@@ -330,6 +331,26 @@ async def _close_when_gone(exchange: Exchange, call: OpenCall) -> None:
     """Close a call when its client has left."""
     await exchange.wait_until_gone()
     call.close()
+
+
+def check_images(
+    images: Sequence[ImageSource], task: str, card: ModelCard, limits: LimitSettings
+) -> None:
+    """Refuse more images than a request may have, and images for a model that takes none.
+
+    Raises: InvalidRequest.
+    """
+    most = limits.max_images if task == "generate" else limits.max_input_images
+    if len(images) > most:
+        raise _bad_image(images[most], f"send at most {most} images", "too_many_images")
+    if images and not card.supports_images:
+        problem = "this model takes no images; send text only"
+        raise _bad_image(images[0], problem, "unsupported_image")
+
+
+def _bad_image(image: ImageSource, problem: str, code: str) -> InvalidRequest:
+    text = f"Invalid value for {image.param}: {problem}."
+    return InvalidRequest(text, param=image.param, code=code)
 
 
 def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:

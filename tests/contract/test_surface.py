@@ -29,6 +29,7 @@ from tests.factories_gateway import (
     say_nothing,
     talk_on,
 )
+from tests.factories_images import data_url
 
 Json = dict[str, Any]
 TOLD = "Hello you"
@@ -248,6 +249,32 @@ async def test_a_model_without_the_task_says_what_it_offers(speaker, redis_serve
     assert speaker.error_of(response) == ("wrong_task", "model")
     assert ", ".join(others) in response.text
     assert other.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/echo"])
+@pytest.mark.parametrize("changes", [{"limits": {"max_images": 2}}])
+async def test_a_surface_need_not_check_how_many_images_it_is_sent(speaker, worker, changes):
+    assert (await speaker.ask(images=[data_url()] * 2)).status_code == 200
+    response = await speaker.ask(images=[data_url()] * 3)
+    assert response.status_code == 400
+    assert speaker.error_of(response) == ("too_many_images", "images.[2]")
+    assert "at most 2 images" in response.text
+    assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/echo"])
+async def test_a_surface_need_not_check_whether_the_model_takes_images(
+    speaker, redis_server, redis_prefix
+):
+    card = replace(CARD, name="blind", supports_images=False)
+    async with run_worker(redis_server, redis_prefix, card) as blind:
+        blind.script = say_hello
+        await speaker.services.models.refresh()
+        assert (await speaker.ask(model="blind")).status_code == 200
+        response = await speaker.ask(model="blind", images=[data_url()])
+    assert response.status_code == 400
+    assert speaker.error_of(response) == ("unsupported_image", "images.[0]")
+    assert len(blind.requests) == 1
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])

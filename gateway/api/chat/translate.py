@@ -64,7 +64,7 @@ def translate(
     # Of the request's random id, so that nothing here is random.
     sampling = translate_sampling(request, limits, seed=int(context.id[:16], 16))
     conversation = translate_messages(request.messages, limits)
-    check_model(conversation, sampling, card)
+    check_model(sampling, card)
     wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
     stream_options = request.stream_options
     return Plan(
@@ -115,7 +115,7 @@ def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettin
         raise _invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
     for index, message in enumerate(messages):
-        _add_message(conversation, message, f"messages.[{index}]", limits)
+        _add_message(conversation, message, f"messages.[{index}]")
         if conversation.num_chars > limits.max_text_chars:
             raise InvalidRequest(
                 f"The texts are too long: send at most {limits.max_text_chars} characters.",
@@ -130,9 +130,7 @@ def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettin
     return conversation
 
 
-def _add_message(
-    conversation: Conversation, message: ChatMessageParam, param: str, limits: LimitSettings
-) -> None:
+def _add_message(conversation: Conversation, message: ChatMessageParam, param: str) -> None:
     for name in ("audio", "function_call", "tool_calls"):
         value = getattr(message, name)
         if value is not msgspec.UNSET and _asks_for_something(value, _EMPTY):
@@ -143,14 +141,14 @@ def _add_message(
         parts: tuple[TextPart | ImagePart, ...] = (TextPart(message.content),)
     else:
         parts = tuple(
-            _add_part(conversation, part, role, f"{param}.content.[{index}]", limits)
+            _add_part(conversation, part, role, f"{param}.content.[{index}]")
             for index, part in enumerate(message.content)
         )
     conversation.messages.append(ChatMessage(role, parts))
 
 
 def _add_part(
-    conversation: Conversation, part: ContentPart, role: str, param: str, limits: LimitSettings
+    conversation: Conversation, part: ContentPart, role: str, param: str
 ) -> TextPart | ImagePart:
     if not isinstance(part, ImageContent | InputImageContent):
         conversation.num_chars += len(part.text)
@@ -158,8 +156,6 @@ def _add_part(
     param += ".image_url"
     if role != "user":
         raise _invalid(param, "images are only allowed in user messages")
-    if len(conversation.sources) >= limits.max_images:
-        raise _invalid(param, f"send at most {limits.max_images} images", code="too_many_images")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
     conversation.sources.append(ImageSource(url, param))
     return ImagePart(len(conversation.sources) - 1)
@@ -267,13 +263,8 @@ def check_stream_options(request: ChatCompletionRequest) -> None:
         raise _invalid("stream_options", "it needs stream: send stream as true")
 
 
-def check_model(conversation: Conversation, sampling: SamplingParams, card: ModelCard) -> None:
+def check_model(sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse what this model cannot do. Raises: InvalidRequest."""
-    if conversation.sources and not card.supports_images:
-        param = conversation.sources[0].param
-        raise _invalid(
-            param, "this model takes no images; send text only", code="unsupported_image"
-        )
     if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
         raise _invalid("logit_bias", f"send token ids below {card.vocab_size}")
 
@@ -295,5 +286,6 @@ def split_choices(task: Generate, count: int) -> list[Generate]:
     ]
 
 
-def _invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
+def _invalid(param: str, problem: str) -> InvalidRequest:
+    text = f"Invalid value for {param}: {problem}."
+    return InvalidRequest(text, param=param, code="invalid_value")

@@ -15,10 +15,12 @@ from gateway.http import sse
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError
+from gateway.images.loader import ImageSource
 from shared.protocol import (
     ChatMessage,
     Finished,
     Generate,
+    ImagePart,
     ModelCard,
     SamplingParams,
     TextPart,
@@ -30,6 +32,7 @@ from shared.settings.limits import LimitSettings
 class EchoRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     prompt: str
+    images: tuple[str, ...] = ()
     stream: bool = False
     user: str | None = None
 
@@ -62,7 +65,7 @@ class EchoAnswer:
         frames: list[Frame] = []
         for _, event in events:
             if isinstance(event, Tokens):
-                frames.append(self._frame(event.index + len(event.token_ids), event.text))
+                frames.append(self._frame(event.index + event.num_tokens, event.text))
             elif isinstance(event, Finished):
                 frames.append(self._frame(event.usage.num_output_tokens + 1, "", is_last=True))
         return frames
@@ -85,9 +88,10 @@ class Echo(Surface):
         return JsonBody(EchoRequest).decode(body)
 
     def plan(self, request: EchoRequest, context: RequestContext, card: ModelCard) -> Plan:
-        message = ChatMessage("user", (TextPart(request.prompt),))
-        task = Generate((message,), SamplingParams(temperature=0))
-        return Plan([task], EchoOptions(), is_streamed=request.stream)
+        images = [ImageSource(url, f"images.[{i}]") for i, url in enumerate(request.images)]
+        parts = TextPart(request.prompt), *map(ImagePart, range(len(images)))
+        task = Generate((ChatMessage("user", parts),), SamplingParams(temperature=0))
+        return Plan([task], EchoOptions(), images, is_streamed=request.stream)
 
     def answer(self, options: EchoOptions, head: AnswerHead) -> EchoAnswer:
         return EchoAnswer(head)

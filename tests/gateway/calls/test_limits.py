@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.api.chat.schemas import ChatCompletionRequest
 from gateway.api.chat.translate import num_choices, translate_messages, translate_sampling
+from gateway.calls.lifecycle import check_images
 from gateway.http.admission import Admission
 from gateway.http.body import JsonBody, read_body
 from gateway.http.context import RequestContext
@@ -20,7 +21,7 @@ from gateway.images.header import ImageHeader, ImageRefused, check_header
 from gateway.images.loader import ImageLoader, ImageSource
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import make_body
+from tests.factories_gateway import CARD, make_body
 from tests.factories_images import data_url, encoded, ignore
 from tests.factories_settings import make_group
 
@@ -30,7 +31,8 @@ JSON = {b"content-type": b"application/json"}
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
     request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
-    translate_messages(request.messages, limits)
+    images = translate_messages(request.messages, limits).sources
+    check_images(images, "generate", CARD, limits)
     translate_sampling(request, limits, seed=0)
     num_choices(request, limits)
 
