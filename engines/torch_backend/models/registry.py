@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 - names the modules of its own table
 from pathlib import Path
 from typing import Any, Protocol
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 - names the modules of its own table
 from pkgutil import iter_modules
 from typing import Any, Literal
 

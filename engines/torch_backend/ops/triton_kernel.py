@@ -1,7 +1,7 @@
 """Candidates in Triton's language, which is imported where it is used alone."""
 
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 - names the modules of its own table
 from importlib.util import find_spec
 from typing import Any
 
