@@ -91,9 +91,12 @@ def test_a_wrong_option_is_refused(wrong, started):
     ("wrong", "named"),
     [
         (["--set", "worker.lease_s"], "worker.lease_s"),
-        (["--set", "worker.leese_s=1"], "VLM_WORKER__LEESE_S"),
+        (["--set", "worker.leese_s=1"], "--set worker.leese_s: "),
+        (["--set", "worker.leese_s=1"], "did you mean VLM_WORKER__LEASE_S?"),
+        (["--set", "foo.bar=1"], "--set foo.bar: "),
+        (["--redis-url", "bla"], "--redis-url: "),
         (["--set", "worker=1", "--set", "worker.lease_s=1"], "worker.lease_s"),
-        (["--set", "worker.lease_s=long"], "VLM_WORKER__LEASE_S"),
+        (["--set", "worker.lease_s=long"], "--set worker.lease_s: "),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_78(wrong, named):

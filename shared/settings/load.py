@@ -6,29 +6,37 @@ Called by the command line and by what starts processes.
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic_settings import SettingsError as UnparsedValue
 
 from shared.settings.tree import CONFIG_VARIABLE, PREFIX, Settings, SettingsError
 
 
-def load_settings(**overrides: dict[str, Any]) -> Settings:
+def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) -> Settings:
     """Read all sources. `overrides` are sub-trees by name, as in `gateway={"port": 0}`.
 
-    Raises: SettingsError, naming every bad or unknown field.
+    `typed`: how a person wrote them, by path, as in `{"gateway.port": "--port"}`. Raises:
+    SettingsError, naming every bad or unknown field.
     """
     path = os.environ.get(CONFIG_VARIABLE)
     if path and not Path(path).is_file():
         raise SettingsError(f"{CONFIG_VARIABLE}: there is no file {path!r}")
     unknown = _unknown_variables()
     if unknown:
-        raise SettingsError(f"unknown settings in the environment: {', '.join(unknown)}")
+        lines = [f"{name}: {_unknown(name)}" for name in unknown]
+        raise SettingsError("\n  ".join(["unknown settings in the environment", *lines]))
     try:
         settings = Settings(**overrides)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
-        raise SettingsError(_describe(error)) from None
+        raise SettingsError(_describe(error, typed)) from None
+    except UnparsedValue as error:  # a group as JSON; its text names the field
+        raise SettingsError(f"{error}: write JSON, or one variable a setting") from None
+    except UnicodeDecodeError:
+        raise SettingsError("the file .env is not UTF-8: save it as that") from None
     if settings.redis_url and not settings.redis.url:
         redis = settings.redis.model_copy(update={"url": settings.redis_url})
         return settings.model_copy(update={"redis": redis})
@@ -44,13 +52,35 @@ def _unknown_variables() -> list[str]:
     )
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, typed: Mapping[str, str]) -> str:
     """One line a fault, without the value: it may be a secret."""
-    lines = [
-        f"{PREFIX}{'__'.join(str(part) for part in fault['loc']).upper()}: {fault['msg']}"
-        for fault in error.errors(include_input=False, include_url=False)
-    ]
+    lines: list[str] = []
+    for fault in error.errors(include_input=False, include_url=False):
+        path = ".".join(str(part) for part in fault["loc"]).lower()
+        variable = path.replace(".", "__").upper()
+        variable = variable if variable.startswith(PREFIX) else PREFIX + variable
+        says = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            says = _unknown(variable)
+        lines.append(f"{_as_typed(path, typed) or variable}: {says}")
     return "invalid settings\n  " + "\n  ".join(lines)
+
+
+def _as_typed(path: str, typed: Mapping[str, str]) -> str | None:
+    for other, words in typed.items():
+        if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
+            return words
+    return None
+
+
+def _unknown(variable: str) -> str:
+    """What to say of a variable that no setting has."""
+    from shared.settings.table import rows  # noqa: PLC0415 (it imports rich; most starts need it not)
+
+    known = [row.variable for row in rows(())]
+    close = get_close_matches(variable.upper(), known, 1, 0.75)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"there is no such setting; {hint}`vlm settings` lists them"
 
 
 def to_environment(settings: BaseModel, prefix: str = PREFIX) -> dict[str, str]:

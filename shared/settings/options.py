@@ -71,12 +71,14 @@ def takes_settings(
         for path, option in group.items()
     }
 
+    spelled = {path: option.__metadata__[0].default for path, option in by_name.values()}
+
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(
             assignments: list[str] | None = None, die_with_parent: bool = False, **given: Any
         ) -> None:
             options = {path: given.pop(name) for name, (path, _) in by_name.items()}
-            settings = read_settings(options, assignments, die_with_parent)
+            settings = read_settings(options, assignments, die_with_parent, spelled)
             if process is not None:
                 _begin_process(process, settings, die_with_parent)
             command(settings, **given)
@@ -99,21 +101,29 @@ def _option(name: str, annotation: Any, default: object = None) -> inspect.Param
 
 
 def read_settings(
-    options: dict[str, Any], assignments: list[str] | None, is_child: bool = False
+    options: dict[str, Any],
+    assignments: list[str] | None,
+    is_child: bool = False,
+    spelled: Mapping[str, str] = {},
 ) -> Settings:
     """The settings that a command starts with: options that are not None, then all other sources.
 
-    `options` are by path (`gateway.port`). A child of `vlm serve` has its settings from its
+    `options` are by path (`gateway.port`), and `spelled` is how a person writes them. A child of `vlm serve` has its settings from its
     environment alone: its parent has read `.env`, and hands on what is the child's own. Raises:
     SettingsError.
     """
     from shared.settings.load import load_settings
 
     overrides: dict[str, Any] = {"_env_file": None} if is_child else {}
-    for path, value in [*map(_parse, assignments or ()), *options.items()]:
+    typed: dict[str, str] = {}
+    for path, value in map(_parse, assignments or ()):
+        _put(overrides, path, value)
+        typed[path] = f"--set {path}"
+    for path, value in options.items():
         if value is not None:
             _put(overrides, path, value)
-    return load_settings(**overrides)
+            typed[path] = spelled.get(path, path)
+    return load_settings(typed, **overrides)
 
 
 def _parse(assignment: str) -> tuple[str, str]:

@@ -9,8 +9,11 @@ import logging
 import os
 import re
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
+import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -22,10 +25,10 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
 from shared.settings import SettingsError as SettingsError
@@ -152,6 +155,21 @@ class EngineValues(BaseModel):
         return self.model_dump()
 
 
+def _check_redis_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        place = parts.path if parts.scheme == "unix" else parts.hostname
+        is_good = parts.scheme in ("redis", "rediss", "unix") and place and parts.port != 0
+    except ValueError:  # its text may hold a part of the password
+        is_good = False
+    if url and not is_good:
+        raise ValueError(
+            "this is no Redis URL; write redis://HOST:PORT/0, rediss:// for TLS or unix:///PATH, "
+            "with %-escapes for special characters in a password"
+        )
+    return url
+
+
 class RedisSettings(Group):
     """How to reach Redis."""
 
@@ -170,6 +188,18 @@ class RedisSettings(Group):
         ge=16 * MIB,
         description="Memory of the Redis that `vlm serve` starts; a full one refuses images.",
     )
+
+    @field_validator("url")
+    @classmethod
+    def check_url(cls, url: str) -> str:
+        """Raises: ValueError."""
+        return _check_redis_url(url)
+
+    @property
+    def address(self) -> str:
+        """The URL as it may be shown: without user, password and options."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 class LogSettings(Group):
@@ -232,6 +262,12 @@ class Settings(BaseSettings):
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
 
+    @field_validator("redis_url")
+    @classmethod
+    def check_redis_url(cls, url: str) -> str:
+        """Raises: ValueError."""
+        return _check_redis_url(url)
+
     @model_validator(mode="before")
     @classmethod
     def drop_constants(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -256,4 +292,25 @@ class Settings(BaseSettings):
         }
         sources = (init_settings, env_settings, dotenv_settings)
         path = os.environ.get(CONFIG_VARIABLE)
-        return (*sources, YamlConfigSettingsSource(settings_cls, path)) if path else sources
+        return (*sources, InitSettingsSource(settings_cls, _read_file(path))) if path else sources
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """What the file of `VLM_CONFIG` holds. Raises: SettingsError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        fault = f"it cannot be read ({error.strerror})"
+    except UnicodeDecodeError:
+        fault = "it is not UTF-8: save it as that"
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        fault = f"it is not YAML{f', line {mark.line + 1}' if mark else ''}"
+        fault += f": {getattr(error, 'problem', None) or 'characters that YAML forbids'}"
+    else:
+        if values is None:
+            return {}
+        if isinstance(values, dict) and all(isinstance(name, str) for name in values):
+            return values
+        fault = "it has to hold groups of settings by name, as in `gateway: {port: 8080}`"
+    raise SettingsError(f"{CONFIG_VARIABLE}: {path}: {fault}")

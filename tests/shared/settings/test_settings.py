@@ -82,6 +82,81 @@ def test_bad_or_unknown_setting_is_refused_by_name(monkeypatch, name, value, nam
         load_settings()
 
 
+@pytest.mark.parametrize("name", ["VLM_REDIS_URL", "VLM_REDIS__URL"])
+@pytest.mark.parametrize(
+    "url", ["bla", "http://host/0", "redis://", "unix://", "redis://user:pass/word@host:6379/0"]
+)
+def test_what_is_no_redis_url_is_refused_without_being_shown(monkeypatch, name, url):
+    monkeypatch.setenv(name, url)
+    with pytest.raises(SettingsError, match=name) as refused:
+        load_settings()
+    assert "redis://HOST" in str(refused.value)
+    assert "word" not in str(refused.value).replace("password", "")
+
+
+def test_the_address_of_redis_holds_no_password(monkeypatch):
+    for url, address in (
+        ("rediss://user:secret@example:6379/0?ssl_cert_reqs=none", "rediss://example:6379/0"),
+        ("redis://:secret@[::1]:1/2", "redis://[::1]:1/2"),
+        ("unix:///run/redis.sock?password=secret", "unix:///run/redis.sock"),
+    ):
+        monkeypatch.setenv("VLM_REDIS_URL", url)
+        assert load_settings().redis.address == address
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"- gateway\n", b"7", b"{1: 2}", b"\xff\xfe", b"gateway: [", b"gateway: {port: 1", b"\x07"],
+)
+def test_a_file_that_holds_no_settings_is_named_with_its_variable(monkeypatch, tmp_path, content):
+    file = tmp_path / "fleet.yaml"
+    file.write_bytes(content)
+    monkeypatch.setenv("VLM_CONFIG", str(file))
+    with pytest.raises(SettingsError, match="VLM_CONFIG") as refused:
+        load_settings()
+    assert str(file) in str(refused.value)
+
+
+def test_an_empty_file_sets_nothing(monkeypatch, tmp_path):
+    file = tmp_path / "fleet.yaml"
+    file.write_text("# nothing yet\n")
+    monkeypatch.setenv("VLM_CONFIG", str(file))
+    assert load_settings().gateway.port == 8000
+
+
+def test_a_group_that_is_no_json_and_a_dotenv_file_in_another_encoding(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLM_GATEWAY", "{port")
+    with pytest.raises(SettingsError, match="gateway"):
+        load_settings()
+    monkeypatch.delenv("VLM_GATEWAY")
+    (tmp_path / ".env").write_bytes(b"VLM_GATEWAY__HOST=\xff\n")
+    with pytest.raises(SettingsError, match=r"\.env"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("VLM_GATEWAY__PRT", "VLM_GATEWAY__PORT"),
+        ("VLM_GATEWY__PORT", "VLM_GATEWAY__PORT"),
+        ("VLM_REDIS_ULR", "VLM_REDIS_URL"),
+    ],
+)
+@pytest.mark.parametrize("in_dotenv", [False, True])
+def test_a_misspelled_setting_is_told_the_closest_one(
+    monkeypatch, tmp_path, name, meant, in_dotenv
+):
+    if in_dotenv:
+        (tmp_path / ".env").write_text(f"{name}=80\n")
+    else:
+        monkeypatch.setenv(name, "80")
+    with pytest.raises(SettingsError) as refused:
+        load_settings()
+    assert name in str(refused.value)
+    assert f"did you mean {meant}?" in str(refused.value)
+    assert "vlm settings" in str(refused.value)
+
+
 def test_a_shorter_lease_has_a_quicker_heartbeat():
     assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
 
