@@ -109,7 +109,7 @@ class Dispatcher:
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
         for each in calls:
-            if any(not other.is_follower for other, _ in self._routes.get(each.id, ())):
+            if any(_is_fed(*route) for route in self._routes.get(each.id, ())):
                 raise DuplicateRequest(f"request {each.id} is open")
         call = OpenCall(
             calls[0].model,
@@ -343,3 +343,8 @@ class Dispatcher:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _is_fed(call: OpenCall, choice: int) -> bool:
+    """Whether it submitted its request, and waits for events that only it should get."""
+    return not call.is_follower and not call.choices[choice].is_finished

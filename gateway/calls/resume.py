@@ -23,8 +23,8 @@ from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
 from gateway.http import sse
 from gateway.http.context import RequestContext
-from gateway.http.errors import InvalidRequest, NotFound, unavailable
-from shared.protocol import Tokens
+from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
+from shared.protocol import Failed, Tokens, decode_log
 from shared.queue.api import DuplicateRequest, GatewayQueue, QueueUnavailable, RequestState
 from shared.queue.resume import ResumableCalls
 
@@ -127,6 +127,15 @@ def _decode(data: bytes) -> StreamRecord | None:
         return None
 
 
+def _is_retryable(log: Sequence[bytes]) -> bool:
+    """Whether a call has told its client to send the request again."""
+    try:
+        events = decode_log(log)
+    except msgspec.MsgspecError:  # its followers are told so
+        return False
+    return bool(events) and isinstance(events[-1], Failed) and from_failed(events[-1]).should_retry
+
+
 def _same(record: StreamRecord, wanted: StreamRecord) -> StreamRecord:
     """The record, if it is of the same request. Raises: InvalidRequest."""
     told = (record.tenant, record.surface, record.fingerprint)
@@ -224,7 +233,7 @@ class Resume:
             call = None
             if known is not None:
                 head = replace(head, created=known.created)
-                if await self.queue.state(known.model, _choice(context.id)) is not None:
+                if await self._has_answer(known.model, _choice(context.id)):
                     call = await self._follow(context.id, known.model)
             if call is None:
                 call = await self._submit(context.id, head.model, submit, known is None)
@@ -251,6 +260,19 @@ class Resume:
         options = msgspec.json.decode(record.options, type=surface.options)
         answer = surface.answer(options, head)
         return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
+
+    async def _has_answer(self, model: str, choice_id: str) -> bool:
+        """Whether a call is known, and its end, if it has one, is not to send the request again.
+
+        Such an end is forgotten. Raises: QueueUnavailable.
+        """
+        state = await self.queue.state(model, choice_id)
+        if state is None or state.state != "failed":
+            return state is not None
+        if not _is_retryable(await self.queue.events(model, choice_id)):
+            return True
+        await self.records.forget_failed(model, choice_id)
+        return False
 
     async def _submit(
         self, request_id: str, model: str, submit: Callable[[], Awaitable[OpenCall]], is_new: bool

@@ -5,8 +5,8 @@ from typing import Protocol
 from redis.asyncio import Redis
 
 from shared.queue.api import QueueUnavailable, RequestState
-from shared.queue.keys import RedisKeys, to_ms
-from shared.queue.scripts import LISTEN, named
+from shared.queue.keys import RedisKeys, keys_of_calls, to_ms
+from shared.queue.scripts import FORGET_FAILED, LISTEN, named
 from shared.queue.submit import to_state
 from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
@@ -25,6 +25,10 @@ class ResumableCalls(Protocol):
 
     async def forget(self, request_id: str) -> None:
         """Drop the record of a request."""
+        ...
+
+    async def forget_failed(self, model: str, request_id: str) -> None:
+        """Drop a call that has failed, with its log: its id is free again. Others stay."""
         ...
 
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:
@@ -59,6 +63,12 @@ class RedisResumableCalls:
         """See `ResumableCalls.forget`."""
         key = self._keys.stream(request_id)
         await retry_idempotent(lambda: self._sender.execute("DEL", key))
+
+    @redis_errors_as(QueueUnavailable)
+    async def forget_failed(self, model: str, request_id: str) -> None:
+        """See `ResumableCalls.forget_failed`."""
+        keys = keys_of_calls(self._keys, model, [request_id])
+        await retry_idempotent(lambda: self._sender.run(FORGET_FAILED, keys, named()))
 
     @redis_errors_as(QueueUnavailable)
     async def listen(self, model: str, request_id: str, gateway_id: str) -> RequestState | None:

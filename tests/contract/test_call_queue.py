@@ -597,3 +597,24 @@ async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
 
 async def test_an_unknown_call_cannot_be_listened_to(opened):
     assert await opened.records.listen(MODEL, "unknown", GATEWAY) is None
+
+
+async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):
+    failed, finished, queued = [await submit(opened) for _ in range(3)]
+    worker = await opened.worker("a")
+    claims = await worker.read(2, 0.1)
+    failure = Publication(claims[0], 1, 0, 0, b'"failed"', "failed")
+    await worker.publish([failure, end(claims[1])])
+
+    for envelope in (failed, finished, queued):
+        await opened.records.forget_failed(MODEL, envelope.id)
+
+    assert await opened.queue.state(MODEL, failed.id) is None
+    assert await opened.queue.events(MODEL, failed.id) == []
+    assert [await state(opened, envelope) for envelope in (finished, queued)] == [
+        "finished",
+        "queued",
+    ]
+    await submit(opened, failed)
+    ids = {claim.id for claim in await worker.read(2, 0.1)}
+    assert ids == {failed.id, queued.id}

@@ -16,6 +16,7 @@ def _load(name: str) -> Script:
 
 
 SUBMIT = _load("submit")
+FORGET_FAILED = _load("forget_failed")
 FORGET_LOST = _load("forget_lost")
 TAKE = _load("take")
 CLAIM = _load("claim")

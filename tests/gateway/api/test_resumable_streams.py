@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway.calls.resume import BEGINS_WITHIN_S
+from shared.protocol import ErrorCode
 from shared.queue.api import QueueRefused, QueueUnavailable
 from shared.queue.keys import RedisKeys
 from shared.queue.submit import RedisGatewayQueue
@@ -18,6 +19,7 @@ from tests.factories_gateway import (
     make_body,
     make_settings,
     run_gateway_on_socket,
+    say_hello,
 )
 from tests.factories_images import data_url
 from tests.faults.proxy import run_proxy
@@ -519,3 +521,36 @@ async def test_a_post_beside_another_versions_record_is_served_or_told_when_to_c
     response = await gateway.chat(headers=key)
     assert response.status_code == (503 if is_open else 200)
     assert ("retry-after" in response.headers) == is_open
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(
+    gateway, other, worker, stream
+):
+    async def lose_first(answer: Answer) -> None:
+        if len(worker.answers) == 1:
+            await answer.fail(ErrorCode.IMAGE_UNAVAILABLE)
+        else:
+            await say_hello(answer)
+
+    worker.script = lose_first
+    key, body = {"idempotency-key": "order-79"}, make_body(stream=stream)
+    failed = await gateway.chat(body, headers=key)
+    assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "true")
+
+    retries = [each.chat(body, headers=key) for each in (gateway, other, gateway, other)]
+    answers = await asyncio.gather(*retries)
+
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len(worker.answers) == 2
+
+
+async def test_a_failure_that_is_final_is_told_again(gateway, worker):
+    async def fail(answer: Answer) -> None:
+        await answer.fail(ErrorCode.ENGINE_FAILURE)
+
+    worker.script = fail
+    key = {"idempotency-key": "order-80"}
+    answers = [await gateway.chat(headers=key) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [500, 500]
+    assert len(worker.answers) == 1
