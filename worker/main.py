@@ -59,8 +59,18 @@ def run_worker(settings: Settings) -> int:
     return 0
 
 
-def _log_progress(phase: str, share: float) -> None:
-    logger.info("%s %.0f %%", phase, 100 * share)
+class ProgressLog:
+    """Says how far the engine is, in steps of ten percent."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, int] = {}
+
+    def __call__(self, phase: str, share: float) -> None:
+        """Take what the engine reports."""
+        tenths = int(10 * share)
+        if tenths > self._said.get(phase, -1):
+            self._said[phase] = tenths
+            logger.info("%s %d %%", phase, 10 * tenths)
 
 
 def worker_name(configured: str) -> str:
@@ -128,8 +138,8 @@ class WorkerProcess:
         return self._worker is not None and self._worker.is_ready
 
     async def _load_engine(self, stack: AsyncExitStack) -> LoadedEngine:
-        values = self._settings.engine.values()
-        engine = EngineThread(lambda: create_engine(values, _log_progress), self._on_events)
+        values, progress = self._settings.engine.values(), ProgressLog()
+        engine = EngineThread(lambda: create_engine(values, progress), self._on_events)
         self._engine = engine
         stack.push_async_callback(engine.close)
         watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)

@@ -122,9 +122,13 @@ def _from_cache(repo: str, revision: str | None) -> Path:
     try:
         return Path(_snapshot(repo, revision, local_files_only=True))
     except FileNotFoundError:
+        offline = constants.HF_HUB_OFFLINE
+        way = "unset HF_HUB_OFFLINE" if offline else "mend the network (HTTPS_PROXY, HF_ENDPOINT)"
         raise ModelUnavailable(
-            f"{constants.ENDPOINT} cannot be reached, and {constants.HF_HUB_CACHE} holds no complete "
-            f"copy of {repo}{f'@{revision}' if revision else ''}"
+            f"{constants.ENDPOINT} cannot be reached{' (HF_HUB_OFFLINE)' if offline else ''}, and "
+            f"{constants.HF_HUB_CACHE} holds no complete copy of "
+            f"{repo}{f'@{revision}' if revision else ''}: {way}, or name a directory that holds "
+            "the model with --model"
         ) from None
 
 

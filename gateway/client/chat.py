@@ -103,7 +103,10 @@ def check_status(response: httpx.Response) -> None:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = response.text[:200]
-    raise ChatError(f"{response.status_code}: {printable(message)}")
+    next_step = ""
+    if response.status_code == 401:
+        next_step = "; give a key of the server with --api-key, or set OPENAI_API_KEY"
+    raise ChatError(f"{response.status_code}: {printable(message)}{next_step}")
 
 
 def read_events(response: httpx.Response) -> Iterator[str]:

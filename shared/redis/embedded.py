@@ -71,8 +71,7 @@ class EmbeddedRedis:
     def start(self) -> str:
         """Start the server and wait until it answers. Returns its URL. Raises: EmbeddedRedisError."""
         server = find_redis_server()
-        self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._take_lock()
+        self._open_data_dir()
         try:
             if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
                 self._socket_dir = Path(tempfile.mkdtemp(prefix="vlm-redis-"))
@@ -85,8 +84,15 @@ class EmbeddedRedis:
             raise
         return self.url
 
-    def _take_lock(self) -> None:
-        self._lock = (self._data_dir / "lock").open("wb")
+    def _open_data_dir(self) -> None:
+        try:
+            self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (self._data_dir / "lock").open("wb")
+        except OSError as error:
+            raise EmbeddedRedisError(
+                f"Redis cannot keep its files in {self._data_dir} ({error.strerror}): name a "
+                "directory that can be written with --data-dir"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

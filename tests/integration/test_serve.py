@@ -53,7 +53,7 @@ def test_chat_without_a_server_says_how_to_start_one():
 def test_a_port_in_use_is_one_clear_line(served):
     port = served.url.rsplit(":", 1)[1]
     done = run_vlm("serve", "--engine", "mock", "--port", port)
-    assert done.returncode == 1
+    assert done.returncode == os.EX_CONFIG
     assert "--port" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -41,6 +41,23 @@ def test_a_checkpoint_that_cannot_be_run_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data-dir", "/proc/nothing"], ["/proc/nothing", "--data-dir"]),
+        (["--host", "192.0.2.1", "--port", "0", "--allow-open"], ["192.0.2.1", "--host"]),
+        (["--host", "192.0.2.1", "--port", "8000", "--allow-open"], ["192.0.2.1", "--host"]),
+        (["--redis-url", "bla"], ["--redis-url", "redis://HOST"]),
+    ],
+)
+def test_a_place_that_is_none_is_one_sentence_with_what_to_do(tmp_path, arguments, words):
+    done = run_serve(tmp_path, "--engine", "mock", *arguments)
+    assert done.returncode == CANNOT_START
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--engine", "mock", "--host", "0.0.0.0"], "API_KEYS"),

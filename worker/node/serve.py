@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from contextlib import ExitStack, suppress
+from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def run_node(settings: Settings, num_workers: int, data_dir: Path | None) -> int
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False)
-        return error.exit_code if isinstance(error, NodeError) else 1
+        return error.exit_code if isinstance(error, NodeError) else os.EX_CONFIG
     return 0
 
 
@@ -64,10 +65,7 @@ def _quiet(settings: Settings) -> dict[str, str]:
 
 def _with_port(settings: Settings):
     gateway = settings.gateway
-    if gateway.port == 0:
-        return gateway.model_copy(update={"port": free_port(gateway.host)})
-    check_port_free(gateway.host, gateway.port)
-    return gateway
+    return gateway.model_copy(update={"port": find_port(gateway.host, gateway.port)})
 
 
 def _with_url(settings: Settings, redis: EmbeddedRedis) -> Settings:
@@ -157,25 +155,28 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
             await asyncio.sleep(pause_s)
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on at this moment."""
+def find_port(host: str, port: int) -> int:
+    """The port if nobody listens there, for 0 a free one. Raises: NodeError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raises: NodeError when somebody listens there already."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise NodeError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+                f"cannot listen on {host}:{port} ({error.strerror}); {_other_place(error)}",
+                os.EX_CONFIG,
             ) from None
+        return probe.getsockname()[1]
+
+
+def _other_place(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno in (EADDRNOTAVAIL, EAFNOSUPPORT):
+        return "give an address of this machine with --host, such as 127.0.0.1, or 0.0.0.0 for all"
+    if error.errno == EACCES:
+        return "choose a port above 1023 with --port"
+    return "choose another with --port"
 
 
 def base_url(settings: Settings) -> str:

@@ -85,7 +85,9 @@ def test_a_hub_that_is_down_is_told_when_the_cache_is_empty(
 ) -> None:
     use_hub(monkeypatch, "http://127.0.0.1:9")
 
-    with pytest.raises(ModelUnavailable, match=r"cannot be reached, and .* no complete copy"):
+    with pytest.raises(
+        ModelUnavailable, match=r"cannot be reached, and .* no complete copy.*--model"
+    ):
         resolve_model(REPO)
 
 

@@ -29,6 +29,14 @@ def test_without_a_worker_it_says_so_and_does_not_wait(models):
         first_model(client)
 
 
+def test_a_server_that_wants_a_key_is_told_with_the_variable_that_holds_one():
+    refusal = httpx.Response(401, json={"error": {"message": "no key"}})
+    transport = httpx.MockTransport(lambda request: refusal)
+    client = httpx.Client(transport=transport, base_url="http://server")
+    with client, pytest.raises(ChatError, match=r"no key.*OPENAI_API_KEY"):
+        first_model(client)
+
+
 def test_controls_but_line_breaks_and_tabs_do_not_reach_the_terminal():
     assert printable("a\x1b[2Jb\tc\nd\x07\x9b31m\x00\x7f\r é🙂") == "a[2Jb\tc\nd31m é🙂"
 
