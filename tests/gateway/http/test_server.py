@@ -185,13 +185,16 @@ def asks_without_reading(gateway, requests: bytes):
         yield
 
 
-async def test_connections_beyond_the_file_descriptors_are_refused_and_counted(
-    gateway, worker, monkeypatch, caplog
+@pytest.mark.parametrize("num_left", [0, 4])
+async def test_connections_to_the_last_file_descriptors_are_refused_and_counted(
+    gateway, worker, monkeypatch, caplog, num_left
 ):
     """Some are kept for Redis, so that requests of the connections that are there are served."""
     assert (await gateway.client.get("/healthz")).status_code == 200  # keeps its connection
-    num_files = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (num_files, num_files))
+    next_file = os.dup(0)
+    os.close(next_file)
+    limit = next_file + num_left
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     for _ in range(3):
         with contextlib.suppress(ConnectionError):
             assert await talk(gateway, START + b"\r\n") == b""
