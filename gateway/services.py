@@ -106,6 +106,7 @@ class Services:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
         await self.dispatcher.stop()
+        await self.lifecycle.resume.stop()
         await self.refunds.stop()
         await self.mailbox.close()
         for part in (self.queue, self.quotas, self.records, self.blobs, self.registry):

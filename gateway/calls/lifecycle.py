@@ -194,8 +194,11 @@ class Lifecycle:
             if not may_run:
                 self.blobs.release(holder)
             raise
-        if not resumes:  # else a worker may need them yet
-            call.when_closed(lambda _: self.blobs.release(holder))
+        release = partial(self.blobs.release, holder)
+        if resumes:  # a worker may need them when its client has left
+            self.resume.when_ended(call, release)
+        else:
+            call.when_closed(lambda _: release())
         return call
 
     async def _put_images(self, images: Sequence[LoadedImage], holder: str) -> None:

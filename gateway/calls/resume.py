@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from gateway.calls.dispatcher import Dispatcher
-from gateway.calls.open_call import ChoiceEvent, OpenCall
+from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
 from gateway.http import sse
 from gateway.http.context import RequestContext
@@ -201,7 +201,7 @@ class Resume:
         self.request_timeout_s = request_timeout_s
         self.keep_s = request_timeout_s + RECORD_GRACE_S
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(
         self,
@@ -273,6 +273,42 @@ class Resume:
             return True
         await self.records.forget_failed(model, choice_id)
         return False
+
+    def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
+        """Call this when a resumable request has ended, though its client has left before.
+
+        It is not called if this gateway stops first, or cannot ask Redis.
+        """
+
+        def on_close(call: OpenCall) -> None:
+            if call.unsettled_ids:
+                self._spawn(self._call_at_end(call, callback))
+            else:
+                callback()
+
+        call.when_closed(on_close)
+
+    async def _call_at_end(self, left: OpenCall, callback: Callable[[], object]) -> None:
+        [choice] = left.choices
+        with suppress(QueueUnavailable, Gone):
+            call = await self._follow(choice.request_id.removesuffix("-0"), left.model)
+            try:
+                while not call.choices[0].is_finished:
+                    await call.receive()
+            finally:
+                call.close()
+            callback()
+
+    async def stop(self) -> None:
+        """Wait for no request any more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _submit(
         self, request_id: str, model: str, submit: Callable[[], Awaitable[OpenCall]], is_new: bool
@@ -349,9 +385,7 @@ class Resume:
         [choice] = call.choices
         has_waited = time.monotonic() >= call.begins_by  # else its record may be of a later try
         if choice.is_finished and choice.attempt == 0 and has_waited:
-            task = asyncio.create_task(self._forget(choice.request_id.removesuffix("-0")))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+            self._spawn(self._forget(choice.request_id.removesuffix("-0")))
 
 
 def _numbered_reply(

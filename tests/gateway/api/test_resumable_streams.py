@@ -11,7 +11,7 @@ import pytest
 from gateway.calls.resume import BEGINS_WITHIN_S
 from shared.protocol import ErrorCode
 from shared.queue.api import QueueRefused, QueueUnavailable
-from shared.queue.keys import RedisKeys
+from shared.queue.keys import BLOB_LINGER_S, RedisKeys
 from shared.queue.submit import RedisGatewayQueue
 from tests.factories_gateway import (
     CHAT,
@@ -554,3 +554,32 @@ async def test_a_failure_that_is_final_is_told_again(gateway, worker):
     answers = [await gateway.chat(headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [500, 500]
     assert len(worker.answers) == 1
+
+
+async def until_it_goes(redis, redis_prefix, sha256: str) -> None:
+    """Wait until nobody holds an image."""
+    async with asyncio.timeout(10):
+        while await redis.pttl(RedisKeys(redis_prefix).blob(sha256)) > BLOB_LINGER_S * 1000:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_the_images_of_a_request_that_ended_go_soon(
+    gateway, worker, redis, redis_prefix, leaves
+):
+    script = Paced(worker)
+    parts = [{"type": "image_url", "image_url": {"url": data_url(seed=78 + leaves)}}]
+    body = make_body(messages=[{"role": "user", "content": parts}])
+    if leaves:
+        async with begun_later(gateway, body):
+            while not worker.answers:
+                await asyncio.sleep(0.01)
+        script.go(6)
+    else:
+        script.go(6)
+        key = {"idempotency-key": "order-81"}
+        assert (await gateway.chat(body, headers=key)).status_code == 200
+    [image] = worker.answers[0].request.task.images
+    await until_it_goes(redis, redis_prefix, image.sha256)
+    while gateway.services.dispatcher.num_open:
+        await asyncio.sleep(0.01)
