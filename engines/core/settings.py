@@ -37,5 +37,7 @@ class BatchingSettings(EngineSettings):
     encoder_cache_bytes: int = Field(
         default=256 * MIB, ge=0, description="Size of the image feature cache."
     )
-    num_kv_blocks: int | None = None  #: None: from `kv_cache_bytes`
-    max_images_per_step: int = 8  #: images that one step encodes at most
+    num_kv_blocks: int | None = Field(
+        default=None, description="KV blocks; none: as many as `KV_CACHE_BYTES` holds."
+    )
+    max_images_per_step: int = Field(default=8, description="Images that one step encodes at most.")

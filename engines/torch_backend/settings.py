@@ -46,7 +46,9 @@ class TorchSettings(BatchingSettings):
         description="C++ kernels, compiled at first use; `fast`: int8 and int4 weights meet activations of "
         "8 bits, `exact`: of 16.",
     )
-    disabled_gpu_kernels: tuple[str, ...] = ()  #: as `disabled_ops` by older names, for one version
+    disabled_gpu_kernels: tuple[str, ...] = Field(
+        default=(), description="As `DISABLED_OPS`, by older names; gone in the next version."
+    )
 
     self_check: Literal["auto", "always", "off"] = Field(
         default="auto",

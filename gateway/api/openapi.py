@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from gateway.api.models import ModelList, ModelObject
+from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS
 from gateway.http.errors import ErrorBody
@@ -45,6 +46,7 @@ def create_openapi(app: FastAPI, surfaces: Sequence[Surface]) -> dict[str, Any]:
         operation, components = surface.openapi()
         document["paths"][surface.path] = {"post": operation}
         schemas.update(components)
+    document["paths"][STREAM_PATH + "{id}"] = {"get": _describe_streams()}
     return document
 
 
@@ -86,6 +88,34 @@ def describe_operation(
     }
     types = [request, answer, error] if chunk is None else [request, answer, error, chunk]
     return operation, _schemas(*types)
+
+
+def _describe_streams() -> dict[str, Any]:
+    """The operation that goes on with a resumable stream, of whichever surface."""
+    known = {status: _ERRORS[status] for status in ("400", "401", "429", "500", "503", "504")}
+    errors = {**known, "404": "The stream does not exist, or ended more than a minute ago."}
+    text = {"type": "string"}
+    return {
+        "operationId": "resume_stream",
+        "summary": "Resume a stream",
+        "tags": ["streams"],
+        "parameters": [
+            {"name": "id", "in": "path", "required": True, "schema": text},
+            {
+                "name": "last-event-id",
+                "in": "header",
+                "description": "Of the last event that was read; without it, all events come.",
+                "schema": text,
+            },
+        ],
+        "responses": {
+            "200": {
+                "description": "The rest of the stream, in the words of the API that began it",
+                "content": {"text/event-stream": {"schema": text}},
+            },
+            **{status: _error(told, ErrorBody) for status, told in sorted(errors.items())},
+        },
+    }
 
 
 def branch(schema: dict[str, Any], kind: str) -> dict[str, Any]:

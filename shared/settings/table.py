@@ -39,9 +39,9 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
         variable = prefix + name.upper()
         if isinstance(field.default, BaseModel):
             yield from _rows(type(field.default), variable + "__")
-        elif field.description:
+        else:
             default = "" if field.default in (None, (), "") else str(field.default)
-            yield Row(variable, default, field.description)
+            yield Row(variable, default, field.description or "")
 
 
 def to_markdown(engines: Iterable[type[BaseModel]]) -> str:

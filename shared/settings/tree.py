@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "VLM_"
 CONFIG_VARIABLE = "VLM_CONFIG"
+#: Settings of the version before that nothing came after.
+_GONE = ((LimitSettings, "max_json_depth"), (LimitSettings, "max_json_items"))
 
 
 class GatewaySettings(Group):
@@ -221,7 +223,7 @@ class TraceSettings(Group):
     )
 
 
-def _without_constants(group: type[BaseModel], values: Any, prefix: str) -> Any:
+def _without_old(group: type[BaseModel], values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         return values
     kept: dict[str, Any] = {}
@@ -229,16 +231,17 @@ def _without_constants(group: type[BaseModel], values: Any, prefix: str) -> Any:
         field = group.model_fields.get(name)
         if field is not None and isinstance(field.annotation, type):
             if issubclass(field.annotation, Group):
-                value = _without_constants(field.annotation, value, f"{prefix}{name.upper()}__")
-        elif field is None and _is_constant(group, name):
+                value = _without_old(field.annotation, value, f"{prefix}{name.upper()}__")
+        elif field is None and _has_no_effect(group, name):
             logger.warning("%s has no effect any more: remove it", prefix + name.upper())
             continue
         kept[name] = value
     return kept
 
 
-def _is_constant(group: type[BaseModel], name: str) -> bool:
-    return name in group.__class_vars__ or isinstance(vars(group).get(name), cached_property)
+def _has_no_effect(group: type[BaseModel], name: str) -> bool:
+    is_computed = isinstance(vars(group).get(name), cached_property)
+    return is_computed or name in group.__class_vars__ or (group, name) in _GONE
 
 
 class Settings(BaseSettings):
@@ -270,9 +273,9 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def drop_constants(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what was a setting in an earlier version and is a constant now, with a warning."""
-        return _without_constants(cls, values, PREFIX)
+    def drop_old(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what was a setting in an earlier version and is none now, with a warning."""
+        return _without_old(cls, values, PREFIX)
 
     @classmethod
     def settings_customise_sources(

@@ -30,6 +30,16 @@ async def test_the_chat_route_is_described(document):
     )
 
 
+async def test_the_route_of_resumed_streams_is_described(document):
+    operation = document["paths"]["/v1/streams/{id}"]["get"]
+    assert [(at["in"], at["name"]) for at in operation["parameters"]] == [
+        ("path", "id"),
+        ("header", "last-event-id"),
+    ]
+    assert set(operation["responses"]["200"]["content"]) == {"text/event-stream"}
+    assert {"400", "401", "404", "429", "503"} <= set(operation["responses"])
+
+
 async def test_every_reference_leads_somewhere(document):
     def references(node):
         if isinstance(node, dict):

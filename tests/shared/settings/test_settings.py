@@ -1,8 +1,11 @@
 """Settings: where values come from, and that a wrong one stops the process by name."""
 
 import pytest
+from pydantic import BaseModel
 
+from engines.registry import settings_classes
 from shared.settings.load import load_settings, to_environment
+from shared.settings.table import Row, rows
 from shared.settings.tree import SettingsError
 
 
@@ -161,16 +164,21 @@ def test_a_shorter_lease_has_a_quicker_heartbeat():
     assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
 
 
-def test_a_setting_that_is_a_constant_now_is_accepted_with_a_warning(monkeypatch, tmp_path, caplog):
+def test_a_setting_that_is_none_any_more_is_accepted_with_a_warning(monkeypatch, tmp_path, caplog):
     file = tmp_path / "fleet.yaml"
     file.write_text("limits: {max_choices: 4, max_images: 3}\n")
     monkeypatch.setenv("VLM_CONFIG", str(file))
     monkeypatch.setenv("VLM_GATEWAY__KEEP_ALIVE_S", "3")
     monkeypatch.setenv("VLM_WORKER__HEARTBEAT_S", "3")
+    monkeypatch.setenv("VLM_LIMITS__MAX_JSON_DEPTH", "3")
+    monkeypatch.setenv("VLM_LIMITS__MAX_JSON_ITEMS", "3")
     settings = load_settings()
     assert (settings.limits.max_images, settings.limits.max_choices) == (3, 16)
     assert settings.worker.heartbeat_s == 1.0
-    names = ("LIMITS__MAX_CHOICES", "GATEWAY__KEEP_ALIVE_S", "WORKER__HEARTBEAT_S")
+    names = (
+        "LIMITS__MAX_CHOICES", "GATEWAY__KEEP_ALIVE_S", "WORKER__HEARTBEAT_S",
+        "LIMITS__MAX_JSON_DEPTH", "LIMITS__MAX_JSON_ITEMS",
+    )  # fmt: skip
     warned = [record.getMessage() for record in caplog.records]
     assert sorted(warned) == sorted(f"VLM_{n} has no effect any more: remove it" for n in names)
 
@@ -188,3 +196,14 @@ def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatc
     for name, value in to_environment(parent).items():
         monkeypatch.setenv(name, value)
     assert load_settings() == parent
+
+
+def test_a_setting_that_nobody_described_is_listed_too():
+    class OwnSettings(BaseModel):
+        bare: int = 3
+
+    assert Row("VLM_ENGINE__BARE", "3", "") in rows([OwnSettings])
+
+
+def test_every_setting_says_what_it_means():
+    assert [row.variable for row in rows(settings_classes()) if not row.description] == []
