@@ -21,7 +21,6 @@ import msgspec
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Reply, Request, Surface, Totals
-from gateway.http import sse
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest, NotFound, from_failed, unavailable
 from shared.protocol import Failed, Tokens, decode_log
@@ -157,7 +156,8 @@ def _choice(request_id: str) -> str:
 class NumberedAnswer:
     """An answer whose frames have ids; those up to `last_id` are left out. -1: none are."""
 
-    def __init__(self, answer: Answer, last_id: int) -> None:
+    def __init__(self, surface: Surface, answer: Answer, last_id: int) -> None:
+        self._surface = surface
         self._answer = answer
         self._last_id = last_id
 
@@ -171,7 +171,7 @@ class NumberedAnswer:
         frames = self._answer.frames(events[:num_seen], None) if num_seen else []
         frames += self._answer.frames(events[num_seen:], totals)
         return [
-            (position, sse.numbered(data, position))
+            (position, self._surface.numbered(data, position))
             for position, data in frames
             if position > self._last_id
         ]
@@ -398,5 +398,5 @@ def _numbered_reply(
     shows_timings: bool,
 ) -> Reply:
     where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
-    numbered = NumberedAnswer(answer, last_id)
+    numbered = NumberedAnswer(surface, answer, last_id)
     return Reply(surface, call, numbered, is_streamed, shows_timings, where)

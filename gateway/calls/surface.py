@@ -131,6 +131,13 @@ class Surface(Protocol):
         """The status and the body of an error, where no answer has begun."""
         return error.status, error.body()
 
+    def numbered(self, frame: bytes, position: int) -> bytes:
+        """A frame of a resumable stream with its id, by which its client asks for the rest.
+
+        The frame itself where the API's frames have no ids.
+        """
+        return sse.numbered(frame, position)
+
     def error_frame(self, error: ApiError) -> bytes:
         """How a stream ends that cannot be completed."""
         return sse.frame(error.event())

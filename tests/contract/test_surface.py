@@ -5,7 +5,7 @@ of one file.
 import asyncio
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,12 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.api import SURFACES
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.services import Services
 from shared.protocol import Embed, ErrorCode, Rerank, Scores, Vectors
 from shared.settings.limits import LimitSettings
-from tests.contract.toys.surface import Echo
+from tests.contract.toys.surface import Echo, EchoAnswer, EchoOptions
 from tests.factories_gateway import (
     CARD,
     MODEL,
@@ -433,6 +435,43 @@ async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     assert rest.status_code == 200
     told = "".join(map(speaker.dialect.text_of, speaker.events(text)))
     assert told + speaker.text_of_stream(rest.text) == TOLD
+
+
+LINES_HEADERS = [(b"content-type", b"application/x-ndjson")]
+
+
+class EchoLines(Echo):
+    """Its frames are lines of JSON, which have no ids."""
+
+    stream_headers = LINES_HEADERS
+
+    def answer(self, options: EchoOptions, head: AnswerHead) -> EchoAnswer:
+        return LinesAnswer(head)
+
+    def numbered(self, frame: bytes, position: int) -> bytes:
+        return frame
+
+
+class LinesAnswer(EchoAnswer):
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        frames = super().frames(events, totals)
+        return [(position, data.removeprefix(b"data: ")[:-1]) for position, data in frames]
+
+
+@pytest.mark.parametrize("headers", [{"x-vlm-resumable": "true"}, {"idempotency-key": "lines"}])
+async def test_a_resumable_stream_of_lines_holds_nothing_else(
+    redis_server, redis_prefix, worker, headers
+):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings, surfaces=[EchoLines]) as gateway:
+        body = {"model": MODEL, "prompt": "hello", "stream": True}
+        first = await gateway.client.post(EchoLines.path, json=body, headers=headers)
+        again = await gateway.client.get(
+            first.headers["x-vlm-stream"], headers={"last-event-id": "1"}
+        )
+    told = [json.loads(line) for line in first.text.splitlines()]
+    assert "".join(line["text"] for line in told) == TOLD
+    assert [json.loads(line) for line in again.text.splitlines()] == told[1:]
 
 
 async def test_a_retry_under_the_same_key_gets_the_same_answer(speaker, worker):
