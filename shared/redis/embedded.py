@@ -57,6 +57,7 @@ class EmbeddedRedis:
         self._lock: IO[bytes] | None = None
         self._socket_dir: Path | None = None
         self.socket_path = self._data_dir / "redis.sock"
+        self.log_path = self._data_dir / "redis.log"
 
     @property
     def url(self) -> str:
@@ -68,21 +69,35 @@ class EmbeddedRedis:
         """The server's process id while it runs."""
         return self._process.pid if self._process else None
 
+    @property
+    def exit_code(self) -> int | None:
+        """How a server that was started ended by itself, negative for a signal; None while it runs."""
+        return self._process.poll() if self._process else None
+
     def start(self) -> str:
         """Start the server and wait until it answers. Returns its URL. Raises: EmbeddedRedisError."""
-        server = find_redis_server()
+        find_redis_server()
         self._open_data_dir()
         try:
             if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
                 self._socket_dir = Path(tempfile.mkdtemp(prefix="vlm-redis-"))
                 self.socket_path = self._socket_dir / "redis.sock"
-            self.socket_path.unlink(missing_ok=True)
-            self._launch(server)
+            self.log_path.unlink(missing_ok=True)
+            self._launch()
             self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
         return self.url
+
+    def restart(self) -> None:
+        """Launch a server that ended by itself again, on its file and its socket.
+
+        Returns before it answers. Call it in a thread that lives as long as the server shall: on Linux
+        the server ends with the thread that launched it. Raises: EmbeddedRedisError, OSError.
+        """
+        self._end_guard()
+        self._launch()
 
     def _open_data_dir(self) -> None:
         try:
@@ -101,10 +116,11 @@ class EmbeddedRedis:
                 f"another server uses {self._data_dir}; stop it or name another directory"
             ) from None
 
-    def _launch(self, server: Path) -> None:
-        with (self._data_dir / "redis.log").open("wb") as log:
+    def _launch(self) -> None:
+        self.socket_path.unlink(missing_ok=True)
+        with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [server, *self._options()],
+                [find_redis_server(), *self._options()],
                 cwd=self._data_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -141,7 +157,7 @@ class EmbeddedRedis:
         give_up_at = time.monotonic() + START_WITHIN_S
         while not self._answers():
             if self._process.poll() is not None:
-                lines = (self._data_dir / "redis.log").read_text(errors="replace").splitlines()
+                lines = self.log_path.read_text(errors="replace").splitlines()
                 raise EmbeddedRedisError("redis-server ended: " + " | ".join(lines[-3:]))
             if time.monotonic() > give_up_at:
                 raise EmbeddedRedisError(f"redis-server does not answer; see {self._data_dir}")
@@ -167,15 +183,19 @@ class EmbeddedRedis:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-        if self._guard is not None:
-            self._guard.communicate()
-            self._guard = None
+        self._end_guard()
         if self._socket_dir is not None:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
             self._socket_dir = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.kill()  # the server has ended; its id may be another's by now
+            self._guard.communicate()
+            self._guard = None
 
     def __enter__(self) -> "EmbeddedRedis":
         self.start()

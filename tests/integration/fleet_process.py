@@ -50,6 +50,10 @@ class Served:
         [found] = [p for p in self.family() if command in p.cmdline()]
         return found
 
+    def redis(self) -> psutil.Process:
+        [found] = [p for p in self.family() if p.name() == "redis-server"]
+        return found
+
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 

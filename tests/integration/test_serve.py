@@ -1,5 +1,7 @@
 """`vlm serve` as a newcomer meets it: real processes, the printed curl, Ctrl-C, and a hard death."""
 
+import asyncio
+import json
 import os
 import re
 import shutil
@@ -9,8 +11,11 @@ import sys
 
 import psutil
 import pytest
+from redis import Redis
 
+from tests.factories_queue import wait_until_written
 from tests.integration.fleet_process import ROOT, SAMPLE, run_vlm
+from worker.node.serve import wait_until_ready
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -89,3 +94,45 @@ def test_a_killed_worker_is_replaced_and_requests_go_on(fresh):
     done = run_vlm("chat", "--url", fresh.url, "--model", "mock", "are you there?")  # it may wait
     assert done.returncode == 0, done.stderr
     assert fresh.child("worker").pid != worker.pid
+
+
+def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fresh, tmp_path):
+    """P4, in a node: what Redis had acknowledged is in its file."""
+    body = {
+        "model": "mock", "stream": True, "max_tokens": 400, "seed": 7, "ignore_eos": True,
+        "messages": [{"role": "user", "content": "a long story"}],
+    }  # fmt: skip
+    redis = fresh.redis()
+    with fresh.client() as client:
+        undisturbed = text_of(client.post("/v1/chat/completions", json=body).text.splitlines())
+        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            seen = [next(lines) for _ in range(20)]
+            with Redis(unix_socket_path=str(tmp_path / "redis.sock")) as connection:
+                wait_until_written(connection)
+                with fresh.client() as other:  # the request has not ended, and waits for Redis
+                    assert "\nvlm_open_requests 1.0\n" in other.get("/metrics").text
+            redis.kill()
+            seen += lines
+        assert text_of(seen) == undisturbed
+        short = body | {"stream": False, "max_tokens": 5}
+        assert client.post("/v1/chat/completions", json=short).is_success
+    assert fresh.redis().pid != redis.pid
+
+
+def test_a_killed_gateway_comes_back_at_its_port(fresh):
+    gateway = fresh.child("gateway")
+    gateway.kill()
+    gateway.wait(timeout=30)
+    asyncio.run(wait_until_ready(fresh.url))
+    done = run_vlm("chat", "--url", fresh.url, "--model", "mock", "are you there?")
+    assert done.returncode == 0, done.stderr
+    assert fresh.child("gateway").pid != gateway.pid
+
+
+def text_of(lines: list[str]) -> str:
+    """The text of a complete stream of chunks."""
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)

@@ -23,7 +23,14 @@ from shared.settings import SettingsError
 from shared.settings.load import to_environment
 from shared.settings.tree import PREFIX, LogSettings, Settings
 from shared.telemetry.logs import setup_logging
-from worker.node.supervisor import Child, Node, NodeError, stop_on_signals
+from worker.node.supervisor import (
+    Child,
+    Node,
+    NodeError,
+    Pauses,
+    describe_end,
+    stop_on_signals,
+)
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 GRACE_S = 5.0
@@ -46,11 +53,11 @@ def run_node(settings: Settings, num_workers: int, data_dir: Path | None) -> int
     try:
         settings = settings.model_copy(update={"logs": quiet, "gateway": _with_port(settings)})
         with ExitStack() as stack:
+            redis = None
             if not settings.redis.url:
-                settings = _with_url(
-                    settings, stack.enter_context(_start_redis(settings, data_dir))
-                )
-            asyncio.run(_run(settings, num_workers))
+                redis = stack.enter_context(_start_redis(settings, data_dir))
+                settings = _with_url(settings, redis)
+            asyncio.run(_run(settings, num_workers, redis))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False)
@@ -80,9 +87,38 @@ def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
     return EmbeddedRedis(data_dir, settings.redis.max_memory_bytes)
 
 
-async def _run(settings: Settings, num_workers: int) -> None:
+async def _run(settings: Settings, num_workers: int, redis: EmbeddedRedis | None) -> None:
     node = create_node(settings, num_workers)
     await stop_on_signals(node)
+    # Until the end of the loop, beyond the node's own watchers: a drain needs Redis too.
+    watcher = asyncio.create_task(keep_running(redis)) if redis else None
+    try:
+        await _serve(settings, num_workers, node)
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+
+
+async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
+    """Start Redis again whenever it ends. Never returns."""
+    pauses = Pauses()
+    while True:
+        while (code := redis.exit_code) is None:
+            await asyncio.sleep(poll_s)
+        pause_s = pauses.next_s()
+        logger.warning(
+            "redis %s; again in %.1f s; its log is %s",
+            describe_end(code), pause_s, redis.log_path,
+        )  # fmt: skip
+        await asyncio.sleep(pause_s)
+        pauses.started()
+        try:
+            redis.restart()  # in this thread, the main one: the server ends with its thread
+        except (EmbeddedRedisError, OSError) as error:
+            logger.warning("redis does not start: %s", error)
+
+
+async def _serve(settings: Settings, num_workers: int, node: Node) -> None:
     with console.status(
         f"starting the {settings.engine.kind} engine on {num_workers} worker(s) ..."
     ):
@@ -106,10 +142,9 @@ def create_node(settings: Settings, num_workers: int) -> Node:
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
     workers = [
-        Child(f"worker {index + 1}", ["worker"], worker_environment, restart=True)
-        for index in range(num_workers)
+        Child(f"worker {index + 1}", ["worker"], worker_environment) for index in range(num_workers)
     ]
-    gateway = Child("gateway", ["gateway"], gateway_environment, restart=False)
+    gateway = Child("gateway", ["gateway"], gateway_environment, must_start=True)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
     ready = partial(wait_until_ready, base_url(settings))
     return Node([*workers, gateway], ready, drain_s + GRACE_S)

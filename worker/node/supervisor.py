@@ -1,7 +1,7 @@
 """The supervisor of one machine: starts processes by their `vlm` command lines, watches them, drains them in order.
 
-A process that may be replaced, a worker, is started again when it ends, with growing pauses; one that may not, a
-gateway, ends the node.
+A process that ends is started again, with growing pauses. Until all could serve, one that `must_start`, a gateway,
+ends the node instead: its port or its settings are wrong.
 """
 
 import asyncio
@@ -34,20 +34,47 @@ class NodeError(Exception):
 
 
 @dataclass(slots=True)
+class Pauses:
+    """How long to wait before a process is started again."""
+
+    started_at: float = field(default_factory=time.monotonic)
+    pause_s: float = FIRST_PAUSE_S
+
+    def next_s(self) -> float:
+        """The next pause: short after a long life, doubling otherwise."""
+        if time.monotonic() - self.started_at > STABLE_AFTER_S:
+            self.pause_s = FIRST_PAUSE_S
+        pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, LONGEST_PAUSE_S)
+        return pause_s
+
+    def started(self) -> None:
+        """The process lives from now on."""
+        self.started_at = time.monotonic()
+
+
+def describe_end(code: int) -> str:
+    """How a process ended, by its exit code; negative: by that signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+@dataclass(slots=True)
 class Child:
     """One process of the node, by its arguments to `vlm`."""
 
     name: str
     arguments: list[str]
     environment: dict[str, str]
-    restart: bool
+    must_start: bool = False
     process: asyncio.subprocess.Process | None = None
-    started_at: float = 0.0
-    pause_s: float = FIRST_PAUSE_S
+    pauses: Pauses = field(default_factory=Pauses)
 
     async def start(self) -> None:
         """Start it in a session of its own, so that Ctrl-C reaches only the supervisor."""
-        self.started_at = time.monotonic()
+        self.pauses.started()
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "vlm", *self.arguments, "--die-with-parent"),
             env=self.environment,
@@ -60,13 +87,6 @@ class Child:
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
-
-    def next_pause_s(self) -> float:
-        """How long to wait before the next start: short after a long life, doubling otherwise."""
-        if time.monotonic() - self.started_at > STABLE_AFTER_S:
-            self.pause_s = FIRST_PAUSE_S
-        pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, LONGEST_PAUSE_S)
-        return pause_s
 
 
 @dataclass(slots=True)
@@ -110,10 +130,12 @@ class Node:
             # Later, the same code of a worker has a cause that may pass, such as too little free memory.
             if code == os.EX_CONFIG and not self.was_ready:
                 raise NodeError("", exit_code=code)
-            if not child.restart:
-                raise NodeError(f"{child.name} ended with exit code {code}; its last lines say why")
-            pause_s = child.next_pause_s()
-            logger.warning("%s ended with exit code %s; again in %.1f s", child.name, code, pause_s)
+            end = describe_end(code)
+            if child.must_start and not self.was_ready:
+                hint = "; its last lines say why" if code > 0 else ""
+                raise NodeError(f"{child.name} {end} before it could serve{hint}")
+            pause_s = child.pauses.next_s()
+            logger.warning("%s %s; again in %.1f s", child.name, end, pause_s)
             await asyncio.sleep(pause_s)
             await child.start()
 
