@@ -49,7 +49,7 @@ class Services:
         self.blobs = RedisBlobStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
-        self.models = ModelDirectory(self.registry, self.mailbox.open)
+        self.models = ModelDirectory(self.registry, self.mailbox.open, settings.redis.address)
         self.dispatcher = Dispatcher(
             self.queue,
             self.mailbox,

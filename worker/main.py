@@ -25,6 +25,7 @@ from shared.blobs.redis_store import RedisBlobStore
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
+from shared.redis.outage import wait_for_redis
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.tracing import create_tracer
 from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
@@ -92,7 +93,10 @@ class WorkerProcess:
         self._handle_signals()
         async with AsyncExitStack() as stack:
             port = await self._start_health(stack)
+            reached = asyncio.create_task(wait_for_redis(self._settings.redis))
+            stack.callback(reached.cancel)
             loaded = await self._load_engine(stack)
+            await reached
             worker = self._create_worker(stack, loaded)
             self._worker = worker
             # Model and libraries live as long as the process: no collection shall stop streams to

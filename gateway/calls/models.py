@@ -17,6 +17,7 @@ from gateway.http.errors import ApiError, NotFound, Overloaded
 from shared.protocol import PROTOCOL_VERSION, ModelCard, explain_versions
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry
+from shared.redis.outage import OutageLog
 
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
@@ -34,8 +35,9 @@ class ModelDirectory:
     `on_models` is called before a new model's requests are accepted.
     """
 
-    def __init__(self, registry: Registry, on_models: OnModels) -> None:
+    def __init__(self, registry: Registry, on_models: OnModels, redis_address: str) -> None:
         self.registry = registry
+        self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
         self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
         self.num_workers: Counter[str] = Counter()  #: that take requests, by model
@@ -84,9 +86,11 @@ class ModelDirectory:
             try:
                 await self.refresh()
             except (QueueUnavailable, RedisError, OSError) as error:
-                logger.warning("cannot reach Redis: %s", type(error).__name__)
+                self._outage.failed(error)
             except Exception:
                 logger.exception("cannot refresh the models")
+            else:
+                self._outage.succeeded()
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
     async def find(self, name: str) -> ModelCard:

@@ -1,11 +1,14 @@
 """What a person sees who asks `vlm serve` for something that cannot run: one sentence, at once, exit code 78."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.integration.fleet_process import run_vlm, start_fleet
+from shared.redis.embedded import EmbeddedRedis
+from tests.integration.fleet_process import ROOT, run_vlm, start_fleet
 
 CANNOT_START = os.EX_CONFIG
 WITHIN_S = 45  # of a busy machine; most of it is importing torch
@@ -70,6 +73,36 @@ def test_bad_settings_are_named_once(tmp_path, arguments, named):
     assert done.stderr.count(named) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "exit code" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["worker", "gateway"])
+def test_a_redis_that_is_not_there_is_told_once_and_waited_for(tmp_path, command):
+    redis = EmbeddedRedis(tmp_path)
+    settings = ["--set", "engine.kind=mock", "--set", "gateway.port=0", "--redis-url", redis.url]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlm", command, *settings],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said: list[str] = []
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if "VLM_REDIS_URL" in line:
+                break
+        with redis:
+            for line in process.stderr:
+                said.append(line)
+                if "answers again" in line:
+                    break
+            else:
+                raise AssertionError("".join(said))
+    finally:
+        process.kill()
+        process.communicate()
+    [told] = [line for line in said if "VLM_REDIS_URL" in line]
+    assert redis.url in told
+    assert "is ready" not in "".join(said)
 
 
 def environment_of(process) -> dict[str, str]:

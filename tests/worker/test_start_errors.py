@@ -14,13 +14,14 @@ from engines.torch_backend.kv_cache import KVCacheTooSmall
 from engines.torch_backend.loading.load import choose_device
 from engines.torch_backend.loading.weights import ModelTooLarge
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from shared.settings.tree import EngineValues, Settings, WorkerSettings
+from shared.settings.tree import EngineValues, RedisSettings, Settings, WorkerSettings
 
 
 def make_settings(**worker_settings) -> Settings:
     return Settings(
         _env_file=None,  # type: ignore[call-arg]
         engine=EngineValues(kind="mock"),
+        redis=RedisSettings(url="unix:///nowhere"),
         worker=WorkerSettings(**worker_settings),
     )
 

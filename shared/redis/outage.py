@@ -1,0 +1,59 @@
+"""What is logged while Redis cannot be reached: once where it is and what to do, then seldom."""
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+
+from redis.exceptions import ResponseError
+
+from shared.redis.client import TRANSIENT, create_redis
+from shared.settings.tree import RedisSettings
+
+REMIND_AFTER_S = 60.0
+_PAUSE_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class OutageLog:
+    """Tells of the tries of one loop, so that an outage is a line and not a line each try."""
+
+    def __init__(self, address: str, remind_after_s: float = REMIND_AFTER_S) -> None:
+        self._address = address
+        self._remind_after_s = remind_after_s
+        self._told_at: float | None = None
+
+    def failed(self, error: Exception) -> None:
+        """A try failed."""
+        now = time.monotonic()
+        if self._told_at is None or now - self._told_at >= self._remind_after_s:
+            self._told_at = now
+            logger.warning(
+                "cannot reach Redis at %s (%s); start Redis there, or set VLM_REDIS_URL; trying on",
+                self._address,
+                str(error).rstrip(".") or type(error).__name__,
+            )
+
+    def succeeded(self) -> None:
+        """A try succeeded."""
+        if self._told_at is not None:
+            self._told_at = None
+            logger.warning("Redis at %s answers again", self._address)
+
+
+async def wait_for_redis(settings: RedisSettings) -> None:
+    """Return when Redis answers, whatever it says; waits as long as that takes."""
+    log = OutageLog(settings.address)
+    async with aclosing(create_redis(settings)) as redis:
+        while True:
+            try:
+                await redis.time()
+            except ResponseError:
+                break
+            except (*TRANSIENT, OSError) as error:
+                log.failed(error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                break
+    log.succeeded()

@@ -1,0 +1,34 @@
+"""An outage of Redis is told once, then seldom, and its end is told too."""
+
+from shared.redis.outage import OutageLog
+
+
+def messages(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_an_outage_is_told_once_with_the_address_the_cause_and_what_to_do(caplog):
+    log = OutageLog("redis://127.0.0.1:1/0", remind_after_s=3600)
+    for _ in range(5):
+        log.failed(ConnectionError("connection refused."))
+    [told] = messages(caplog)
+    for words in ("redis://127.0.0.1:1/0", "connection refused", "VLM_REDIS_URL"):
+        assert words in told
+
+
+def test_a_long_outage_is_told_again(caplog):
+    log = OutageLog("redis://127.0.0.1:1/0", remind_after_s=0)
+    log.failed(ConnectionError())
+    log.failed(ConnectionError())
+    assert len(messages(caplog)) == 2
+    assert "ConnectionError" in caplog.text
+
+
+def test_the_end_is_told_only_of_an_outage(caplog):
+    log = OutageLog("redis://127.0.0.1:1/0")
+    log.succeeded()
+    assert not messages(caplog)
+    log.failed(ConnectionError("refused"))
+    log.succeeded()
+    log.succeeded()
+    assert len(messages(caplog)) == 2
