@@ -4,7 +4,7 @@
 """
 
 import inspect
-from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ def build(site: Site) -> AttendRuns:
     return _adapt(varlen_attn)
 
 
-def _adapt(function: Callable[..., Tensor]) -> AttendRuns:
+def _adapt(function: Any) -> AttendRuns:
     """Grouped heads by torch where it can, else by repeating."""
     has_groups = "enable_gqa" in inspect.signature(function).parameters
 
