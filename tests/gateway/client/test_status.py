@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -123,7 +124,13 @@ def test_it_is_shown_anew_with_rates_until_ctrl_c(fleet):
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (50, 100))
     arguments = ["status", "--watch", "--pause", "0.3", "--url", fleet.url, "--api-key", "sk-one"]
-    watching = subprocess.Popen([sys.executable, "-m", "vlm", *arguments], cwd=ROOT, stdout=its)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "vlm", *arguments],
+        cwd=ROOT,
+        stdout=its,
+        # what runs in the background is started with Ctrl-C ignored
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(its)
     try:
         read_until(ours, r"since its start")
