@@ -10,11 +10,9 @@ from gateway.calls.resume import KEY_HEADER
 from gateway.calls.surface import Totals
 from gateway.http.errors import InvalidRequest
 from shared.protocol import Truncate
-from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS, LimitSettings
+from shared.settings.limits import MAX_MODEL_CHARS, LimitSettings
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
-UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 #: TEI's: which end to cut off of what is too long; true is END, false and NONE refuse it.
 Truncation = bool | Literal["NONE", "START", "END"]
 Item = TypeVar("Item")
@@ -61,11 +59,6 @@ def timings_of(totals: Totals) -> dict[str, float] | UnsetType:
 def wants_timings(asked: bool | None, headers: Mapping[bytes, bytes]) -> bool:
     """Whether body or header ask for them."""
     return bool(asked) or headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
-
-
-def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error that names a field and says what to send instead."""
-    return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
 
 
 def check_chars(num_chars: int, param: str, limits: LimitSettings) -> None:

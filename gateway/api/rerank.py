@@ -12,17 +12,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.chat.translate import find_priority
+from gateway.api.fields import ServiceTier, UserName, find_priority, invalid
 from gateway.api.inputs import (
     CHARS_PER_TOKEN,
     InputUsage,
     ModelName,
     RequestStruct,
-    ServiceTier,
     Truncation,
-    UserName,
     check_chars,
-    invalid,
     split,
     timings_of,
     to_truncate,

@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from gateway.api.fields import ServiceTier, UserName
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
     MAX_MODEL_CHARS,
     MAX_NAME_CHARS,
-    MAX_USER_CHARS,
 )
 
 Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
@@ -103,8 +103,6 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
-UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 

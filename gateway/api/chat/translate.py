@@ -5,7 +5,7 @@ becomes an exact `SamplingParams` value or an error that names it.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,6 +19,7 @@ from gateway.api.chat.schemas import (
     ImageContent,
     InputImageContent,
 )
+from gateway.api.fields import find_priority, invalid
 from gateway.calls.surface import Plan
 from gateway.http.body import unsupported
 from gateway.http.context import RequestContext
@@ -34,9 +35,6 @@ from shared.protocol import (
     TextPart,
 )
 from shared.settings.limits import LimitSettings
-
-#: For clients that cannot say `service_tier`; it goes before.
-PRIORITY_HEADER = b"x-vlm-priority"
 
 _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
@@ -112,7 +110,7 @@ def _asks_for_something(value: msgspec.Raw, neutral: tuple[bytes, ...]) -> bool:
 def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
     """The conversation, with images told apart from text. Raises: InvalidRequest."""
     if len(messages) > limits.max_messages:
-        raise _invalid("messages", f"send at most {limits.max_messages} messages")
+        raise invalid("messages", f"send at most {limits.max_messages} messages")
     conversation = Conversation()
     for index, message in enumerate(messages):
         _add_message(conversation, message, f"messages.[{index}]")
@@ -123,7 +121,7 @@ def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettin
                 code="context_length_exceeded",
             )
     if messages[-1].role == "assistant":
-        raise _invalid(
+        raise invalid(
             f"messages.[{len(messages) - 1}].role",
             "the last message must not be the assistant's; end with a user message",
         )
@@ -155,7 +153,7 @@ def _add_part(
         return TextPart(part.text)
     param += ".image_url"
     if role != "user":
-        raise _invalid(param, "images are only allowed in user messages")
+        raise invalid(param, "images are only allowed in user messages")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
     conversation.sources.append(ImageSource(url, param))
     return ImagePart(len(conversation.sources) - 1)
@@ -188,10 +186,10 @@ def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | 
     """What was asked for; the engine cuts it to what the context holds beside the prompt."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise _invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
+        raise invalid("max_tokens", "it differs from max_completion_tokens; send one of the two")
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
     if value is not None and value > limits.max_output_tokens:
-        raise _invalid(name, f"send at most {limits.max_output_tokens}")
+        raise invalid(name, f"send at most {limits.max_output_tokens}")
     return value
 
 
@@ -200,18 +198,18 @@ def _stop(request: ChatCompletionRequest, limits: LimitSettings) -> tuple[str, .
         return ()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if len(stop) > limits.max_stop_strings:
-        raise _invalid("stop", f"send at most {limits.max_stop_strings} strings")
+        raise invalid("stop", f"send at most {limits.max_stop_strings} strings")
     if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
-        raise _invalid("stop", f"send strings of 1 to {limits.max_stop_chars} characters")
+        raise invalid("stop", f"send strings of 1 to {limits.max_stop_chars} characters")
     return stop
 
 
 def _logit_bias(request: ChatCompletionRequest, limits: LimitSettings) -> dict[int, float]:
     bias = request.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
-        raise _invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
+        raise invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
     if not all(map(_is_token_id, bias)):
-        raise _invalid("logit_bias", "send token ids in decimal digits as keys")
+        raise invalid("logit_bias", "send token ids in decimal digits as keys")
     return {int(key): value for key, value in bias.items()}
 
 
@@ -222,22 +220,11 @@ def _is_token_id(key: str) -> bool:
 def _num_logprobs(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:
     if not request.logprobs:
         if request.top_logprobs:
-            raise _invalid("top_logprobs", "it needs logprobs: send logprobs as true")
+            raise invalid("top_logprobs", "it needs logprobs: send logprobs as true")
         return None
     if (request.top_logprobs or 0) > limits.max_top_logprobs:
-        raise _invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
+        raise invalid("top_logprobs", f"send at most {limits.max_top_logprobs}")
     return request.top_logprobs or 0
-
-
-def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> Priority:
-    """What the header says, else the service tier. Raises: InvalidRequest."""
-    name = headers.get(PRIORITY_HEADER)
-    if name is None:
-        return Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
-    for priority in Priority:
-        if name == priority.value.encode():
-            return priority
-    raise _invalid(PRIORITY_HEADER.decode(), "send interactive or batch")
 
 
 def find_service_tier(
@@ -253,20 +240,20 @@ def num_choices(request: ChatCompletionRequest, limits: LimitSettings) -> int:
     """How many answers to make. Raises: InvalidRequest."""
     count = request.n or 1
     if count > limits.max_choices:
-        raise _invalid("n", f"send at most {limits.max_choices}")
+        raise invalid("n", f"send at most {limits.max_choices}")
     return count
 
 
 def check_stream_options(request: ChatCompletionRequest) -> None:
     """Refuse options of a stream that is not asked for. Raises: InvalidRequest."""
     if request.stream_options is not None and not request.stream:
-        raise _invalid("stream_options", "it needs stream: send stream as true")
+        raise invalid("stream_options", "it needs stream: send stream as true")
 
 
 def check_model(sampling: SamplingParams, card: ModelCard) -> None:
     """Refuse what this model cannot do. Raises: InvalidRequest."""
     if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
-        raise _invalid("logit_bias", f"send token ids below {card.vocab_size}")
+        raise invalid("logit_bias", f"send token ids below {card.vocab_size}")
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -284,8 +271,3 @@ def split_choices(task: Generate, count: int) -> list[Generate]:
         replace(task, sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)))
         for choice in range(1, count)
     ]
-
-
-def _invalid(param: str, problem: str) -> InvalidRequest:
-    text = f"Invalid value for {param}: {problem}."
-    return InvalidRequest(text, param=param, code="invalid_value")
