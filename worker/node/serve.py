@@ -4,7 +4,9 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
+import sys
 from contextlib import ExitStack, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
@@ -247,7 +249,8 @@ def show_screen(settings: Settings, model: dict[str, Any], num_workers: int) -> 
     if "generate" in model["tasks"]:
         console.print("Ask about an image from another terminal:\n")
         console.print(sample_curl(url, name, needs_key), markup=False, soft_wrap=True)
-        chat = f'vlm chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
+        vlm = "vlm" if shutil.which("vlm") else _short(Path(sys.executable).parent / "vlm")
+        chat = f'{vlm} chat --url {url} --image {_short(SAMPLE)} "Describe the image."'
         console.print(f"\nor: {chat}", soft_wrap=True)
     else:
         console.print("Ask for numbers from another terminal:\n")
