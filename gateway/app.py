@@ -10,6 +10,7 @@ from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +21,7 @@ from gateway.api.probes import create_probes
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS, KeyRing
-from gateway.http.errors import ApiError, from_status, unexpected
+from gateway.http.errors import ApiError, from_status, unexpected, unknown_path
 from gateway.http.middleware import GatewayMiddleware
 from gateway.http.wrong_keys import WrongKeys
 from gateway.page import create_page_routes
@@ -29,6 +30,15 @@ from shared.settings.limits import LimitSettings
 from shared.version import package_version
 
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
+
+#: Headers of an answer that a page of an allowed origin may read.
+_SHOWN_TO_PAGES = (
+    "retry-after",
+    "server-timing",
+    "x-request-id",
+    "x-should-retry",
+    "x-vlm-stream",
+)
 
 
 def create_app(
@@ -67,8 +77,17 @@ def create_app(
         apis={path: endpoint.serve for path, endpoint in apis.items()},
         renders={surface.path: surface.error for surface in served},
     )
+    if settings.gateway.cors_origins:  # added last: it answers before keys are asked for
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.gateway.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_SHOWN_TO_PAGES,
+        )
     app.add_exception_handler(ApiError, _show_api_error)
-    app.add_exception_handler(HTTPException, _show_http_error)
+    known = (*apis, "/v1/models")
+    app.add_exception_handler(HTTPException, partial(_show_http_error, known))
     app.add_exception_handler(Exception, _show_unexpected)
     app.router.routes += page
     for path, endpoint in apis.items():  # a POST does not come that far: the others are refused
@@ -106,9 +125,12 @@ async def _show_api_error(request: Request, error: Exception) -> Response:
     return Response(error.body(), error.status, headers)
 
 
-async def _show_http_error(request: Request, error: Exception) -> Response:
+async def _show_http_error(known: Sequence[str], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = await _show_api_error(request, from_status(error.status_code))
+    is_unknown = error.status_code == 404
+    path = request.url.path
+    shown = unknown_path(path, known) if is_unknown else from_status(error.status_code)
+    response = await _show_api_error(request, shown)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response

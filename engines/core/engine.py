@@ -158,7 +158,9 @@ class BatchingEngine(Engine[EngineRequest]):
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""
         self._check(request)
-        sequence = Sequence.from_request(request, self._max_output_tokens(request))
+        sequence = Sequence.from_request(
+            request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
+        )
         detokenizer = Detokenizer(self.tokenizer, request.sampling.stop)
         for token_id in request.output_token_ids:
             detokenizer.append(token_id)

@@ -3,6 +3,7 @@
 Used by scheduler, block manager and runners; knows no tensors, no text, no clock.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -38,6 +39,7 @@ class Sequence:
     priority: Priority = Priority.INTERACTIVE
     prompt_positions: Positions = ()  #: rotary ones; empty: 0, 1, 2 ...
     max_output_tokens: int = 1
+    eos_token_ids: tuple[int, ...] = ()  #: not drawn before `sampling.min_tokens`
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: tokens whose keys and values are in the cache
     num_cached_tokens: int = 0  #: prompt tokens that the prefix cache gave at first scheduling
@@ -56,7 +58,9 @@ class Sequence:
         self._shift = max(map(max, rows)) + 1 - self.num_prompt_tokens if rows else 0
 
     @classmethod
-    def from_request(cls, request: EngineRequest, max_output_tokens: int) -> "Sequence":
+    def from_request(
+        cls, request: EngineRequest, max_output_tokens: int, eos_token_ids: Iterable[int] = ()
+    ) -> "Sequence":
         """The sequence of a request, with the output of earlier attempts appended to its prompt."""
         return cls(
             request_id=request.request_id,
@@ -68,6 +72,7 @@ class Sequence:
             priority=request.priority,
             prompt_positions=request.positions,
             max_output_tokens=max_output_tokens,
+            eos_token_ids=tuple(eos_token_ids) if request.sampling.min_tokens else (),
             num_restored_tokens=len(request.output_token_ids),
         )
 

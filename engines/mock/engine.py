@@ -191,7 +191,8 @@ class MockRunner:
         sequence = item.sequence
         sampling = sequence.sampling
         position = item.output_position
-        ends = position + 1 >= self._mock.num_output_tokens and not sampling.ignore_eos
+        num_tokens = max(self._mock.num_output_tokens, sampling.min_tokens + 1)
+        ends = position + 1 >= num_tokens and not sampling.ignore_eos
         value = self._answer(sequence, position)
         token_id = EOS_ID if ends else FIRST_WORD_ID + value
         num_logprobs = sampling.num_logprobs

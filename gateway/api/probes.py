@@ -26,9 +26,10 @@ def create_probes(
         """Whether this process is alive; asks nobody else."""
         return {"status": "ok"}
 
-    @router.get("/readyz", responses={503: {"description": "Not ready"}})
+    @router.get("/health", responses={503: {"description": "Not ready"}}, operation_id="health")
+    @router.get("/readyz", responses={503: {"description": "Not ready"}}, operation_id="readyz")
     async def readyz() -> JSONResponse:
-        """Whether requests sent now will be answered."""
+        """Whether requests sent now will be answered. vLLM's clients ask at `/health`."""
         if admission.is_draining:
             reason = "draining"
         elif not models.is_fresh:

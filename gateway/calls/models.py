@@ -22,6 +22,7 @@ from shared.redis.outage import OutageLog
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
+_MAX_NAMES = 8  # in messages
 OTHER = "other"  #: stands for models that are not known
 
 logger = logging.getLogger(__name__)
@@ -111,10 +112,19 @@ class ModelDirectory:
         """The error for a name that no worker has announced, or only workers of another version."""
         other = self._other_versions.get(name)
         if other is None:
-            return _not_found()
+            return self._not_found()
         versions = explain_versions(PROTOCOL_VERSION, other.version)
         message = f"No worker of this model speaks this gateway's protocol: {versions}."
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
+
+    def _not_found(self) -> NotFound:
+        live = sorted(self.cards, key=lambda name: (self.num_workers[name] == 0, name))
+        names = ", ".join(live[:_MAX_NAMES])
+        more = " and others, which GET /v1/models lists" if len(live) > _MAX_NAMES else ""
+        served = f"send one of: {names}{more}" if names else "no worker serves any yet"
+        return NotFound(
+            f"The model does not exist; {served}.", param="model", code="model_not_found"
+        )
 
     async def _look_again(self) -> None:
         """Refresh once for all who ask meanwhile; they share what comes of it.
@@ -136,14 +146,6 @@ class ModelDirectory:
 
 def _is_spoken(card: ModelCard) -> bool:
     return card.version == PROTOCOL_VERSION
-
-
-def _not_found() -> NotFound:
-    return NotFound(
-        "The model does not exist: GET /v1/models lists those that do.",
-        param="model",
-        code="model_not_found",
-    )
 
 
 async def _call(on_models: OnModels, names: list[str]) -> None:

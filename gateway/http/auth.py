@@ -18,7 +18,7 @@ from gateway.http.errors import AuthenticationError
 from shared.settings.tree import GatewaySettings, SettingsError
 
 #: Of the probes; the chat page's files are public too.
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 
 
 class WrongKey(AuthenticationError):

@@ -10,7 +10,7 @@
 Messages are short, fixed texts and numbers of ours, never input, addresses, paths or tracebacks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from http import HTTPStatus
 
 import msgspec
@@ -169,6 +169,19 @@ def from_status(status: int) -> ApiError:
     error = NotFound if status in (404, 405) else InvalidRequest if status < 500 else ServerError
     code = phrase.lower().replace(" ", "_")
     return error(f"{phrase}.", status=status, code=code)
+
+
+def unknown_path(path: str, known: Collection[str]) -> ApiError:
+    """The error for a path that nobody serves: which one is near, or which ones there are.
+
+    Only our own paths are told, never the client's.
+    """
+    near = sorted(own for own in known if path in (own.removeprefix("/v1"), "/v1" + own, own + "/"))
+    if near:
+        message = f"Not Found: this server serves {near[0]}; is the base URL without /v1, or twice?"
+    else:
+        message = f"Not Found: this server serves {', '.join(sorted(known))}; GET /docs lists all."
+    return NotFound(message, code="not_found")
 
 
 def unexpected() -> ApiError:

@@ -36,6 +36,7 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     num_logprobs: int | None = None  #: None: none; k: the chosen token's and the k best
     ignore_eos: bool = False
+    min_tokens: int = 0  #: the end of the answer is not drawn before so many
 
 
 class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defaults=True):

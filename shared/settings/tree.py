@@ -36,6 +36,7 @@ from shared.settings.group import MIB, Group, split_items
 from shared.settings.limits import LimitSettings
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
 logger = logging.getLogger(__name__)
 
 PREFIX = "VLM_"
@@ -85,7 +86,13 @@ class GatewaySettings(Group):
         "`any-public`. None: no fetching.",
     )
 
-    @field_validator("api_keys", "remote_images", mode="before")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Origins whose web pages may call the APIs, comma separated, such as "
+        "`https://app.example.com`, or `*`. None: no page of another origin.",
+    )
+
+    @field_validator("api_keys", "remote_images", "cors_origins", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
@@ -100,6 +107,16 @@ class GatewaySettings(Group):
                 "name hosts, such as `images.example.com` or `images.example.com:8443`, or `any-public`"
             )
         return hosts
+
+    @field_validator("cors_origins")
+    @classmethod
+    def check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        """Take origins as browsers send them. Raises: ValueError."""
+        if any(origin != "*" and not _ORIGIN.fullmatch(origin) for origin in origins):
+            raise ValueError(
+                "name origins, such as `https://app.example.com` or `http://localhost:3000`, or `*`"
+            )
+        return origins
 
 
 class WorkerSettings(Group):

@@ -3,7 +3,7 @@
 Used by the runner. The token of a row is a pure function of its logits, its request's sampling parameters and
 earlier tokens, its seed and its output position: whoever shares the step changes nothing.
 
-Order: logit bias, repetition penalty, frequency and presence penalty; then what `drawing` does. Log probabilities are those of the model's own distribution,
+Order: logit bias, repetition penalty, frequency and presence penalty, no end before `min_tokens`; then what `drawing` does. Log probabilities are those of the model's own distribution,
 before any of this, as OpenAI reports them.
 
 Shape letters: B rows, V vocabulary.
@@ -33,7 +33,7 @@ def sample(
     if positions is None:
         positions = [sequence.num_output_tokens for sequence in sequences]
     logits = logits.float()
-    scores = _adjust(logits, sequences)
+    scores = _adjust(logits, sequences, positions)
     best, token_ids = scores.max(dim=-1)
     _check_finite(best, sequences)
     sampled = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
@@ -53,7 +53,7 @@ def _check_finite(best: Tensor, sequences: list[Sequence]) -> None:
             raise SequenceFailure(sequence.request_id, NOT_FINITE)
 
 
-def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
     """Scores with bias and penalties; the very logits where no request has any. Shapes: (B, V), kept."""
     scores = logits
     biased = [row for row, sequence in enumerate(sequences) if sequence.sampling.logit_bias]
@@ -62,6 +62,26 @@ def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     penalised = [row for row, sequence in enumerate(sequences) if has_penalty(sequence.sampling)]
     if penalised:
         scores = _penalise(scores.clone(), sequences, penalised)
+    early = [
+        row
+        for row, sequence in enumerate(sequences)
+        if positions[row] < sequence.sampling.min_tokens
+    ]
+    if early:
+        scores = _forbid_end(scores.clone(), sequences, early)
+    return scores
+
+
+def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+    places = [
+        (row, token_id)
+        for row in rows
+        for token_id in sequences[row].eos_token_ids
+        if token_id < scores.shape[1]
+    ]
+    if places:
+        row_index, token_index = torch.tensor(places, device=scores.device).unbind(1)
+        scores[row_index, token_index] = -torch.inf
     return scores
 
 
@@ -75,7 +95,12 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
 def needs_host(sampling: SamplingParams) -> bool:
     """Whether scores go through the host: for what depends on earlier tokens, or tells of probabilities."""
-    return has_penalty(sampling) or bool(sampling.logit_bias) or sampling.num_logprobs is not None
+    return (
+        has_penalty(sampling)
+        or bool(sampling.logit_bias)
+        or sampling.num_logprobs is not None
+        or sampling.min_tokens > 0
+    )
 
 
 def has_penalty(sampling: SamplingParams) -> bool:

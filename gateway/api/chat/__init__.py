@@ -30,8 +30,9 @@ _BODY = JsonBody(
     ChatCompletionRequest,
     hints={
         "role": "Supported roles are system, developer, user and assistant.",
-        "type": "Supported content parts are text and image_url.",
-        "detail": "Supported values are auto, low and high.",
+        "type": "Supported content parts are text and image_url: send a video as images of its frames, "
+        "and audio and files as text.",
+        "detail": "Supported values are auto, low, high and original.",
     },
 )
 #: Numbers of a request that its trace shows.

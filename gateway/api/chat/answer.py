@@ -28,7 +28,15 @@ from gateway.api.chat.translate import ChatOptions
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http import sse
-from shared.protocol import Finished, OutputLogprob, TokenLogprob, Tokens
+from shared.protocol import (
+    CallEvent,
+    Finished,
+    OutputLogprob,
+    Started,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
 from shared.version import package_version
 
 Timings = dict[str, float] | UnsetType
@@ -45,6 +53,8 @@ class ChatAnswer:
         self._no_usage = None if options.include_usage else UNSET
         self._begun: set[int] = set()
         self._num_tokens = 0
+        self._prompt = Usage(0)
+        self._counts: dict[int, int] = {}  # output tokens so far, by choice
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `ChatCompletion`."""
@@ -72,6 +82,8 @@ class ChatAnswer:
         timings = UNSET if totals is None else _timings(totals)
         last = events[-1][1] if events else None
         for index, event in merge_tokens(events) if len(events) > 1 else events:
+            if self.options.continuous_usage:
+                self._count(index, event)
             if index not in self._begun:
                 self._begun.add(index)
                 frames.append((0, self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")))))
@@ -99,7 +111,17 @@ class ChatAnswer:
         return ChunkChoice(index, ChoiceDelta(content=event.text), logprobs)
 
     def _chunk(self, choice: ChunkChoice, timings: Timings = UNSET) -> bytes:
-        return self._encode([choice], self._no_usage, timings)
+        usage = self._no_usage
+        if self.options.continuous_usage:
+            usage = _usage(self._prompt, sum(self._counts.values()))
+        return self._encode([choice], usage, timings)
+
+    def _count(self, index: int, event: CallEvent) -> None:
+        """Note the counts so far, for the chunk of this event."""
+        if isinstance(event, Tokens):
+            self._counts[index] = event.index + event.num_tokens
+        elif isinstance(event, Started | Finished):
+            self._prompt = event.usage
 
     def _encode(
         self,
@@ -174,7 +196,10 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
 
 def to_usage(totals: Totals) -> CompletionUsage:
     """The `usage` object: the prompt counts once, whatever the number of choices."""
-    prompt, num_output = totals.prompt, totals.num_output_tokens
+    return _usage(totals.prompt, totals.num_output_tokens)
+
+
+def _usage(prompt: Usage, num_output: int) -> CompletionUsage:
     return CompletionUsage(
         prompt_tokens=prompt.num_prompt_tokens,
         completion_tokens=num_output,

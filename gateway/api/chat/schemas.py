@@ -24,7 +24,7 @@ from shared.settings.limits import (
 Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
 Neutral = Raw | UnsetType  #: skipped too, and refused unless it asks for nothing
 
-Detail = Literal["auto", "low", "high"]
+Detail = Literal["auto", "low", "high", "original"]
 
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,11 +90,16 @@ class IgnoredMessageFields(RequestStruct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
-class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """One turn. Assistant turns may be echoed with all the empty fields that an answer had."""
+class ChatMessageParam(
+    IgnoredMessageFields, frozen=True, kw_only=True, forbid_unknown_fields=False
+):
+    """One turn. Clients echo assistant turns with all that an answer had and with fields of their own, which
+    are skipped.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Meta(min_length=1)]
+    #: null only of the assistant's, who may have said nothing
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | None
     audio: Neutral = UNSET
     function_call: Neutral = UNSET
     tool_calls: Neutral = UNSET
@@ -117,11 +122,17 @@ class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
     """What a stream holds besides the answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  #: vLLM's: counts so far in every chunk
 
 
 class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
-    """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
+    """Fields that clients send and that change nothing here: no answer, no log line, no metric.
 
+    No model calls functions here; a choice that does not insist on a call lets it answer in words.
+    """
+
+    functions: Ignored = UNSET
+    tools: Ignored = UNSET
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
     ) = None
@@ -140,14 +151,12 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     audio: Neutral = UNSET
     best_of: Neutral = UNSET
     function_call: Neutral = UNSET
-    functions: Neutral = UNSET
     modalities: Neutral = UNSET
     moderation: Neutral = UNSET
     prediction: Neutral = UNSET
     reasoning_effort: Neutral = UNSET
     response_format: Neutral = UNSET
     tool_choice: Neutral = UNSET
-    tools: Neutral = UNSET
     web_search_options: Neutral = UNSET
 
 
@@ -164,13 +173,11 @@ IGNORED_FIELDS = (
 NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     **{name: () for name in NeutralFields.__struct_fields__ if name not in IGNORED_FIELDS},
     "best_of": (b"1",),
-    "function_call": (b'"none"',),
-    "functions": (b"[]",),
+    "function_call": (b'"none"', b'"auto"'),
     "modalities": (b'["text"]',),
     "reasoning_effort": (b'"none"',),
     "response_format": (b'{"type":"text"}',),
-    "tool_choice": (b'"none"',),
-    "tools": (b"[]",),
+    "tool_choice": (b'"none"', b'"auto"'),
 }
 
 
@@ -200,6 +207,7 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     service_tier: ServiceTier | None = None  #: `flex` is batch work; the others are interactive
     user: UserName | None = None  #: the log holds a short hash of it
     timings: bool | None = None  #: ours: the answer ends with its stage timings
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None  #: vLLM's: no end before so many
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 
 

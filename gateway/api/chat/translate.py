@@ -40,6 +40,8 @@ _GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them woul
 _LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
 _EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
 _MAX_TOKEN_ID_DIGITS = 10
+_NO_TOOLS = "no model calls functions here; send auto or none, or leave it out"
+_NO_CALLS = "no model calls functions here; send the turn as text"
 _MAX_NEUTRAL_BYTES = 256
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
 
@@ -48,6 +50,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     """How the client wants its answer: all that is kept of the request, which may be large."""
 
     include_usage: bool = False
+    continuous_usage: bool = False  #: counts so far in every chunk
     with_logprobs: bool = False
     #: That it is served as, where the request named one.
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
@@ -73,6 +76,7 @@ def translate(
         priority=priority,
         options=ChatOptions(
             include_usage=stream_options is not None and stream_options.include_usage,
+            continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
             with_logprobs=bool(request.logprobs),
             service_tier=find_service_tier(request, priority),
         ),
@@ -93,6 +97,8 @@ def check_supported(request: ChatCompletionRequest) -> None:
     for name, neutral in NEUTRAL_VALUES.items():
         value = getattr(request, name)
         if value is not msgspec.UNSET and _asks_for_something(value, neutral):
+            if name in ("tool_choice", "function_call"):
+                raise invalid(name, _NO_TOOLS, code="unsupported_parameter")
             raise unsupported(name)
 
 
@@ -132,15 +138,20 @@ def _add_message(conversation: Conversation, message: ChatMessageParam, param: s
     for name in ("audio", "function_call", "tool_calls"):
         value = getattr(message, name)
         if value is not msgspec.UNSET and _asks_for_something(value, _EMPTY):
-            raise unsupported(f"{param}.{name}")
+            raise invalid(f"{param}.{name}", _NO_CALLS, code="unsupported_parameter")
     role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        conversation.num_chars += len(message.content)
-        parts: tuple[TextPart | ImagePart, ...] = (TextPart(message.content),)
+    content = message.content
+    if content is None:
+        if role != "assistant":
+            raise invalid(f"{param}.content", "send a string or a list of parts")
+        content = ""
+    if isinstance(content, str):
+        conversation.num_chars += len(content)
+        parts: tuple[TextPart | ImagePart, ...] = (TextPart(content),)
     else:
         parts = tuple(
             _add_part(conversation, part, role, f"{param}.content.[{index}]")
-            for index, part in enumerate(message.content)
+            for index, part in enumerate(content)
         )
     conversation.messages.append(ChatMessage(role, parts))
 
@@ -166,7 +177,8 @@ def translate_sampling(
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
     return SamplingParams(
-        max_tokens=_max_tokens(request, limits),
+        max_tokens=(max_tokens := _max_tokens(request, limits)),
+        min_tokens=_min_tokens(request, max_tokens, limits),
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
         top_p=max(top_p, _LEAST_TOP_P),
         top_k=max(request.top_k or 0, 0),
@@ -190,6 +202,16 @@ def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | 
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
     if value is not None and value > limits.max_output_tokens:
         raise invalid(name, f"send at most {limits.max_output_tokens}")
+    return value
+
+
+def _min_tokens(
+    request: ChatCompletionRequest, max_tokens: int | None, limits: LimitSettings
+) -> int:
+    value = request.min_tokens or 0
+    most = limits.max_output_tokens if max_tokens is None else max_tokens
+    if value > most:
+        raise invalid("min_tokens", f"send at most {most}, as many as the answer may have")
     return value
 
 

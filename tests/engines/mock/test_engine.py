@@ -59,6 +59,12 @@ def test_max_tokens_ends_an_answer_earlier():
     assert answer.finish_reason is FinishReason.LENGTH
 
 
+def test_an_answer_has_as_many_tokens_as_it_must_have():
+    answer = answer_alone(make_request(max_tokens=200, min_tokens=9), num_output_tokens=4)
+    assert len(answer.token_ids) == 10
+    assert answer.finish_reason is FinishReason.STOP
+
+
 def test_ignoring_the_end_token_goes_on_to_max_tokens():
     answer = answer_alone(make_request(max_tokens=200, ignore_eos=True), num_output_tokens=4)
     assert len(answer.token_ids) == 200

@@ -64,7 +64,7 @@ async def test_limits_and_unsupported_values_are_in_the_schema(document):
     assert properties["messages"]["maxItems"] == limits.max_messages
     assert properties["n"]["anyOf"][0]["maximum"] == limits.max_choices
     assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
-    assert properties["tools"]["enum"] == [None, []]
+    assert properties["tool_choice"]["enum"] == [None, "none", "auto"]
     assert set(NEUTRAL_VALUES) <= set(properties)
 
 
@@ -105,5 +105,5 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
         "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
         "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user", "service_tier",
-        "timings", "ignore_eos",
+        "timings", "ignore_eos", "min_tokens",
     }  # fmt: skip

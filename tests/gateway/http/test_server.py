@@ -321,6 +321,7 @@ async def test_probes_tell_whether_a_worker_is_there(redis_server, redis_prefix)
     async with run_gateway_on_socket(settings) as gateway:
         assert (await gateway.client.get("/healthz")).json() == {"status": "ok"}
         response = await gateway.client.get("/readyz")
+        assert (await gateway.client.get("/health")).status_code == response.status_code
         assert (response.status_code, response.json()) == (503, {"status": "no worker"})
         async with run_worker(redis_server, redis_prefix):
             await gateway.services.models.refresh()

@@ -56,6 +56,23 @@ def kept(token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     return scores.softmax(-1)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_end_is_not_drawn_before_the_least_number_of_tokens(temperature):
+    """Whoever shares the step may end."""
+    sequences = [
+        Sequence(
+            "r", [0, *output], 1,
+            SamplingParams(temperature=temperature, seed=seed, min_tokens=least),
+            eos_token_ids=(0, 900) if least else (),
+        )
+        for output, least in (((), 2), ((5,), 2), ((5, 5), 2), ((), 0))
+        for seed in range(400)
+    ]  # fmt: skip
+    tokens = [c.token_id for c in sample(LOGITS.repeat(len(sequences), 1), sequences)]
+    ended = [0 in tokens[start : start + 400] for start in range(0, 1600, 400)]
+    assert ended == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [

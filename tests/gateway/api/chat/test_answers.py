@@ -127,6 +127,7 @@ async def test_every_parameter_reaches_the_worker(gateway, worker):
             max_completion_tokens=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=-1,
             stop=["a", "b"], presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5,
             logit_bias={"7": -100, "8": 1.5}, ignore_eos=True, user="u", metadata={"k": "v"},
+            min_tokens=4,
         )
     )  # fmt: skip
     [sampling] = [request.task.sampling for request in worker.requests]
@@ -139,6 +140,7 @@ async def test_every_parameter_reaches_the_worker(gateway, worker):
     assert sampling.repetition_penalty == 1.5
     assert sampling.logit_bias == {7: -100.0, 8: 1.5}
     assert sampling.ignore_eos
+    assert sampling.min_tokens == 4
 
 
 async def test_defaults_are_openais(gateway, worker):
@@ -165,6 +167,70 @@ async def test_fields_that_change_nothing_are_accepted(gateway, worker):
         response_format={"type": "text"}, modalities=["text"], best_of=1,
     )  # fmt: skip
     assert (await gateway.chat(body)).status_code == 200
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tools": [TOOL] * 40},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": None},
+        {"tool_choice": "auto"},
+        {"functions": [TOOL["function"]], "function_call": "auto"},
+    ],
+)
+async def test_tools_that_no_call_is_asked_of_leave_an_answer_in_words(gateway, worker, changes):
+    response = await gateway.chat(make_body(**changes))
+    assert response.json()["choices"][0]["message"]["content"] == "Hello you"
+
+
+async def test_what_clients_keep_in_their_history_is_skipped(gateway, worker):
+    answered = {
+        "role": "assistant", "content": "two", "id": "msg_1", "timestamp": 1.5, "name": None,
+        "provider_specific_fields": {"refusal": None}, "reasoning": None, "reasoning_content": "hm",
+        "reasoning_details": [{"text": "hm"}], "thinking_blocks": None, "images": [],
+        "tool_calls": None, "function_call": None, "audio": None, "refusal": None, "annotations": None,
+        "parsed": None, "finish_reason": "stop",
+    }  # fmt: skip
+    silent = {"role": "assistant", "content": None, "tool_calls": []}
+    messages = [
+        {"role": "user", "content": "one", "id": "1", "metadata": {"a": [1]}},
+        answered,
+        {"role": "user", "content": "three"},
+        silent,
+        {"role": "user", "content": "four"},
+    ]
+    response = await gateway.chat(make_body(messages=messages))
+    assert response.status_code == 200, response.text
+    [request] = worker.requests
+    assert list(request.task.texts()) == ["one", "two", "three", "", "four"]
+
+
+async def test_an_unknown_model_is_told_which_ones_are_served(gateway, worker):
+    response = await gateway.chat({**make_body(), "model": "gpt-4o"})
+    assert response.json()["error"]["message"] == "The model does not exist; send one of: tiny."
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "serves /v1/chat/completions;"),
+        ("/v1/v1/chat/completions", "serves /v1/chat/completions;"),
+        ("/v1/chat/completions/", "serves /v1/chat/completions;"),
+        ("/embeddings", "serves /v1/embeddings;"),
+        ("/models", "serves /v1/models;"),
+        ("/v1/responses", "serves /v1/chat/completions, "),
+        ("/api/chat", "serves /v1/chat/completions, "),
+    ],
+)
+async def test_an_unknown_path_is_told_the_right_one(gateway, path, near):
+    error = (await gateway.client.post(path, json=make_body())).json()["error"]
+    assert near in error["message"]
+    assert error["code"] == "not_found"
 
 
 async def test_a_conversation_with_images_keeps_its_order(gateway, worker):

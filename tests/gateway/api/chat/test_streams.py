@@ -64,6 +64,24 @@ async def test_usage_comes_last_and_is_null_before(gateway, worker):
     assert all("timings" not in chunk for chunk in chunks)
 
 
+async def test_counts_so_far_are_in_every_chunk_that_asks_for_them(gateway, worker):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, usage, _ = read_events(await gateway.stream(make_body(stream_options=options)))
+    counts = [chunk["usage"] for chunk in chunks]
+    assert [count["completion_tokens"] for count in counts] == [0, 1, 2, 3, 3]
+    assert {count["prompt_tokens"] for count in counts} == {7}
+    assert all(c["total_tokens"] == 7 + c["completion_tokens"] for c in counts)
+    assert usage["usage"]["total_tokens"] == 10
+
+
+async def test_counts_so_far_add_up_over_the_choices(gateway, worker):
+    options = {"continuous_usage_stats": True}
+    *chunks, done = read_events(await gateway.stream(make_body(n=3, stream_options=options)))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[-1], done) == (9, "[DONE]")
+
+
 async def test_timings_are_on_the_last_chunk_where_no_usage_is_asked_for(gateway, worker):
     *chunks, _ = read_events(await gateway.stream(make_body(timings=True, n=2)))
     assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
