@@ -95,7 +95,7 @@ def create_app(
     by_name = {surface.name: surface for surface in served}
     resume = Endpoint(partial(services.lifecycle.serve_stream, by_name))
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
-    app.include_router(create_model_routes(services.models))
+    app.include_router(create_model_routes(services.models, settings.limits))
     app.include_router(
         create_probes(
             services.admission,

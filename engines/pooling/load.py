@@ -62,6 +62,8 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
         dimensions=model.dimensions,
         shorter_dimensions=model.shorter_dimensions,
         prompts=tuple(model.prompts),
+        dtype=str(dtype).removeprefix("torch."),
+        format="safetensors",
     )
     return LoadedEngine(engine, card)
 

@@ -50,6 +50,11 @@ class TorchSettings(BatchingSettings):
         default=(), description="As `DISABLED_OPS`, by older names; gone in the next version."
     )
 
+    generation_config: str = Field(
+        default="auto",
+        description="Sampling where a request says nothing: `auto` (what the model's "
+        "`generation_config.json` suggests), `none` (OpenAI's defaults), or a folder with another such file.",
+    )
     self_check: Literal["auto", "always", "off"] = Field(
         default="auto",
         description="Compare a few tokens of a model with transformers' own at the start; auto: where "

@@ -7,7 +7,19 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from gateway.calls.models import ModelDirectory
-from shared.protocol import ModelCard
+from shared.protocol import ModelCard, SamplingDefaults
+from shared.settings.limits import LimitSettings
+
+
+class ModelLimits(msgspec.Struct):
+    """What one request may hold; of images only where the model takes them."""
+
+    max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    max_images: int | msgspec.UnsetType = msgspec.UNSET
+    max_image_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    max_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
+    #: The most tokens that one image may come to.
+    max_image_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelObject(msgspec.Struct):
@@ -21,6 +33,17 @@ class ModelObject(msgspec.Struct):
     num_workers: int
     #: Tags of the tasks that it takes: `generate`, `embed`, `rerank`.
     tasks: tuple[str, ...]
+    input_modalities: tuple[str, ...]
+    output_modalities: tuple[str, ...]
+    limits: ModelLimits
+    #: Names under which variants of it are served.
+    adapters: tuple[str, ...]
+    #: Where a request says nothing, as the model's makers suggest.
+    default_sampling: SamplingDefaults
+    #: Of its arithmetic and of its weights; null where it is not known, or there is none.
+    dtype: str | None
+    quantization: str | None
+    format: str | None
     #: Of its vectors, and what they may be cut to; absent where it makes none.
     dimensions: int | msgspec.UnsetType = msgspec.UNSET
     shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -35,7 +58,11 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-def create_model_routes(models: ModelDirectory) -> APIRouter:
+#: What a task makes.
+_OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
+
+
+def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRouter:
     """The list and its entries."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -47,6 +74,14 @@ def create_model_routes(models: ModelDirectory) -> APIRouter:
             supports_images=card.supports_images,
             num_workers=models.num_workers[card.name],
             tasks=card.tasks,
+            input_modalities=("text", "image") if card.supports_images else ("text",),
+            output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
+            limits=_limits(card, limits),
+            adapters=card.adapters,
+            default_sampling=card.sampling,
+            dtype=card.dtype or None,
+            quantization=card.quantization or None,
+            format=card.format or None,
             dimensions=card.dimensions or msgspec.UNSET,
             shorter_dimensions=card.shorter_dimensions if card.dimensions else msgspec.UNSET,
         )
@@ -66,6 +101,20 @@ def create_model_routes(models: ModelDirectory) -> APIRouter:
         return _json(to_object(models.cards[name]))
 
     return router
+
+
+def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
+    """What the gateway holds requests for this model against."""
+    found = ModelLimits()
+    if "generate" in card.tasks:
+        found.max_output_tokens = min(limits.max_output_tokens, card.max_model_len - 1)
+    if card.supports_images:
+        generates = "generate" in card.tasks
+        found.max_images = limits.max_images if generates else limits.max_input_images
+        found.max_image_bytes = limits.max_image_bytes
+        found.max_image_pixels = limits.max_image_pixels
+        found.max_image_tokens = card.image_tokens or msgspec.UNSET
+    return found
 
 
 def _json(content: msgspec.Struct) -> Response:

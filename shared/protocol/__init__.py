@@ -1,7 +1,7 @@
 """The wire between gateway and worker: calls out, events back. Everybody imports its names from here."""
 
 from shared.protocol.call import Call, Envelope, Priority
-from shared.protocol.card import ModelCard
+from shared.protocol.card import ModelCard, SamplingDefaults
 from shared.protocol.codec import (
     decode_call,
     decode_card,
@@ -61,6 +61,7 @@ __all__ = [
     "Priority",
     "Report",
     "Rerank",
+    "SamplingDefaults",
     "SamplingParams",
     "Scores",
     "StageTimings",

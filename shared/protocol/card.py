@@ -4,6 +4,17 @@ from shared.protocol.content import Report
 from shared.protocol.version import PROTOCOL_VERSION
 
 
+class SamplingDefaults(Report, frozen=True, omit_defaults=True):
+    """How a model's makers sample it; None where they say nothing. What a client says goes before."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
 class ModelCard(Report, frozen=True):
     """What a model can do; the gateway's `/v1/models` is made of these.
 
@@ -20,4 +31,9 @@ class ModelCard(Report, frozen=True):
     dimensions: int = 0  #: of its vectors; 0: it makes none
     shorter_dimensions: tuple[int, ...] = ()  #: that a vector may be cut to
     prompts: tuple[str, ...] = ()  #: names of the prompts that may stand before a text
+    sampling: SamplingDefaults = SamplingDefaults()  #: where a request says nothing
+    dtype: str = ""  #: of its arithmetic; empty: unknown
+    quantization: str = ""  #: of its weights; empty: none, or unknown
+    format: str = ""  #: in which its weights were read: `safetensors`
+    adapters: tuple[str, ...] = ()  #: names under which variants of it are served
     version: int = PROTOCOL_VERSION  #: of the protocol that its workers speak

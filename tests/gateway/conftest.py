@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from shared.protocol import ModelCard
 from tests.factories_gateway import (
+    CARD,
     RunningGateway,
     ScriptedWorker,
     make_settings,
@@ -21,8 +23,16 @@ def changes() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-async def worker(redis_server: str, redis_prefix: str) -> AsyncIterator[ScriptedWorker]:
-    async with run_worker(redis_server, redis_prefix) as worker:
+def card() -> ModelCard:
+    """What the worker says of its model; tests override it by parametrization."""
+    return CARD
+
+
+@pytest.fixture
+async def worker(
+    redis_server: str, redis_prefix: str, card: ModelCard
+) -> AsyncIterator[ScriptedWorker]:
+    async with run_worker(redis_server, redis_prefix, card) as worker:
         yield worker
 
 

@@ -8,16 +8,19 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
+from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.cpu_level import choose_level
@@ -45,6 +48,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     with phases.measure("download"):
         report = phases.tell("download") if progress else None
         directory = resolve_model(settings.model, report)
+    sampling = read_sampling_defaults(directory, settings.generation_config)
     free = free_bytes(device)
     kernels = None
     if device.type == "cpu":
@@ -80,8 +84,20 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         vocab_size=config.text.vocab_size,
         supports_images=processor.image_tokens > 0,
         image_tokens=processor.image_tokens,
+        sampling=sampling,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization_of(directory, settings.quantization),
+        format="safetensors",
     )
     return LoadedEngine(engine, card)
+
+
+def quantization_of(directory: Path, chosen: str) -> str:
+    """How weights are quantized: as was asked for, else in the format that they are stored in."""
+    if chosen != "none":
+        return chosen
+    stored = read_fields(directory).section("quantization_config").get("quant_method")
+    return stored[:64] if isinstance(stored, str) else ""
 
 
 def choose_device(name: str) -> torch.device:

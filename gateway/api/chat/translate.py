@@ -7,6 +7,7 @@ becomes an exact `SamplingParams` value or an error that names it.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ from shared.protocol import (
     ImagePart,
     ModelCard,
     Priority,
+    SamplingDefaults,
     SamplingParams,
     TextPart,
 )
@@ -44,6 +46,9 @@ _NO_TOOLS = "no model calls functions here; send auto or none, or leave it out"
 _NO_CALLS = "no model calls functions here; send the turn as text"
 _MAX_NEUTRAL_BYTES = 256
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
+
+
+Number = TypeVar("Number", int, float)
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
@@ -63,7 +68,8 @@ def translate(
     priority = find_priority(request.service_tier, context.headers)
     count = num_choices(request, limits)
     # Of the request's random id, so that nothing here is random.
-    sampling = translate_sampling(request, limits, seed=int(context.id[:16], 16))
+    seed = int(context.id[:16], 16)
+    sampling = translate_sampling(request, limits, seed, card.sampling)
     conversation = translate_messages(request.messages, limits)
     check_model(sampling, card)
     wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
@@ -171,27 +177,41 @@ def _add_part(
 
 
 def translate_sampling(
-    request: ChatCompletionRequest, limits: LimitSettings, seed: int
+    request: ChatCompletionRequest, limits: LimitSettings, seed: int, defaults: SamplingDefaults
 ) -> SamplingParams:
-    """How to sample tokens. `seed` is used where the client gave none. Raises: InvalidRequest."""
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
+    """How to sample tokens. `seed` and `defaults` are used where the client says nothing.
+
+    Raises: InvalidRequest.
+    """
+    temperature = _first(request.temperature, defaults.temperature, 1.0)
+    top_p = _first(request.top_p, defaults.top_p, 1.0)
+    max_tokens = _max_tokens(request, limits)
+    min_tokens = _min_tokens(request, max_tokens, limits)
+    if max_tokens is None and defaults.max_tokens is not None:
+        max_tokens = min(max(defaults.max_tokens, min_tokens), limits.max_output_tokens)
     return SamplingParams(
-        max_tokens=(max_tokens := _max_tokens(request, limits)),
-        min_tokens=_min_tokens(request, max_tokens, limits),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
         top_p=max(top_p, _LEAST_TOP_P),
-        top_k=max(request.top_k or 0, 0),
-        min_p=request.min_p or 0.0,
+        top_k=max(_first(request.top_k, defaults.top_k, 0), 0),
+        min_p=_first(request.min_p, defaults.min_p, 0.0),
         seed=(seed if request.seed is None else request.seed) & _SEED_MASK,
         stop=_stop(request, limits),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(request, limits),
         num_logprobs=_num_logprobs(request, limits),
         ignore_eos=bool(request.ignore_eos),
     )
+
+
+def _first(asked: Number | None, default: Number | None, neutral: Number) -> Number:
+    """What the client says, else what the model's makers suggest, else what changes nothing."""
+    if asked is not None:
+        return asked
+    return neutral if default is None else default
 
 
 def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 
+import openai
 import pytest
 
 from gateway.http.errors import NotFound
-from shared.protocol import BlobRef, ModelCard
+from shared.protocol import BlobRef, ModelCard, SamplingDefaults
 from shared.queue.registry import WorkerRecord
 from shared.redis.link import RedisLink
 from tests.factories_gateway import (
@@ -374,7 +375,43 @@ async def test_models_are_listed_and_shown(gateway):
         "supports_images": True,
         "num_workers": 1,
         "tasks": ["generate"],
+        "input_modalities": ["text", "image"],
+        "output_modalities": ["text"],
+        "limits": {
+            "max_output_tokens": 511,
+            "max_images": 8,
+            "max_image_bytes": 16 * 1024 * 1024,
+            "max_image_pixels": 32_000_000,
+        },
+        "adapters": [],
+        "default_sampling": {},
+        "dtype": None,
+        "quantization": None,
+        "format": None,
     }
+
+
+async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_prefix):
+    card = ModelCard(
+        "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),
+        dtype="bfloat16", quantization="gptq", format="safetensors", adapters=("text:poet",),
+    )  # fmt: skip
+    settings = make_settings(redis_server, redis_prefix)
+    async with (
+        run_worker(redis_server, redis_prefix, card),
+        run_gateway_on_socket(settings) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
+    ):
+        [listed] = (await client.models.list()).data
+        shown = (await client.models.retrieve("text")).model_dump()
+    assert listed.model_dump() == shown
+    assert shown["input_modalities"] == ["text"]
+    assert shown["limits"] == {"max_output_tokens": 511}
+    assert shown["default_sampling"] == {"temperature": 0.6, "top_k": 20}
+    assert (shown["dtype"], shown["quantization"], shown["format"]) == (
+        "bfloat16", "gptq", "safetensors",
+    )  # fmt: skip
+    assert shown["adapters"] == ["text:poet"]
 
 
 async def test_models_with_a_worker_come_first_and_the_newest_of_them(redis_server, redis_prefix):

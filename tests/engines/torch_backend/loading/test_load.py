@@ -21,7 +21,7 @@ from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoin
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops import cpu_level
 from engines.torch_backend.ops.cpu_level import CpuLevel
-from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
+from shared.protocol import ChatMessage, ImagePart, SamplingDefaults, SamplingParams, TextPart
 
 CONFIG = {"kv_cache_bytes": 4 * 1024 * 1024, "device": "cpu", "dtype": "float32"}
 QUESTION = "What color is the star?"
@@ -114,7 +114,17 @@ def test_the_card_says_what_is_served(tiny: Path) -> None:
 
     assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", 512, 384)
     assert (card.supports_images, card.image_tokens) == (True, 16)
+    assert (card.dtype, card.quantization, card.format) == ("float32", "", "safetensors")
+    assert load(tiny, quantization="int8").card.quantization == "int8"
     assert load(tiny, served_name="other").card.name == "other"
+
+
+def test_the_card_says_how_the_makers_sample(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+
+    assert load(tiny).card.sampling == SamplingDefaults()
+    suggested = load(tiny, generation_config=str(tmp_path)).card.sampling
+    assert suggested == SamplingDefaults(0.5, top_k=3)
 
 
 def test_a_shorter_context_reaches_card_and_processor(tiny: Path) -> None:

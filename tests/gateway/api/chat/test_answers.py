@@ -5,10 +5,17 @@ import re
 import time
 
 import pytest
+from msgspec.structs import replace
 
-from shared.protocol import FinishReason, OutputLogprob, StageTimings, TokenLogprob
+from shared.protocol import (
+    FinishReason,
+    OutputLogprob,
+    SamplingDefaults,
+    StageTimings,
+    TokenLogprob,
+)
 from shared.telemetry.metrics import STAGES
-from tests.factories_gateway import Answer, make_body
+from tests.factories_gateway import CARD, Answer, make_body
 from tests.factories_images import data_url, encoded
 
 
@@ -153,6 +160,35 @@ async def test_defaults_are_openais(gateway, worker):
         sampling = worker.requests[-1].task.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
         assert (sampling.max_tokens, sampling.stop, sampling.num_logprobs) == (None, (), None)
+
+
+SUGGESTED = SamplingDefaults(0.25, 0.5, 7, 0.125, 1.5, 9)
+
+
+@pytest.mark.parametrize("card", [replace(CARD, sampling=SUGGESTED)])
+async def test_where_a_request_says_nothing_the_model_is_sampled_as_its_makers_suggest(
+    gateway, worker, card
+):
+    for body in (make_body(), make_body(temperature=None, top_k=None, max_tokens=None)):
+        await gateway.chat(body)
+        sampling = worker.requests[-1].task.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, 7)
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.125, 1.5)
+        assert sampling.max_tokens == 9
+    await gateway.chat(make_body(min_tokens=12))
+    assert worker.requests[-1].task.sampling.max_tokens == 12
+
+
+@pytest.mark.parametrize("card", [replace(CARD, sampling=SUGGESTED)])
+async def test_what_the_client_says_goes_before_what_the_makers_suggest(gateway, worker, card):
+    await gateway.chat(
+        make_body(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=99)
+    )
+    await gateway.chat(make_body(top_k=-1))
+    first, second = (request.task.sampling for request in worker.requests)
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0, 1, 0, 0)
+    assert (first.repetition_penalty, first.max_tokens) == (1, 99)
+    assert (second.top_k, second.temperature) == (0, 0.25)
 
 
 async def test_a_temperature_too_small_to_divide_by_is_greedy(gateway, worker):

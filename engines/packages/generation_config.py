@@ -1,0 +1,71 @@
+"""What a model's makers suggest for sampling: `generation_config.json`.
+
+As vLLM reads it: `do_sample` is not looked at, a temperature of 0 is how a client asks for greedy
+answers.
+"""
+
+import logging
+from pathlib import Path
+
+from engines.base import EngineStartError, UnsupportedCheckpoint
+from engines.packages.checkpoint_json import Fields, read_json
+from shared.protocol import SamplingDefaults
+
+_FILE = "generation_config.json"
+_MAX_TOKENS = 2**31 - 1
+
+logger = logging.getLogger(__name__)
+
+
+def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
+    """What to do where a request says nothing.
+
+    `choice`: `auto` reads the checkpoint's file, `none` no file, else it is a folder with another.
+    Raises: EngineStartError for a folder without the file.
+    """
+    if choice == "none":
+        return SamplingDefaults()
+    if choice != "auto":
+        directory = Path(choice).expanduser()
+        if not (directory / _FILE).is_file():
+            raise EngineStartError(
+                f"VLM_ENGINE__GENERATION_CONFIG: {directory} has no {_FILE}; "
+                "name a folder that has one, auto or none"
+            )
+    fields = read_json(directory / _FILE)
+    defaults = SamplingDefaults(
+        temperature=_number(fields, "temperature", 0, 2),
+        top_p=_number(fields, "top_p", 0, 1),
+        top_k=_whole(fields, "top_k", 0, _MAX_TOKENS),
+        min_p=_number(fields, "min_p", 0, 1),
+        repetition_penalty=_number(fields, "repetition_penalty", 0.1, 10),
+        max_tokens=_whole(fields, "max_new_tokens", 1, _MAX_TOKENS),
+    )
+    if defaults != SamplingDefaults():
+        logger.info(
+            "%s: where a request says nothing, %s (VLM_ENGINE__GENERATION_CONFIG=none for OpenAI's)",
+            _FILE,
+            ", ".join(
+                f"{name}={getattr(defaults, name)}"
+                for name in defaults.__struct_fields__
+                if getattr(defaults, name) is not None
+            ),
+        )
+    return defaults
+
+
+def _number(fields: Fields, name: str, least: float, most: float) -> float | None:
+    """A number that a client may send too; else none, for it is a suggestion only."""
+    try:
+        return fields.number(name, above=least - 1e-9, at_most=most)
+    except UnsupportedCheckpoint as problem:
+        logger.warning("this suggestion is left out: %s", problem)
+        return None
+
+
+def _whole(fields: Fields, name: str, least: int, most: int) -> int | None:
+    try:
+        return fields.whole(name, at_least=least, at_most=most)
+    except UnsupportedCheckpoint as problem:
+        logger.warning("this suggestion is left out: %s", problem)
+        return None

@@ -1,0 +1,66 @@
+"""What a model's makers suggest for sampling is read, bounded, and switched off by a setting."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.base import EngineStartError
+from engines.packages.generation_config import read_sampling_defaults
+from shared.protocol import SamplingDefaults
+
+NOTHING = SamplingDefaults()
+
+
+def write(directory: Path, **fields: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "generation_config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def test_what_is_suggested_is_read(tmp_path):
+    directory = write(
+        tmp_path, temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05,
+        max_new_tokens=2048, do_sample=True, eos_token_id=[1, 2], transformers_version="5.0.0",
+    )  # fmt: skip
+    found = read_sampling_defaults(directory, "auto")
+    assert found == SamplingDefaults(0.6, 0.95, 20, 0.01, 1.05, 2048)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": None, "do_sample": False}])
+def test_where_nothing_is_suggested_nothing_is_set(tmp_path, fields):
+    assert read_sampling_defaults(write(tmp_path, **fields), "auto") == NOTHING
+
+
+def test_a_checkpoint_without_the_file_suggests_nothing(tmp_path):
+    assert read_sampling_defaults(tmp_path, "auto") == NOTHING
+
+
+def test_greedy_values_stay(tmp_path):
+    directory = write(tmp_path, temperature=0, top_k=0)
+    assert read_sampling_defaults(directory, "auto") == SamplingDefaults(temperature=0.0, top_k=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 9), ("temperature", "hot"), ("top_p", 1.5), ("top_k", -3), ("top_k", 1.5),
+     ("min_p", -1), ("repetition_penalty", 0), ("max_new_tokens", 0), ("max_new_tokens", True)],
+)  # fmt: skip
+def test_a_value_that_no_client_may_send_is_left_out_with_a_warning(tmp_path, caplog, name, value):
+    directory = write(tmp_path, **{"repetition_penalty": 1.25, name: value})
+    found = read_sampling_defaults(directory, "auto")
+    expected = (
+        NOTHING if name == "repetition_penalty" else SamplingDefaults(repetition_penalty=1.25)
+    )
+    assert found == expected
+    assert name in caplog.text
+
+
+def test_the_file_may_be_left_out_or_be_another(tmp_path):
+    directory = write(tmp_path / "model", temperature=0.5)
+    other = write(tmp_path / "other", temperature=0.75)
+    assert read_sampling_defaults(directory, "none") == NOTHING
+    assert read_sampling_defaults(directory, str(other)).temperature == 0.75
+    with pytest.raises(EngineStartError, match=r"has no generation_config\.json"):
+        read_sampling_defaults(directory, str(tmp_path))
