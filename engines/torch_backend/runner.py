@@ -87,7 +87,7 @@ class TorchRunner:
         self._cuda: CudaSteps | None = None
         self._rotary: RotaryTable | None = None
         if is_native:
-            self._rotary = RotaryTable(text, self.max_model_len, dtype, device)
+            self._rotary = model.rotary(self.max_model_len, dtype, device)
         if is_cuda and self._rotary is not None:
             [pool] = self._kv_pools
             decoder = model.language_model

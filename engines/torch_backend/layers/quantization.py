@@ -7,6 +7,7 @@ Shape letters: K inputs, N outputs, G groups of inputs.
 """
 
 from abc import ABC, abstractmethod
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,27 @@ class Scheme(ABC):
     def swap_linears(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Put quantized linears, with undefined weights, in place of those that ask for it and fit."""
         for name, module in list(model.named_modules()):
-            if not isinstance(module, LinearWeights) or module.precision is not Precision.SCHEME:
-                continue
-            if self.fits(module.whole_shape):
+            if self._takes(module):
                 model.set_submodule(name, self.create_linear(module, dtype))
+
+    def _takes(self, module: nn.Module) -> TypeGuard[LinearWeights]:
+        is_asked = isinstance(module, LinearWeights) and module.precision is Precision.SCHEME
+        return is_asked and self.fits(module.whole_shape)
+
+    def convert_linears(self, model: nn.Module) -> int:
+        """Quantize the linears that ask for it and fit, one after another, scales as wide as weights; returns how many."""
+        names = [name for name, module in model.named_modules() if self._takes(module)]
+        for name in names:  # nothing here keeps what is replaced
+            linear = model.get_submodule(name)
+            assert isinstance(linear, LinearWeights)
+            weight = linear.weight.detach()
+            quantized = self.create_linear(linear, weight.dtype)
+            parts = self.quantize(weight, weight.dtype)
+            if linear.bias is not None:
+                parts["bias"] = linear.bias.detach()
+            quantized.load_state_dict(parts, assign=True)
+            model.set_submodule(name, quantized.requires_grad_(False))
+        return len(names)
 
     @abstractmethod
     def create_linear(self, linear: LinearWeights, dtype: torch.dtype) -> QuantizedLinear:

@@ -8,6 +8,7 @@ Shape letters: N tokens, R positions of a token, H heads, D head width.
 """
 
 import math
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,6 +54,14 @@ class RotaryTable:
         self.cos = torch.cat([angles.cos()] * 2, dim=-1).to(dtype).to(device)  # (positions, D)
         # the minus of "rotate half" lies in the table, so that rotating is a roll, a product and a sum
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).to(device)
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, channel_rows: Tensor | None, num_rows: int) -> Self:
+        """Of angles computed elsewhere; `sin` is signed. Shapes: two (positions, D), (D,)."""
+        table = cls.__new__(cls)
+        table.cos, table.sin = cos, sin
+        table.channel_rows, table.num_rows = channel_rows, num_rows
+        return table
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""

@@ -181,8 +181,10 @@ def load_model(
             "config.json: quantization_config has a scheme of this project's own modules alone; take the "
             "full-precision checkpoint and ask for --quantization"
         )
-    kept = frozenset() if model.converts_weights else stored_dtypes(ops)
-    reader = WeightReader(model, rename, form, device, dtype, kept)
+    kept = stored_dtypes(ops)
+    reader = WeightReader(
+        model, rename, form, device, dtype, frozenset() if model.converts_weights else kept
+    )
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     linear_bytes = 0
     if published is not None:
@@ -193,7 +195,7 @@ def load_model(
     if model.converts_weights:
         reader = WeightReader(model, rename, None, torch.device("cpu"), None)
     read = _read_all(reader, stored, published, progress or (lambda share: None))
-    model.take(read, family, device, dtype)
+    model = model.take(read, family, device, dtype, kept)
     read.clear()
     if published is not None:
         published.finish(model, linear_bytes)

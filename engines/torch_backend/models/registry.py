@@ -21,6 +21,7 @@ from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
 from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram, TextLimits, UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.multimodal.processor import MultimodalProcessor
@@ -100,6 +101,7 @@ class FamilyModel(nn.Module):
     language_model: (
         Any  #: the decoder, where the runner drives a `Llama` over one pool of keys and values
     )
+    speed_path = "native"  #: whose program computes the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` wants weights as they are stored
     shares_prefixes = True  #: whether blocks hold all that is known of their tokens
     num_position_rows = 1  #: R, where there is no such decoder
@@ -123,21 +125,27 @@ class FamilyModel(nn.Module):
     def release(self, request_id: str) -> None:
         """Let go of what is kept of a request beside keys and values. Idempotent."""
 
+    def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        """By what angles the decoder that the runner drives turns heads."""
+        return RotaryTable(self.language_model.text, max_positions, dtype, device)
+
     def take(
         self,
         weights: dict[str, Tensor],
         family: "ModelFamily",
         device: torch.device,
         dtype: torch.dtype,
-    ) -> None:
-        """Have a checkpoint's weights, to compute on that device in that precision.
+        kept: frozenset[torch.dtype] = frozenset(),
+    ) -> "FamilyModel":
+        """Have a checkpoint's weights, to compute on that device in that precision; returns what computes them.
 
-        Raises: UnsupportedCheckpoint for names and shapes that do not fit.
+        Matrices of types in `kept` may stay as they are stored. Raises: UnsupportedCheckpoint for names and shapes that do not fit.
         """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()
         _check_weights(renamed, dict(self.state_dict()))
         self.load_state_dict(renamed, assign=True)
+        return self
 
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """Have the linear maps of a scheme, where they were not there to be loaded."""

@@ -18,6 +18,10 @@ class GenericFamily:
     architectures = ()
     model_type = ""
 
+    def __init__(self, lowers: bool = True) -> None:
+        """`lowers`: our own program computes the decoders that it can say."""
+        self._lowers = lowers
+
     def claims(self, config: Fields) -> bool:
         """Whether transformers implements it."""
         return find_class(config) is not None
@@ -38,7 +42,7 @@ class GenericFamily:
         if mesh.size > 1:
             name = config.model_class.__name__
             raise UnsupportedCheckpoint(f"{name} cannot be shared by {mesh.size} devices yet")
-        return GenericModel(config)
+        return GenericModel(config, self._lowers)
 
     def rename(self, name: str, config: GenericConfig) -> str:
         """Names are transformers' to read."""

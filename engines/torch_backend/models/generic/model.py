@@ -19,7 +19,7 @@ from transformers.utils import logging as their_logging
 from engines.core.request import ImageInput
 from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.layers.quantization import Scheme
-from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
     LayerSpec,
@@ -36,6 +36,7 @@ from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import largest_difference
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
+from engines.torch_backend.models.lowered import lower
 from engines.torch_backend.models.registry import (
     FamilyModel,
     FlatStep,
@@ -67,13 +68,15 @@ class GenericModel(FamilyModel):
 
     config: GenericConfig
     converts_weights = True
+    speed_path = "generic"
     inner: PreTrainedModel
 
-    def __init__(self, config: GenericConfig) -> None:
+    def __init__(self, config: GenericConfig, lowers: bool = True) -> None:
         super().__init__()
+        self._lowers = lowers
         self.config = config
         self.language_model = None
-        self._specs: dict[nn.Module, LayerSpec] = {}
+        self.specs: dict[nn.Module, LayerSpec] = {}  #: of layers of attention, in their order
         self._layers: list[PagedLayer] = []
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
@@ -90,29 +93,49 @@ class GenericModel(FamilyModel):
         family: ModelFamily,
         device: torch.device,
         dtype: torch.dtype,
-    ) -> None:
-        """Have transformers make the model of a checkpoint's weights, and find out what its layers ask for.
+        kept: frozenset[torch.dtype] = frozenset(),
+    ) -> FamilyModel:
+        """Have transformers make the model of a checkpoint's weights, and our program its decoder where it can.
 
         Raises: UnsupportedCheckpoint.
         """
+        first = _loading_dtype(weights, dtype, kept) if self._lowers else dtype
+        self._make(weights, device, first)
+        if not self._lowers:
+            return self
+        name = self.config.model_class.__name__
+        try:
+            lowered = lower(self, dtype)
+        except BeyondOurProgram as refusal:
+            logger.info("%s: generic, transformers computes the decoder: %s", name, refusal)
+        else:
+            logger.info("%s: lowered, our program computes the decoder", name)
+            return lowered
+        if first != dtype:
+            self._make(weights, device, dtype)
+        return self
+
+    def _make(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Have the model in that precision, and find out what its layers ask for."""
         self.inner = self._load(weights, device, dtype).requires_grad_(False).eval()
         self.find_arguments()
         text = self._text
         self._own_attention = text._attn_implementation
         text._attn_implementation_internal = NAME
+        self._mixers, self._states = [], SequenceStates()
         for module in self.inner.modules():
             if is_mixer(module):
                 mixer: Any = Mixer(module, self._states)
                 module.forward = mixer
                 self._mixers.append(mixer)
         self.num_position_rows = len(self._probing_positions())
-        self._specs = self._probe(device)
-        check_masks(self.inner, list(self._specs.values()))
+        self.specs = self._probe(device)
+        check_masks(self.inner, list(self.specs.values()))
         if self.config.takes_images:
             sight = find_sight(self.inner)
-            self._specs = {
+            self.specs = {
                 module: replace(spec, sees_images=sight is None or spec.kind in sight)
-                for module, spec in self._specs.items()
+                for module, spec in self.specs.items()
             }
 
     def find_arguments(self) -> None:
@@ -191,7 +214,7 @@ class GenericModel(FamilyModel):
     @property
     def kv_shapes(self) -> Sequence[PoolShape]:
         """One pool for all layers of a shape; who reads another's keys and values has no place of its own."""
-        own = [spec.pool_shape for spec in self._specs.values() if spec.shares is None]
+        own = [spec.pool_shape for spec in self.specs.values() if spec.shares is None]
         return [PoolShape(own.count(shape), *shape) for shape in dict.fromkeys(own)]
 
     def limit(self, max_model_len: int) -> None:
@@ -201,7 +224,7 @@ class GenericModel(FamilyModel):
         num_taken = [0] * len(shapes)
         places: list[tuple[int, int]] = []
         self._layers = []
-        for module, spec in self._specs.items():
+        for module, spec in self.specs.items():
             if spec.shares is not None:
                 places.append(places[spec.shares])
             else:
@@ -229,7 +252,7 @@ class GenericModel(FamilyModel):
     @property
     def _layers_name(self) -> str:
         """Of the list of layers that hold the attention."""
-        first = next(iter(self._specs))
+        first = next(iter(self.specs))
         name = next(name for name, module in self.inner.named_modules() if module is first)
         return re.split(r"\.\d+\.", name)[0]
 
@@ -241,7 +264,7 @@ class GenericModel(FamilyModel):
         for layer in self._layers:
             layer.step = paged
         ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)
-        inputs = self._inputs(ids, step.images)
+        inputs = self.inputs(ids, step.images)
         if not self._mixers:
             return self._call(ids, positions, step.rows, inputs)
         self._states.begin(step.items)
@@ -291,7 +314,7 @@ class GenericModel(FamilyModel):
         """Those that the prompt has slots for."""
         return image.pixels.num_slots if isinstance(image.pixels, ProcessedImage) else None
 
-    def _inputs(self, token_ids: Tensor, images: list[ImageSlots]) -> dict[str, Any]:
+    def inputs(self, token_ids: Tensor, images: list[ImageSlots]) -> dict[str, Any]:
         """What the model is given beside tokens and positions."""
         slot_id = getattr(self.inner.config, "image_token_id", None)
         types = {name for name in self._arguments if name.endswith("token_type_ids")}
@@ -343,6 +366,16 @@ class GenericModel(FamilyModel):
             yield self.inner
         finally:
             self._text._attn_implementation_internal = NAME
+
+
+def _loading_dtype(
+    weights: dict[str, Tensor], dtype: torch.dtype, kept: frozenset[torch.dtype]
+) -> torch.dtype:
+    """That of all weights, where kernels read them so and it is narrower than the engine's; else the engine's."""
+    stored = {x.dtype for x in weights.values() if x.is_floating_point()}
+    [first, *others] = stored or {dtype}
+    is_narrow = first in kept and first.itemsize < dtype.itemsize
+    return first if is_narrow and not others else dtype
 
 
 def _wholes(step: FlatStep) -> list[Whole]:

@@ -9,7 +9,8 @@ import inspect
 import io
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,9 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
 from engines.core.runner import Prompt
+from engines.core.sequence import ScheduledSequence, Sequence
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models.generic.family import FAMILY
+from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import FamilyModel, find_family
@@ -48,7 +50,7 @@ QUICK = frozenset({
 })  # fmt: skip
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
-HEAD = "| family | architecture | images | prefix cache | decoder |\n|---|---|---|---|---|\n"
+HEAD = "| family | architecture | images | prefix cache | speed path |\n|---|---|---|---|---|\n"
 CROWDED = (ways.run_preempted, ways.run_overlapped)
 NEED_PREFIXES = (ways.run_prefix_cached, ways.run_under_all_of_it)
 #: of the ways, those that are made of the others
@@ -75,6 +77,7 @@ class Loaded:
     """A family's checkpoint, loaded as a worker loads it, and what transformers answers."""
 
     family: Family
+    directory: Path
     model: FamilyModel
     processor: TorchProcessor
     requests: list[EngineRequest]
@@ -100,8 +103,8 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-def load(directory: Path) -> tuple[FamilyModel, TorchProcessor]:
-    family, config = FAMILY, FAMILY.check(read_fields(directory))
+def load(directory: Path, family: GenericFamily = FAMILY) -> tuple[FamilyModel, TorchProcessor]:
+    config = family.check(read_fields(directory))
     multimodal = family.processor(directory, config)
     return (
         load_model(directory, family, config, CPU, torch.float32),
@@ -144,11 +147,12 @@ def load_family(family: Family, directory: Path) -> Loaded:
     theirs = load_reference(directory, family.auto)
     if family.create_processor is None:
         expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
-        return Loaded(family, model, processor, make_requests(), expected)
+        return Loaded(family, directory, model, processor, make_requests(), expected)
     asked = {name: ask(processor, question) for name, question in QUESTIONS.items()}
     inputs = process_as_transformers_does(directory, theirs)
     return Loaded(
         family,
+        directory,
         model,
         processor,
         [make_request(name, prompt) for name, prompt in asked.items()],
@@ -169,7 +173,7 @@ def process_as_transformers_does(directory: Path, model: Any) -> Callable[..., d
     types = {*taken} & {"mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"}
     counts_grids = any("grid" in name for name in taken)
 
-    def process(question: Sequence[Any], token_ids: list[int]) -> dict[str, Any]:
+    def process(question: Several[Any], token_ids: list[int]) -> dict[str, Any]:
         images = [
             Image.open(io.BytesIO(make_image(*part)))
             for part in question
@@ -209,7 +213,7 @@ def loaded(
         f"`{family.architecture}`",
         "yes" if family.create_processor else "",
         "yes" if loaded.model.shares_prefixes else "no: states",
-        "transformers'" if find_family(directory)[0] is FAMILY else "ours",
+        loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native",
     ]
     rows.append(f"| {' | '.join(cells)} |\n")
     return loaded
@@ -263,6 +267,36 @@ def test_kernels_give_the_same_tokens(loaded: Loaded) -> None:
         for output in engine.step():
             tokens[output.request_id] += output.token_ids
     assert tokens == loaded.expected
+
+
+def test_a_lowered_decoder_scores_as_transformers_modules_do(loaded: Loaded) -> None:
+    if loaded.model.speed_path != "lowered":
+        pytest.skip("transformers' modules compute it")
+    generic, _ = load(loaded.directory, GenericFamily(lowers=False))
+    assert generic.speed_path == "generic"
+    settings = TorchSettings(num_kv_blocks=256, block_size=4)
+    scores: list[torch.Tensor] = []
+    for model in (loaded.model, generic):
+        runner = TorchRunner(model, settings, CPU, torch.float32)
+        scores.append(torch.cat([score(runner, request) for request in loaded.requests]))
+    assert not torch.equal(*scores)  # they are not the same code
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-4 * float(scores[1].std()))
+
+
+def score(runner: TorchRunner, request: EngineRequest) -> torch.Tensor:
+    """Behind each third token of a prompt, in chunks. Shapes: returns (chunks, V)."""
+    ids = request.prompt_token_ids
+    sequence = Sequence(
+        request.request_id, list(ids), len(ids), request.sampling, request.images,
+        prompt_positions=request.positions,
+    )  # fmt: skip
+    sequence.block_ids = list(range(len(ids) // 4 + 1))
+    rows = []
+    while sequence.num_pending_tokens:
+        item = ScheduledSequence(sequence, min(3, sequence.num_pending_tokens))
+        rows.append(runner.logits([item]))
+        sequence.num_computed_tokens = item.end
+    return torch.cat(rows)
 
 
 def test_every_tested_architecture_is_in_the_table() -> None:

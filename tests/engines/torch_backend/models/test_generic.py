@@ -17,7 +17,7 @@ from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.causal_lm import CausalFamily
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
-from engines.torch_backend.models.generic.family import FAMILY
+from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.hf_config import read_fields
@@ -45,6 +45,7 @@ from tests.engines.torch_backend.models.test_families import (
 
 LLAMA = text("Llama", "Llama")
 WINDOWED = text("Mistral", "Mistral", sliding_window=8)
+GENERIC = GenericFamily(lowers=False)
 
 
 def write(family: Family, directory: Path, **changes: Any) -> Path:
@@ -110,7 +111,7 @@ def test_frequencies_do_not_depend_on_who_shares_the_step(kind: str, tmp_path: P
     write_checkpoint(family, tmp_path)
     model, processor = load(tmp_path)
     wanted = make_requests(max_tokens=8)
-    loaded = Loaded(family, model, processor, wanted, {})
+    loaded = Loaded(family, tmp_path, model, processor, wanted, {})
     alone = ways.run_alone(loaded.start, wanted)
     assert ways.run_batched(loaded.start, wanted) == alone
     assert ways.run_chunked(loaded.start, wanted) == alone
@@ -123,7 +124,7 @@ def _rope(kind: str, values: dict[str, Any]) -> dict[str, Any]:
 def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(tmp_path: Path) -> None:
     """Then `**kwargs` would swallow `logits_to_keep`."""
     write_checkpoint(WINDOWED, tmp_path)
-    model, processor = load(tmp_path)
+    model, processor = load(tmp_path, GENERIC)
     assert isinstance(model, GenericModel)
     whole = type(model.inner).forward
 
@@ -133,7 +134,7 @@ def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(tmp_p
 
     model.inner.forward = MethodType(forward, model.inner)
     model.find_arguments()
-    loaded = Loaded(WINDOWED, model, processor, make_requests(), {})
+    loaded = Loaded(WINDOWED, tmp_path, model, processor, make_requests(), {})
     theirs = load_reference(tmp_path)
     expected = {name: generate(theirs, ids) for name, ids in prompts().items()}
     assert ways.run_chunked(loaded.start, loaded.requests) == expected
@@ -156,7 +157,7 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
     change: Callable[[PagedLayer], None], tmp_path: Path
 ) -> None:
     write_checkpoint(WINDOWED, tmp_path)
-    model, _ = load(tmp_path)
+    model, _ = load(tmp_path, GENERIC)
     runner = start(model)
     model.verify(runner, "always")
     for module in model.modules():
@@ -234,9 +235,9 @@ def test_the_context_is_the_models_own(tmp_path: Path) -> None:
 def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
     """Every way gives the same tokens, and they are those of the weights that the integers stand for."""
     write_checkpoint(WINDOWED, tmp_path)
-    config = FAMILY.check(read_fields(tmp_path))
-    model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, SCHEMES[scheme])
-    whole, processor = load(tmp_path)
+    config = GENERIC.check(read_fields(tmp_path))
+    model = load_model(tmp_path, GENERIC, config, CPU, torch.float32, SCHEMES[scheme])
+    whole, processor = load(tmp_path, GENERIC)
     assert isinstance(model, GenericModel)
     assert isinstance(whole, GenericModel)
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
@@ -246,7 +247,7 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
             held: Any = module.weights
             whole.inner.get_submodule(name).weight.data = held.dequantized()
     loaded, expected = (
-        Loaded(WINDOWED, each, processor, make_requests(), {}) for each in (model, whole)
+        Loaded(WINDOWED, tmp_path, each, processor, make_requests(), {}) for each in (model, whole)
     )
     tokens = ways.run_batched(expected.start, expected.requests)
     assert ways.run_batched(loaded.start, loaded.requests) == tokens
@@ -257,10 +258,10 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}])
 def test_the_self_check_allows_for_rounding(changes: dict[str, str], tmp_path: Path) -> None:
     write_checkpoint(WINDOWED, tmp_path)
-    config = FAMILY.check(read_fields(tmp_path))
+    config = GENERIC.check(read_fields(tmp_path))
     settings = TorchSettings.model_validate({"num_kv_blocks": 64, "block_size": 4, **changes})
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    model = load_model(tmp_path, FAMILY, config, CPU, dtype)
+    model = load_model(tmp_path, GENERIC, config, CPU, dtype)
     model.verify(TorchRunner(model, settings, CPU, dtype), "always")
 
 

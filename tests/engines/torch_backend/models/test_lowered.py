@@ -1,0 +1,185 @@
+"""Which decoders our own program computes, and that it leaves to transformers what it does not understand."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.llama import modeling_llama
+
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models import causal_lm
+from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
+from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.ops.registry import cpu_ops
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models.family_table import (
+    FAMILIES,
+    LATENT,
+    LLAMA3_ROPE,
+    Family,
+    text,
+    write_checkpoint,
+)
+from tests.engines.torch_backend.models.test_families import (
+    CPU,
+    Loaded,
+    load,
+    load_family,
+    make_requests,
+    score,
+)
+
+PLAIN_SCALE = {"attention_multiplier": 0.25}
+LLAMA = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
+
+
+def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    """Who computes the decoder, and what the log says of it."""
+    write_checkpoint(family, directory)
+    with caplog.at_level(logging.INFO, "engines.torch_backend.models.generic.model"):
+        model, _ = load(directory)
+    [line] = [text for text in caplog.messages if "the decoder" in text]
+    return model.speed_path, line
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (text("SmolLM3", "SmolLM3", num_hidden_layers=4), "layer 3 makes something else of the same"),
+        (text("Granite", "Granite", embedding_multiplier=3.0, **PLAIN_SCALE), "behind embeddings"),
+        (text("Granite", "Granite", residual_multiplier=0.5, **PLAIN_SCALE), "layer 0 makes something else"),
+        (text("Granite", "Granite", logits_scaling=2.0, **PLAIN_SCALE), "behind the head"),
+        (text("Granite", "Granite", attention_multiplier=0.2), "a scale of its own"),
+        (text("StableLM", "StableLm"), "another norm"),
+        (text("Llama", "Llama", hidden_act="sigmoid"), "activation"),
+        (text("Mixtral", "Mixtral", num_local_experts=4), "mlp"),
+        (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT), "widths"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Family) else "",
+)  # fmt: skip
+def test_what_the_program_does_not_say_stays_generic_with_its_reason(
+    family: Family, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, line = path_of(family, tmp_path, caplog)
+    assert path == "generic"
+    assert reason in line
+
+
+def _between_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        is_second = self.self_attn.layer_idx == 1
+        return forward(self, hidden_states * (2 if is_second else 1), *args, **kwargs)
+
+    return changed
+
+
+def _after_layers(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs).tanh()
+
+    return changed
+
+
+@pytest.mark.parametrize("change", [_between_layers, _after_layers])
+def test_a_layer_of_the_same_parts_that_computes_something_else_is_found(
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = modeling_llama.LlamaDecoderLayer
+    monkeypatch.setattr(layer, "forward", change(layer.forward))
+    path, line = path_of(LLAMA, tmp_path, caplog)
+    assert path == "generic"
+    assert "makes something else of the same" in line
+
+
+def test_it_computes_as_the_native_family_does(tmp_path: Path) -> None:
+    """The same program with the same weights, by transformers' angles."""
+    write_checkpoint(LLAMA, tmp_path)
+    lowered, _ = load(tmp_path)
+    native = load_model(
+        tmp_path, causal_lm.FAMILY, causal_lm.FAMILY.check(read_fields(tmp_path)), CPU, torch.float32
+    )  # fmt: skip
+    shape = native.language_model.text
+    assert lowered.language_model.text == replace(shape, rope_theta=10000.0, rope_scaling=None)
+    scores = [_scores(model, "fast") for model in (lowered, native)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("kernels", ["fast", "off"])
+def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_path: Path) -> None:
+    write_checkpoint(LLAMA, tmp_path)
+    ops = cpu_ops(kernels)
+    scores = []
+    for family in (FAMILY, causal_lm.FAMILY):
+        model = load_model(
+            tmp_path, family, family.check(read_fields(tmp_path)), CPU, torch.float32, SCHEMES[scheme], ops=ops
+        )  # fmt: skip
+        scores.append(_scores(model, kernels))
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
+
+
+def _scores(model: FamilyModel, kernels: Any) -> torch.Tensor:
+    settings = TorchSettings(num_kv_blocks=64, block_size=4)
+    runner = TorchRunner(model, settings, CPU, torch.float32, ops=cpu_ops(kernels))
+    return torch.cat([score(runner, request) for request in make_requests()])
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2.5-VL"])
+def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
+    name: str, tmp_path: Path
+) -> None:
+    """Half the memory; the tokens are those of the same numbers in float32."""
+    [family] = [each for each in FAMILIES if each.name == name]
+    write_checkpoint(family, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    rounded = {name: x.bfloat16() for name, x in weights.items()}
+    save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ops = cpu_ops("fast")
+    tokens = []
+    for lowering in (FAMILY, GenericFamily(lowers=False)):
+        config = lowering.check(read_fields(tmp_path))
+        model = load_model(tmp_path, lowering, config, CPU, torch.float32, ops=ops)
+        if isinstance(model.language_model, Llama):
+            attention: Any = model.language_model.model.layers[0]
+            assert attention.self_attn.q_proj.weight.dtype == torch.bfloat16
+            assert model.language_model.model.norm.weight.dtype == torch.float32
+            others = [p for n, p in model.named_parameters() if not n.startswith("language_model")]
+            assert all(p.dtype == torch.float32 for p in others)
+        loaded = load_family_of(family, tmp_path, model)
+        tokens.append(ways.run_batched(partial(loaded.start, ops), loaded.requests))
+    assert tokens[0] == tokens[1]
+
+
+def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loaded:
+    """That model with the family's questions."""
+    loaded = load_family(family, directory.with_name(f"{directory.name}-asked"))
+    return Loaded(family, directory, model, loaded.processor, loaded.requests, {})
+
+
+def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
+    [family] = [each for each in FAMILIES if each.name == "Qwen2-VL"]
+    loaded = load_family(family, tmp_path)
+    kept = sum(p.numel() for p in loaded.model.parameters())
+    stored = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
+    assert kept == stored
+
+
+def test_a_window_within_the_context_is_not_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, line = path_of(text("Mistral", "Mistral", sliding_window=8), tmp_path, caplog)
+    assert (path, "a window" in line) == ("generic", True)
