@@ -39,8 +39,9 @@ class Scheme(ABC):
                 model.set_submodule(name, self.create_linear(module, dtype))
 
     def _takes(self, module: nn.Module) -> TypeGuard[LinearWeights]:
-        is_asked = isinstance(module, LinearWeights) and module.precision is Precision.SCHEME
-        return is_asked and self.fits(module.whole_shape)
+        if not isinstance(module, LinearWeights) or module.precision is not Precision.SCHEME:
+            return False
+        return self.fits(module.whole_shape)
 
     def convert_linears(self, model: nn.Module) -> int:
         """Quantize the linears that ask for it and fit, one after another, scales as wide as weights; returns how many."""

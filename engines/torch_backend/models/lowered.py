@@ -269,7 +269,7 @@ def _read_decoder(front: Any, stack: Any, dtype: torch.dtype) -> Llama:
 
 def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
     """What each layer's attention asks for, which has to be all that is there."""
-    found: Mapping[nn.Module, LayerSpec] = front.specs
+    found: Mapping[Any, LayerSpec] = front.specs
     specs = [found.get(getattr(layer, "self_attn", None)) for layer in layers]
     if len(found) != len(specs) or not all(specs):
         raise BeyondOurProgram("not every layer is one of attention")

@@ -118,7 +118,7 @@ FAMILIES = [
         attention_multiplier=0.2,
     ),
     text("Cohere 2", "Cohere2", sliding_window=6, **MIXED),
-    text("SmolLM3", "SmolLM3"),
+    text("SmolLM3", "SmolLM3", num_hidden_layers=4),
     text("Mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
     text("Qwen3-MoE", "Qwen3Moe", head_dim=16, **EXPERTS),
     text("GPT-OSS", "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6, **MIXED),

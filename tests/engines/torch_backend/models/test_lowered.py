@@ -40,7 +40,8 @@ from tests.engines.torch_backend.models.test_families import (
     score,
 )
 
-PLAIN_SCALE = {"attention_multiplier": 0.25}
+LATENT_HEADS: dict[str, Any] = {**LATENT}
+PLAIN_SCALE: dict[str, Any] = {"attention_multiplier": 0.25}
 LLAMA = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
 
 
@@ -64,7 +65,7 @@ def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -
         (text("StableLM", "StableLm"), "another norm"),
         (text("Llama", "Llama", hidden_act="sigmoid"), "activation"),
         (text("Mixtral", "Mixtral", num_local_experts=4), "mlp"),
-        (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT), "widths"),
+        (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT_HEADS), "widths"),
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
 )  # fmt: skip
