@@ -8,6 +8,7 @@ A worker asks what the engine can do (`capabilities`), prepares calls in its thr
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from PIL import Image
@@ -47,6 +48,14 @@ class InvalidRequest(RequestError):
     """A parameter that this model cannot honour, such as a biased token outside its vocabulary."""
 
 
+class BadAdapter(RequestError):
+    """An adapter that cannot be loaded; the message says why and what would do."""
+
+
+class AdapterUnavailable(RequestError):
+    """The request's adapter is not loaded here, or not any more."""
+
+
 class EngineStartError(Exception):
     """An engine that cannot be made until the operator mends what the message names."""
 
@@ -79,6 +88,34 @@ class EngineCall:
     tenant: str = ""  #: tenants share no cache
     priority: Priority = Priority.INTERACTIVE
     output_token_ids: tuple[int, ...] = ()  #: told by earlier attempts, to be continued
+    adapter: str = ""  #: digest of a loaded one; empty: the model itself
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What an adapter may be."""
+
+    max_rank: int
+    max_bytes: int  #: of its files
+
+
+class Adapter(Protocol):
+    """Changes to a model's weights that an engine holds beside them, for the requests that ask."""
+
+    @property
+    def digest(self) -> str:
+        """Of its files: the same content has the same name everywhere."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The largest of its changes."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """In the device's memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +213,13 @@ class Engine(ABC, Generic[Input]):
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
         """What `add` takes; `images[i]` is the task's i-th. Thread-safe. Raises: RequestError."""
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
+        """Hold an adapter, by its digest, from now on. Thread-safe. Raises: BadAdapter."""
+        raise BadAdapter("the model's engine takes no adapters")
+
+    def unload_adapter(self, digest: str) -> None:
+        """Give an adapter to no further request; those that have it keep it. Thread-safe."""
 
     @abstractmethod
     def add(self, request: Input) -> None:

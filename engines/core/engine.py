@@ -8,9 +8,13 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engines.base import (
+    Adapter,
+    AdapterLimits,
+    AdapterUnavailable,
     Capabilities,
     Decode,
     Engine,
@@ -119,6 +123,7 @@ class BatchingEngine(Engine[EngineRequest]):
             # A sequence alone must fit, or it would wait for ever.
             runner.num_blocks * runner.block_size,
         )
+        self._adapters: dict[str, Adapter] = {}  # by digest
         self._generations: dict[str, Generation] = {}
         self._finished_early: list[EngineOutput] = []  # requests that came complete
         self._startup_s = dict(startup_s or {})
@@ -153,7 +158,26 @@ class BatchingEngine(Engine[EngineRequest]):
             call.tenant,
             call.priority,
             prompt.positions,
+            self._find_adapter(call.adapter),
         )
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
+        """Hold an adapter for requests to come. Raises: BadAdapter."""
+        adapter = self.runner.load_adapter(directory, limits)
+        return self._adapters.setdefault(adapter.digest, adapter)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter; sequences that have it keep it until they end."""
+        self._adapters.pop(digest, None)
+
+    def _find_adapter(self, digest: str) -> Adapter | None:
+        """Raises: AdapterUnavailable."""
+        if not digest:
+            return None
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            raise AdapterUnavailable("the adapter is not loaded any more", "model")
+        return adapter
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request. Raises: PromptTooLong, InvalidRequest, and then nothing is queued."""
@@ -231,9 +255,15 @@ class BatchingEngine(Engine[EngineRequest]):
             num_encoder_hits=num_hits,
             encoder_cache_bytes=encoder_cache_bytes,
             num_preemptions=self.scheduler.num_preemptions,
-            memory_bytes=self.runner.memory_bytes(),
+            memory_bytes=self._memory_bytes(),
             startup_s=self._startup_s,
         )
+
+    def _memory_bytes(self) -> dict[str, int]:
+        found = self.runner.memory_bytes()
+        if self._adapters:
+            found["adapters"] = sum(each.num_bytes for each in tuple(self._adapters.values()))
+        return found
 
     def close(self) -> None:
         """Forget all requests and free the device. Idempotent."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engines.base import Adapter
 from shared.protocol import Priority, SamplingParams
 
 
@@ -54,3 +55,11 @@ class EngineRequest:
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
     positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
+    adapter: Adapter | None = None
+
+    @property
+    def block_salt(self) -> str:
+        """What blocks of equal tokens share: keys and values depend on the adapter too."""
+        return (
+            self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.digest}"
+        )

@@ -6,9 +6,10 @@ A backend is a `ModelRunner` (computes steps, called by the engine thread alone)
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from engines.base import Decode
+from engines.base import Adapter, AdapterLimits, Decode
 from engines.core.request import ImageInput, Positions
 from engines.core.sequence import Batch
 from engines.image_decoder import decode_image
@@ -100,6 +101,10 @@ class ModelRunner(Protocol):
 
     def run(self, batch: Batch) -> StepResult:
         """Launch a step and wait for it."""
+        ...
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
+        """Make an adapter of its files, for sequences to have. Thread-safe. Raises: BadAdapter."""
         ...
 
     def release(self, request_id: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engines.base import Adapter
 from engines.core.request import EngineRequest, ImageInput, Positions
 from shared.protocol import FinishReason, Priority, SamplingParams
 
@@ -38,6 +39,7 @@ class Sequence:
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
     prompt_positions: Positions = ()  #: rotary ones; empty: 0, 1, 2 ...
+    adapter: Adapter | None = None
     max_output_tokens: int = 1
     eos_token_ids: tuple[int, ...] = ()  #: not drawn before `sampling.min_tokens`
     status: SequenceStatus = SequenceStatus.WAITING
@@ -68,9 +70,10 @@ class Sequence:
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
             images=request.images,
-            cache_salt=request.cache_salt,
+            cache_salt=request.block_salt,
             priority=request.priority,
             prompt_positions=request.positions,
+            adapter=request.adapter,
             max_output_tokens=max_output_tokens,
             eos_token_ids=tuple(eos_token_ids) if request.sampling.min_tokens else (),
             num_restored_tokens=len(request.output_token_ids),

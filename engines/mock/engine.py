@@ -11,12 +11,20 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from hashlib import shake_128
+from hashlib import sha256, shake_128
+from pathlib import Path
 from random import Random
 
 from PIL import Image
 
-from engines.base import Decode, InvalidImage, LoadedEngine, Progress
+from engines.base import (
+    AdapterLimits,
+    BadAdapter,
+    Decode,
+    InvalidImage,
+    LoadedEngine,
+    Progress,
+)
 from engines.core.engine import BatchingEngine
 from engines.core.request import ImageInput
 from engines.core.runner import Prompt, StepResult, TokenChoice, Tokenizer
@@ -119,6 +127,15 @@ class MockStep:
         return self.result
 
 
+@dataclass(frozen=True, slots=True)
+class MockAdapter:
+    """Makes other answers."""
+
+    digest: str
+    rank: int = 1
+    num_bytes: int = 0
+
+
 class MockRunner:
     """Pretends to compute steps: draws words, counts images, takes as long as a model."""
 
@@ -162,6 +179,16 @@ class MockRunner:
             vision_s *= jitter
             self._free_at = max(self._free_at, time.perf_counter()) + step_s * jitter
         return MockStep(StepResult(choices, vision_s), self._free_at)
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> MockAdapter:
+        """Whatever `adapter_config.json` holds. Raises: BadAdapter without one, or where it is too large."""
+        file = directory / "adapter_config.json"
+        if not file.is_file():
+            raise BadAdapter(f"there is no {file.name}: give a directory that peft has saved")
+        content = file.read_bytes()
+        if len(content) > limits.max_bytes:
+            raise BadAdapter(f"the adapter has {len(content)} bytes: at most {limits.max_bytes}")
+        return MockAdapter(sha256(content).hexdigest()[:32])
 
     def release(self, request_id: str) -> None:
         """Drop what is kept for a request that ended."""
@@ -238,11 +265,13 @@ class MockRunner:
 
 
 def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
-    """The start of an answer: a pure function of prompt, images and, unless greedy, seed."""
+    """The start of an answer: a pure function of prompt, images, adapter and, unless greedy, seed."""
     seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else None
     image_keys = [(image.offset, image.image_hash) for image in sequence.images]
     stream = shake_128(repr((seed, sequence.num_prompt_tokens, image_keys)).encode())
     stream.update(array("q", sequence.token_ids[: sequence.num_prompt_tokens]))
+    if sequence.adapter is not None:
+        stream.update(sequence.adapter.digest.encode())
     return stream.digest(num_bytes)
 
 

@@ -5,10 +5,12 @@ they live, the scheduler has decided; nothing here waits, queues or decides when
 """
 
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engines.base import AdapterLimits
 from engines.core.runner import (
     ComputedStep,
     DeviceOutOfMemory,
@@ -23,6 +25,7 @@ from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel, FlatStep
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
@@ -96,6 +99,7 @@ class TorchRunner:
         self._ops = self._cuda.ops if self._cuda else ops or cpu_ops("off")
         model.bind(self._ops, dtype)
         model.limit(self.max_model_len)
+        self._loras: Loras | None = None  # from the first adapter on
         self._sampled: list[TokenChoice | None] = []  # by the last step that was computed at once
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(
@@ -119,6 +123,13 @@ class TorchRunner:
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
+        """An adapter on the device, of files that peft wrote. Raises: BadAdapter."""
+        if self._loras is None:
+            dtype = torch.float32 if self._ops.is_native else self._dtype
+            self._loras = Loras(self.model, dtype, self.device)
+        return self._loras.load(directory, limits)
 
     def release(self, request_id: str) -> None:
         """Let go of the images that a request holds, and of what layers keep of it."""
@@ -170,7 +181,8 @@ class TorchRunner:
 
     def _launch(self, batch: Batch) -> RunningStep:
         items = batch.items
-        if self._cuda is not None and (step := self._cuda.decode(items)) is not None:
+        is_plain = self._loras is None or not _are_adapted(items)
+        if self._cuda is not None and is_plain and (step := self._cuda.decode(items)) is not None:
             return step
         # A GPU encodes images fast enough.
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
@@ -214,9 +226,16 @@ class TorchRunner:
         return self._logits(items, plan, [span.stop - 1 for span in spans])
 
     def _logits(
-        self, items: list[ScheduledSequence], plan: AttentionPlan, rows: list[int]
+        self,
+        items: list[ScheduledSequence],
+        plan: AttentionPlan,
+        rows: list[int],
+        is_adapted: bool = False,
     ) -> Tensor:
         """Scores behind the new tokens of these rows. Shapes: returns (rows, vocabulary)."""
+        if self._loras is not None and not is_adapted and _are_adapted(items):
+            with self._loras.applied(items, plan.spans):
+                return self._logits(items, plan, rows, is_adapted=True)
         if plan.fresh_blocks is not None:
             for pool in self._kv_pools:
                 pool.clear(plan.fresh_blocks)
@@ -257,6 +276,10 @@ class TorchRunner:
         choice = self._sampled[item.follows]
         assert choice is not None
         return [choice.token_id]
+
+
+def _are_adapted(items: list[ScheduledSequence]) -> bool:
+    return any(item.sequence.adapter is not None for item in items)
 
 
 def _to_spans(items: list[ScheduledSequence]) -> list[Span]:

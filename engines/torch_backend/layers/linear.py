@@ -7,7 +7,7 @@ of a device.
 Shape letters: M tokens, K inputs, N outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -110,6 +110,25 @@ class _ReorderedProduct:
         return self._product(x[:, self._order], add_to)
 
 
+#: Adds something to a product in place, given its inputs. Shapes: (M, N), (M, K).
+Delta = Callable[[Tensor, Tensor], None]
+
+
+class _AdaptedProduct:
+    """A product, and what is added to it."""
+
+    def __init__(self, product: Product, before: Before, delta: Delta) -> None:
+        self._product, self._before, self._delta = product, before, delta
+        self.max_tokens = product.max_tokens
+        self.takes_before, self.adds = product.takes_before, product.adds
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        inputs = self._before(x) if self.takes_before else x
+        y = self._product(x, add_to)
+        self._delta(y, inputs)
+        return y
+
+
 class Stream:
     """What goes through layers; what one has added waits for the next norm, which may add it in the same pass."""
 
@@ -161,6 +180,7 @@ class Linear:
         self._ops: Ops | None = None
         self._plain: Product = PlainProduct(self._parts, None)
         self.product: Product = self._plain
+        self._unadapted: tuple[Product, Product] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -174,6 +194,22 @@ class Linear:
         parts = self._parts()
         self._plain = PlainProduct(self._parts, dtype)
         self.product = self._bind_reordered(ops, parts, dtype) or self._plain
+
+    @property
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """The maps in their order, by their names in the module that owns them."""
+        return list(zip(self._names, self._parts(), strict=True))
+
+    def adapt(self, delta: Delta | None) -> None:
+        """Add something to every product from now on, or, with None, nothing any more."""
+        if self._unadapted is not None:
+            self.product, self._plain = self._unadapted
+            self._unadapted = None
+        if delta is not None:
+            self._unadapted = self.product, self._plain
+            self.product, self._plain = (
+                _AdaptedProduct(each, self._before, delta) for each in self._unadapted
+            )
 
     def __call__(self, x: Tensor | Stream, add_to: Stream | None = None) -> Tensor:
         """Shapes: x (..., K), or (..., 2 K) for a gate; returns (..., N), which is added to `add_to` if it is given."""

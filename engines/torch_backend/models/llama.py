@@ -135,6 +135,7 @@ class Llama(nn.Module):
             self._head = Linear(self, "lm_head", before=norm, gathers=True)
         self._has_float32_stream = False
         self._chain: Chain | None = None
+        self.is_adapted = False  #: whether more is computed for the moment than products of weights
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on, and in this precision where they leave it to torch."""
@@ -160,8 +161,9 @@ class Llama(nn.Module):
             stream = Stream(x)
         else:
             stream = Stream(x.to(torch.float32, copy=True), is_own=True)
-            if self._chain is not None and self._chain.can_run(x, attend):
-                self._chain(stream.tensor(), attend)
+            chain = None if self.is_adapted else self._chain
+            if chain is not None and chain.can_run(x, attend):
+                chain(stream.tensor(), attend)
                 return stream.tensor()
         for layer in self.model.layers:
             layer(stream, attend)

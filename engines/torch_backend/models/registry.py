@@ -129,6 +129,10 @@ class FamilyModel(nn.Module):
         """By what angles the decoder that the runner drives turns heads."""
         return RotaryTable(self.language_model.text, max_positions, dtype, device)
 
+    def decoder_layers(self) -> tuple[str, nn.Module]:
+        """The decoder's layers and their path in transformers' model: what adapters may change."""
+        return "language_model.model.layers", self.language_model.model.layers
+
     def take(
         self,
         weights: dict[str, Tensor],

@@ -249,6 +249,10 @@ class GenericModel(FamilyModel):
         self._is_rounded = True
         logger.info("%d linear maps are in %s", num_quantized, scheme.name)
 
+    def decoder_layers(self) -> tuple[str, nn.Module]:
+        """Where attention is."""
+        return self._layers_name, self.inner.get_submodule(self._layers_name)
+
     @property
     def _layers_name(self) -> str:
         """Of the list of layers that hold the attention."""

@@ -1,0 +1,1 @@
+"""Adapters beside a model's weights."""

@@ -1,0 +1,271 @@
+"""Adapters beside a model's weights, and the steps in which some rows have one and others another.
+
+A step without an adapter is computed as if there were none: what adds to the products of maps is there for the step
+alone. Every map that an adapter changes must add exactly once, or the step's answer is not given: a model that computes
+a map by other means than are known here is found out by that.
+
+Shape letters: M tokens, K inputs, N outputs, r rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.base import AdapterLimits, BadAdapter
+from engines.core.runner import SequenceFailure
+from engines.core.sequence import ScheduledSequence
+from engines.torch_backend.layers.attention import Span
+from engines.torch_backend.layers.linear import Linear, Reordered
+from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
+from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.ops.native.packed_linear import PackedLinear
+from engines.torch_backend.parallel.mesh import WHOLE
+
+#: Of paths to the decoder in checkpoints of any age. Others lead to a tower, a projector or a head.
+_DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is added to one map's product. Shapes: down (K, r), up (r, N), scaled."""
+
+    down: Tensor
+    up: Tensor
+
+    def add(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
+        """To some rows of y, or to all. Shapes: y (M, N), x (M, K)."""
+        inputs = x if rows is None else x[rows]
+        added = (inputs.to(self.down.dtype) @ self.down @ self.up).to(y.dtype)
+        if rows is None:
+            y += added
+        else:
+            y.index_add_(0, rows, added)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """An adapter on its device; `changes` are by the names of maps within the decoder's layers."""
+
+    digest: str
+    rank: int
+    num_bytes: int
+    changes: dict[str, Change]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where maps are computed: a `Linear` over some of them, or one module alone."""
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...]  #: outputs of each
+    place: Linear | nn.Module
+
+    def adapt(self, delta: Callable[[Tensor, Tensor], None] | None) -> None:
+        """Add something to what is computed here, or nothing any more."""
+        if isinstance(self.place, Linear):
+            self.place.adapt(delta)
+        elif delta is None:
+            vars(self.place).pop("forward", None)
+        else:  # past `nn.Module.__setattr__`, which is slow
+            vars(self.place)["forward"] = partial(_forward, self.place, delta)
+
+
+def _forward(module: nn.Module, delta: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:
+    y = type(module).forward(module, x)
+    delta(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
+    return y
+
+
+class Loras:
+    """The adapters of one model."""
+
+    def __init__(self, model: FamilyModel, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` is that of products. Raises: BadAdapter if no layers of the model can be adapted."""
+        self._dtype, self._device = dtype, device
+        path, layers = model.decoder_layers()
+        self._path = path.split(".")
+        self._decoder = model.language_model if isinstance(model.language_model, Llama) else None
+        self._sites = list(_find_sites(layers))
+        if any(getattr(part, "share", WHOLE).mesh.size > 1 for part in layers.modules()):
+            raise BadAdapter(
+                "the model is shared by several devices, and adapters are not: merge it"
+            )
+        self._shapes = {
+            name: shape
+            for site in self._sites
+            for name, shape in zip(site.names, _shapes(site), strict=True)
+        }
+
+    # -- loading
+    def load(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
+        """An adapter of its files. Raises: BadAdapter."""
+        files = read_peft(directory, limits)
+        names = {module: self._name(module) for module in files.changes}
+        if unknown := sorted(module for module, name in names.items() if name not in self._shapes):
+            raise BadAdapter(
+                f"the adapter changes {name_some(unknown)}, and only linear maps of the decoder's layers can "
+                "be changed: train with target_modules that name these, or merge the adapter"
+            )
+        if len(set(names.values())) < len(names):
+            raise BadAdapter("the adapter names a map twice, by an older and a newer name")
+        try:
+            changes = {
+                name: self._change(module, name, files.changes[module])
+                for module, name in names.items()
+            }
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
+        parts = [part for change in changes.values() for part in (change.down, change.up)]
+        rank = max(change.up.shape[0] for change in changes.values())
+        return LoraAdapter(files.digest, rank, sum(part.nbytes for part in parts), changes)
+
+    def _name(self, module: str) -> str:
+        """Within the layers; empty for what is none of the decoder's."""
+        head, _, name = module.partition(f".{self._path[-1]}.")
+        is_decoder = set(head.split(".")) <= _DECODER_WORDS | set(self._path)
+        return name if is_decoder else ""
+
+    def _change(self, module: str, name: str, stored: LowRank) -> Change:
+        found, shape = (stored.up.shape[0], stored.down.shape[1]), self._shapes[name]
+        if found != shape:
+            raise BadAdapter(
+                f"the adapter's {module} is {found}, and the model's is {shape}: it is of another model"
+            )
+        down = stored.down.float().t().to(self._device, self._dtype).contiguous()
+        up = (stored.up.float() * stored.scale).t().to(self._device, self._dtype).contiguous()
+        if not (down.isfinite().all() and up.isfinite().all()):
+            raise BadAdapter(f"the adapter's {module} has numbers that {self._dtype} does not hold")
+        return Change(down, up)
+
+    # -- in steps
+    @contextmanager
+    def applied(self, items: Sequence[ScheduledSequence], spans: Sequence[Span]) -> Iterator[None]:
+        """Add to the rows of each sequence what its adapter changes, for one step.
+
+        Raises: SequenceFailure where that cannot be done, when the step is computed.
+        """
+        step = _Step(items, spans, self._device)
+        sites = [site for site in self._sites if not step.names.isdisjoint(site.names)]
+        if self._decoder is not None:
+            self._decoder.is_adapted = True
+        for site in sites:
+            site.adapt(partial(step.add, site))
+        try:
+            yield
+        finally:
+            for site in sites:
+                site.adapt(None)
+            if self._decoder is not None:
+                self._decoder.is_adapted = False
+        step.check()
+
+
+class _Step:
+    """Whose rows are whose, and how often each map has added."""
+
+    def __init__(
+        self, items: Sequence[ScheduledSequence], spans: Sequence[Span], device: torch.device
+    ) -> None:
+        runs: dict[Any, list[Tensor]] = {}
+        self._blamed = ""
+        for item, span in zip(items, spans, strict=True):
+            if item.sequence.adapter is not None:
+                self._blamed = self._blamed or item.sequence.request_id
+                run = torch.arange(span.start, span.stop)
+                runs.setdefault(item.sequence.adapter, []).append(run)
+        self._num_rows = spans[-1].stop
+        self._groups: list[tuple[LoraAdapter, Tensor | None]] = []
+        for adapter, rows in runs.items():
+            joined = torch.cat(rows)
+            are_all = len(joined) == self._num_rows
+            self._groups.append((adapter, None if are_all else joined.to(device)))
+        self.names = {name for adapter in runs for name in adapter.changes}
+        self._counts = dict.fromkeys(self.names, 0)
+
+    def add(self, site: Site, y: Tensor, x: Tensor) -> None:
+        """To the product of a site. Shapes: (M, N of all its maps), (M, K)."""
+        if len(y) != self._num_rows:
+            raise self._failure(site.names[0])
+        start = 0
+        for name, width in zip(site.names, site.widths, strict=True):
+            if name in self._counts:
+                self._counts[name] += 1
+                part = y[:, start : start + width]
+                for adapter, rows in self._groups:
+                    if (change := adapter.changes.get(name)) is not None:
+                        change.add(part, x, rows)
+            start += width
+
+    def check(self) -> None:
+        """Raises: SequenceFailure if not every change was made once."""
+        for name, count in self._counts.items():
+            if count != 1:
+                raise self._failure(name)
+
+    def _failure(self, name: str) -> SequenceFailure:
+        return SequenceFailure(
+            self._blamed,
+            f"the adapter changes {name}, which this model does not compute once for each token: merge it",
+        )
+
+
+def _find_sites(layers: nn.Module) -> Iterator[Site]:
+    """Where the maps of a decoder's layers are computed.
+
+    Experts see some tokens only, and what stands for a layer that keeps a state sees one sequence at a time.
+    """
+    owned: set[nn.Module] = set()
+    skipped: list[str] = []
+    for name, module in layers.named_modules():
+        forward = vars(module).get("forward")
+        linears = [each for each in vars(module).values() if isinstance(each, Linear)]
+        linears += getattr(forward, "linears", ())
+        if (forward is not None and not linears) or name.endswith("experts"):
+            skipped.append(f"{name}.")
+        if name.startswith(tuple(skipped)):
+            continue
+        for linear in linears:
+            parts = linear.parts
+            owned.update(part for _, part in parts)
+            names = tuple(f"{name}.{part}".removesuffix(".weights") for part, _ in parts)
+            if (site := _site(names, [part for _, part in parts], linear)) is not None:
+                yield site
+        if type(module) is nn.Linear and module not in owned:
+            yield Site((name,), (module.out_features,), module)
+
+
+def _site(names: tuple[str, ...], parts: Iterable[nn.Module], place: Linear) -> Site | None:
+    shapes = [_shape(part) for part in parts]
+    return None if None in shapes else Site(names, tuple(s[0] for s in shapes if s), place)
+
+
+def _shapes(site: Site) -> list[tuple[int, int]]:
+    parts = (
+        [part for _, part in site.place.parts] if isinstance(site.place, Linear) else [site.place]
+    )
+    return [shape for part in parts if (shape := _shape(part)) is not None]
+
+
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs of a map, however its weights are kept."""
+    match module:
+        case nn.Linear():
+            return module.out_features, module.in_features
+        case PackedLinear():
+            return module.num_outputs, module.num_inputs
+        case Int8Linear():
+            return module.integers.shape[0], module.integers.shape[1]
+        case Int4Linear():
+            return module.pairs.shape[0], 2 * module.pairs.shape[1]
+        case Reordered():
+            return _shape(module.linear)
+        case _:
+            return None

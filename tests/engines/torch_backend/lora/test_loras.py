@@ -1,0 +1,248 @@
+"""Adapters in a batch: each sequence gets the tokens of transformers over weights that hold its adapter."""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
+from engines.torch_backend.layers.quantization import SCHEMES
+from tests.cpu_levels import RUNNABLE
+from tests.engines.torch_backend.models import test_families
+from tests.engines.torch_backend.models.family_table import FAMILIES, Family, text
+from tests.engines.torch_backend.test_equivalence import (
+    PROMPTS,
+    generate_with_transformers,
+    model_pair,
+    native_ops,
+    requests,
+)
+from tests.engines.torch_backend.ways import (
+    WAYS,
+    Tokens,
+    Way,
+    run_batched,
+    run_chunked,
+    run_taken_over,
+)
+from tests.factories_adapters import LIMITS, linear_names, make_changes, merged, write_adapter
+from tests.factories_torch import ModelPair, make_engine, make_request, run_to_end
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SOME = ("q_proj", "v_proj", "down_proj")
+DECODER = "language_model.layers"
+#: Whose adapter each of the prompts asks for.
+WANTED = dict(zip(PROMPTS, ("a", "b", "b", "", "a"), strict=True))
+Changes = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Weights that adapters stand beside, and what computes them."""
+
+    weights: str = "full"
+    level: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.weights, self.level)))
+
+    @property
+    def model(self) -> str:
+        return "wide" if self.weights in SCHEMES else "grouped"
+
+    @property
+    def pair(self) -> ModelPair:
+        return model_pair(self.model, self.weights, "exact" if self.level else "off", self.level)
+
+    def start(self, directories: dict[str, Path], **changes: Any) -> BatchingEngine:
+        ops = native_ops("exact", self.level) if self.level else None
+        engine = make_engine(self.pair, ops, **changes)
+        for directory in directories.values():
+            engine.load_adapter(directory, LIMITS)
+        return engine
+
+
+CASES = [
+    Case(weights, level)
+    for weights in ("full", *SCHEMES)
+    for level in ("", *(level.name for level in RUNNABLE))
+]
+
+
+@cache
+def changes_of(model: str) -> dict[str, Changes]:
+    """Of all maps in one rank, and of some in another."""
+    theirs = model_pair(model).theirs
+    return {
+        "a": make_changes(theirs, linear_names(theirs, ALL, DECODER), rank=4, seed=1),
+        "b": make_changes(theirs, linear_names(theirs, SOME, DECODER), rank=8, seed=2),
+    }
+
+
+@cache
+def expected_tokens(model: str, weights: str) -> Tokens:
+    pair = model_pair(model, weights)
+    changed = {name: merged(pair.theirs, each) for name, each in changes_of(model).items()}
+    pairs = {name: replace(pair, theirs=theirs) for name, theirs in changed.items()} | {"": pair}
+    return {
+        request.request_id: generate_with_transformers(pairs[WANTED[request.request_id]], request)
+        for request in requests(pair)
+    }
+
+
+def write_all(directory: Path, changes: dict[str, Changes]) -> dict[str, Path]:
+    return {name: write_adapter(directory / name, each) for name, each in changes.items()}
+
+
+def adapted(
+    wanted: list[EngineRequest], engine: BatchingEngine, directories: dict[str, Path]
+) -> list[EngineRequest]:
+    adapters: dict[str, Any] = {
+        name: engine.load_adapter(path, LIMITS) for name, path in directories.items()
+    }
+    return [
+        replace(request, adapter=adapters.get(WANTED.get(request.request_id, "")))
+        for request in wanted
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_sequence_has_its_own_adapter_by_every_way(way: Way, case: Case, tmp_path: Path):
+    directories = write_all(tmp_path, changes_of(case.model))
+    start = partial(case.start, directories)
+    wanted = adapted(requests(case.pair), start(), directories)
+    assert way(start, wanted) == expected_tokens(case.model, case.weights)
+
+
+def test_the_compared_answers_depend_on_the_adapters():
+    plain = {r.request_id: r for r in requests(model_pair("grouped"))}
+    answers = expected_tokens("grouped", "full")
+    for name, adapter in WANTED.items():
+        unchanged = generate_with_transformers(model_pair("grouped"), plain[name])
+        assert (answers[name] == unchanged) == (adapter == "")
+
+
+def test_blocks_of_one_prompt_are_shared_within_an_adapter_alone(tmp_path: Path):
+    case = Case()
+    directories = write_all(tmp_path, changes_of("grouped"))
+    engine = case.start(directories)
+    adapters = [None, *(engine.load_adapter(path, LIMITS) for path in directories.values())]
+    prompt = PROMPTS["text"]
+
+    def ask(place: int) -> list[int]:
+        request = make_request(case.pair.config, "r", prompt)
+        return run_to_end(engine, [replace(request, adapter=adapters[place])])["r"]
+
+    first = [ask(place) for place in range(3)]
+    assert engine.stats().num_prefix_hit_tokens == 0
+    assert [ask(place) for place in range(3)] == first
+    assert engine.stats().num_prefix_hit_tokens > 0
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+def test_a_step_without_an_adapter_is_computed_as_if_there_were_none(tmp_path: Path):
+    case = Case(level=RUNNABLE[0].name) if RUNNABLE else Case()
+    engine = case.start(write_all(tmp_path, changes_of("grouped")))
+    assert run_batched(lambda **_: engine, requests(case.pair)) == run_batched(
+        partial(case.start, {}), requests(case.pair)
+    )
+
+
+def test_who_has_an_adapter_keeps_it_when_it_is_unloaded(tmp_path: Path):
+    directories = write_all(tmp_path, changes_of("grouped"))
+    engine = Case().start(directories)
+    wanted = adapted(requests(Case().pair), engine, directories)
+    digests = {request.adapter.digest for request in wanted if request.adapter}
+    for request in wanted:
+        engine.add(request)
+    tokens: Tokens = {request.request_id: [] for request in wanted}
+    while engine.has_work():
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        for digest in digests:
+            engine.unload_adapter(digest)
+    assert tokens == expected_tokens("grouped", "full")
+    assert "adapters" not in engine.stats().memory_bytes
+
+
+# -- models of transformers
+#: With norms of heads, experts, states, images: what adapters may change of each.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+GENERIC: list[tuple[Family, tuple[str, ...]]] = [
+    (text("Qwen3", "Qwen3", head_dim=16), ALL),
+    (text("Mistral", "Mistral", sliding_window=8), ALL),
+    *(
+        (family, ALL if family.name in ("Qwen2.5-VL",) else ATTENTION)
+        for family in FAMILIES
+        if family.name in ("Qwen2.5-VL", "GPT-OSS", "Gemma 3")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "ends"), GENERIC, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("way", [run_chunked, run_taken_over])
+def test_models_of_transformers_take_adapters(
+    family: Family, ends: tuple[str, ...], way: Way, tmp_path: Path
+):
+    loaded = test_families.load_family(family, tmp_path / "model")
+    theirs = test_families.load_reference(tmp_path / "model", family.auto)
+    names = [n for n in linear_names(theirs, ends) if "visual" not in n and "vision" not in n]
+    changes = {
+        "a": make_changes(theirs, names, seed=1),
+        "b": make_changes(theirs, names[::2], rank=8, seed=2),
+    }
+    directories = write_all(tmp_path, changes)
+
+    def start(**more: Any) -> BatchingEngine:
+        engine = loaded.start(**more)
+        for directory in directories.values():
+            engine.load_adapter(directory, LIMITS)
+        return engine
+
+    engine = start()
+    asked = [request for request in loaded.requests if not request.images]
+    adapters = [engine.load_adapter(path, LIMITS) for path in directories.values()]
+    wanted = [
+        replace(request, request_id=f"{request.request_id} {place}", adapter=adapter)
+        for request in asked[:3]
+        for place, adapter in enumerate((None, *adapters))
+    ]
+    models = [theirs, *(merged(theirs, each) for each in changes.values())]
+    expected = {
+        request.request_id: test_families.generate(
+            models[int(request.request_id[-1])], request.prompt_token_ids
+        )
+        for request in wanted
+    }
+    assert way(start, wanted) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(wanted)
+
+
+def test_a_map_that_is_computed_by_other_means_fails_its_own_request_alone(tmp_path: Path):
+    """Never an answer of the model without its adapter."""
+    case = Case()
+    engine = case.start({})
+    path = write_adapter(tmp_path, changes_of("grouped")["a"])
+    adapter = engine.load_adapter(path, LIMITS)
+    attention = case.pair.ours.language_model.model.layers[1].self_attn
+    out, weight = attention.out, attention.o_proj.weight
+    attention.out = lambda x, add_to: add_to.add(x @ weight.t())
+    asked = make_request(case.pair.config, "adapted", PROMPTS["text"])
+    try:
+        engine.add(replace(asked, adapter=adapter))
+        engine.add(make_request(case.pair.config, "plain", PROMPTS["one"]))
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+    finally:
+        attention.out = out
+    [failed] = [output for output in outputs if output.error]
+    assert failed.request_id == "adapted"
+    assert "1.self_attn.o_proj" in str(failed.error)
+    assert outputs[-1].request_id == "plain"
+    assert outputs[-1].finish_reason
