@@ -45,7 +45,7 @@ GATEWAY = Rights(
         *("eval", "evalsha", "time"),
         *("get", "set", "mget", "del", "pexpire", "pttl"),
         *("hget", "hmget", "hset", "hdel", "hlen", "lrange", "smembers", "srem"),
-        *("zadd", "zrem", "zrevrange", "zrangebyscore"),
+        *("zadd", "zrem", "zremrangebyscore", "zrevrange", "zrangebyscore"),
         *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xpending"),
     ),
 )

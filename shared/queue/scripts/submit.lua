@@ -37,33 +37,29 @@ if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} e
 local reservations, usage, rates = unpack(KEYS, #ids + 3)
 local MINUTE_MS = 60000
 
+local sums, changed = {}, {} -- what `usage` comes to, and the fields that it has yet to learn
+
 local function add_usage(tenant, tokens, calls)
   local fields = {'tokens', 'tokens:' .. tenant, 'requests:' .. tenant}
-  local amounts = {tokens, tokens, calls}
-  local sums = redis.call('HMGET', usage, unpack(fields))
-  local kept, gone = {}, {}
-  for i, field in ipairs(fields) do
-    local sum = (tonumber(sums[i]) or 0) + amounts[i]
-    if sum > 0 then
-      kept[#kept + 1], kept[#kept + 2] = field, string.format('%.0f', sum)
-    elseif sums[i] then
-      gone[#gone + 1] = field
+  if not sums[fields[2]] then
+    for i, sum in ipairs(redis.call('HMGET', usage, unpack(fields))) do
+      sums[fields[i]] = sums[fields[i]] or tonumber(sum) or 0
     end
   end
-  if #kept > 0 then redis.call('HSET', usage, unpack(kept)) end
-  if #gone > 0 then redis.call('HDEL', usage, unpack(gone)) end
+  for i, amount in ipairs({tokens, tokens, calls}) do
+    if amount ~= 0 then
+      sums[fields[i]] = math.max(0, sums[fields[i]] + amount)
+      changed[fields[i]] = true
+    end
+  end
 end
 
 -- A call counts until it has ended, or Redis has forgotten it. What did so since the last call is taken out here, in
 -- one place, so that ending a call needs no sums.
 local function release_ended()
   local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', now_ms)
-  if #ended == 0 then return end
-  -- The first write of the call: where memory is full it is refused, as ZREM would not be, and with it the call.
-  redis.call('HSET', usage, 'tokens', redis.call('HGET', usage, 'tokens') or '0')
   local tokens_of, calls_of = {}, {}
   for _, reservation in ipairs(ended) do
-    redis.call('ZREM', reservations, reservation)
     local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
     tokens_of[tenant] = (tokens_of[tenant] or 0) + tokens
     calls_of[tenant] = (calls_of[tenant] or 0) + 1
@@ -71,14 +67,36 @@ local function release_ended()
   for tenant, tokens in pairs(tokens_of) do add_usage(tenant, -tokens, -calls_of[tenant]) end
 end
 
+local function call_with_each(command, values)
+  for i = 1, #values, 1000 do redis.call(command, usage, unpack(values, i, math.min(i + 999, #values))) end
+end
+
+local function save_usage()
+  if not next(changed) then return end
+  local kept, gone = {'tokens', string.format('%.0f', sums.tokens)}, {}
+  for field in pairs(changed) do
+    if sums[field] == 0 then
+      gone[#gone + 1] = field
+    elseif field ~= 'tokens' then
+      kept[#kept + 1], kept[#kept + 2] = field, string.format('%.0f', sums[field])
+    end
+  end
+  -- The first write of the call: where memory is full it is refused, as the others would not be, and with it the call.
+  call_with_each('HSET', kept)
+  call_with_each('HDEL', gone)
+  redis.call('ZREMRANGEBYSCORE', reservations, '-inf', now_ms)
+  changed = {}
+end
+
 -- Whether so many tokens more are too many: of all, or of a tenant once half of all are reserved.
 local function find_excess(tokens, calls)
-  local sums = redis.call('HMGET', usage, 'tokens', 'tokens:' .. quota.tenant, 'requests:' .. quota.tenant)
-  local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
+  add_usage(quota.tenant, 0, 0)
+  local all, own, open = sums.tokens, sums['tokens:' .. quota.tenant], sums['requests:' .. quota.tenant]
   local max_tokens, max_calls = quota.max_tokens, quota.max_tenant_requests
   if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return 'open_tokens' end
   if max_calls > 0 and open > 0 and open + calls > max_calls then return 'key_open' end
   if max_tokens > 0 and own > 0 and all + tokens > max_tokens / 2 then
+    save_usage()
     local num_tenants = (redis.call('HLEN', usage) - 1) / 2
     if own + tokens > max_tokens / num_tenants then return 'key_share' end
   end
@@ -127,6 +145,8 @@ end
 
 if quota then
   local refusal = find_refusal()
+  if not refusal then add_usage(quota.tenant, quota.reserved_tokens * #ids, #ids) end
+  save_usage()
   if refusal then return refusal end
 end
 
@@ -149,7 +169,6 @@ for i, id in ipairs(ids) do
   redis.call('PEXPIRE', request, args.timeout_ms + args.keep_ms)
 end
 if quota then
-  add_usage(quota.tenant, quota.reserved_tokens * #ids, #ids)
   redis.call('PEXPIRE', reservations, args.queue_ttl_ms)
   redis.call('PEXPIRE', usage, args.queue_ttl_ms)
 end
