@@ -29,7 +29,7 @@ from gateway.http.errors import InvalidRequest
 from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
-_MAX_UNSENT_BYTES = 16 * 1024  #: of an answer, before its request waits for the client to read
+_STATUS_LINE = b"HTTP/1.1 "
 _BODY_GRACE_S = 1.0  #: for the application to say first that the body is late
 _LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
 
@@ -65,8 +65,9 @@ class NotServed(Exception):
     """Raised inside the parser, which then answers 400."""
 
 
-class BoundedClose:
-    """A transport that drops a client which does not read the rest of its answer in time.
+class BoundedTransport:
+    """A transport that sends at once, a status line with the body behind it, and drops a client
+    which does not read the rest of its answer in time.
 
     Closed, it waits `send_timeout_s` for that.
     """
@@ -74,16 +75,35 @@ class BoundedClose:
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, send_timeout_s: float
     ) -> None:
-        transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
+        transport.set_write_buffer_limits(0)  # else uvloop keeps small writes to a turn's end
         self._transport = transport
         self._loop = loop
         self._send_timeout_s = send_timeout_s
+        self._head = b""  #: waits for its body, until this turn of the loop ends
+        self.get_extra_info = transport.get_extra_info
+        self.is_closing = transport.is_closing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def write(self, data: bytes) -> None:
+        """Send; two writes would wake the client for a status line alone."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(_STATUS_LINE):
+            self._head = data
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
     def close(self) -> None:
         """Send what is left, then close."""
+        self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._loop.call_later(self._send_timeout_s, self._transport.abort)
@@ -125,7 +145,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Give the first headers their time, or hang up where file descriptors are short."""
         if not self._files.admits(transport):
             transport.abort()
-        bounded = BoundedClose(transport, self.loop, self._send_timeout_s)
+        bounded = BoundedTransport(transport, self.loop, self._send_timeout_s)
         super().connection_made(bounded)  # type: ignore[arg-type]
         self._set_timer(self._header_timeout_s)
 
