@@ -118,8 +118,11 @@ class EngineThread:
             if commands is None:
                 return
             self.step_started_at = now = time.monotonic()  # adding may hang as well
-            events = [answer for command in commands if (answer := _apply(engine, command))]
-            if engine.has_work():
+            events: list[EngineEvent] = []
+            if commands:
+                events += [answer for command in commands if (answer := _apply(engine, command))]
+                has_work = engine.has_work()
+            if has_work:
                 events += engine.step()
             has_work = engine.has_work()
             if not has_work or now - looked_at > STATS_EVERY_S:

@@ -41,6 +41,8 @@ class StepBudget:
     num_tokens: int
     num_prefill_tokens: int  #: of these, for prompts
     max_images: int
+    #: Seconds that images may take beside streams; None: as many as they need.
+    max_vision_s: float | None = None
     encoded: set[str] = field(default_factory=set)  #: hashes of the images that the step encodes
 
     def fit(self, num_pending: int) -> int:
@@ -76,22 +78,14 @@ class StepLimits:
         self._prefill = prefill
         self._num_good_steps = 0
 
-    @property
-    def max_vision_s(self) -> float | None:
-        """Seconds that images may take beside streams; None: as many as they need."""
-        return None if self._prefill is None else self._prefill.spare_s
-
-    @property
-    def follows_times(self) -> bool:
-        """Whether `note` reads what launching a step took."""
-        return self._prefill is not None and self._prefill.spare_s is not None
-
     def budget(self, running: Mapping[str, Sequence]) -> StepBudget:
         """That of the next step beside these sequences."""
-        num_prefill_tokens = self._num_tokens
-        if self._prefill is not None and (num_streams := sum(map(_is_stream, running.values()))):
-            num_prefill_tokens = self._prefill.beside(num_streams)
-        return StepBudget(self._num_tokens, num_prefill_tokens, self._num_images)
+        num_tokens, prefill = self._num_tokens, self._prefill
+        if prefill is None:
+            return StepBudget(num_tokens, num_tokens, self._num_images)
+        num_streams = sum(map(_is_stream, running.values()))
+        num_prefill_tokens = prefill.beside(num_streams) if num_streams else num_tokens
+        return StepBudget(num_tokens, num_prefill_tokens, self._num_images, prefill.spare_s)
 
     def halve(self, batch: Batch) -> None:
         """Let steps be half of this one. Raises: DeviceOutOfMemory if it was the smallest."""

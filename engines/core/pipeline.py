@@ -89,8 +89,6 @@ class StepPipeline:
         self._scheduler.blocks.unpark()
 
     def _launch(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep:
-        if not self._limits.follows_times:
-            return _LaunchedStep(batch, runner.launch(batch), 0.0)
         started_at = time.perf_counter()
         step = runner.launch(batch)
         return _LaunchedStep(batch, step, time.perf_counter() - started_at)

@@ -57,11 +57,11 @@ class Scheduler:
 
         When the step fails, it may be called again without `update`; nothing is computed twice.
         """
-        batch = Batch(max_vision_s=self._limits.max_vision_s)
         self.blocks.begin_step()
         if self.waiting:
             self._make_way()
         budget = self._limits.budget(self.running)
+        batch = Batch(max_vision_s=budget.max_vision_s)
         self._schedule_running(batch, budget)
         if self.waiting:
             self._schedule_waiting(batch, budget)

@@ -38,7 +38,8 @@ local function claim(entry, request, log, is_new, read_nonce)
       if not is_cleared then failures = string.format('%d', failures + 1) end
     end
     redis.call('HSET', request, 'state', 'running', 'attempt', attempt, 'failures', failures,
-      'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', r[12], 'losses', losses, 'begun', failures == '0' and '1' or '0')
+      'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', r[12], 'losses', string.format('%d', losses),
+      'begun', failures == '0' and '1' or '0')
   end
 
   local remaining_ms = tonumber(r[6]) - now_ms

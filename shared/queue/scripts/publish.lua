@@ -10,6 +10,8 @@
 -- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call answers ok again.
 local mailbox, queue, dead, reservations = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local args = cmsgpack.unpack(ARGV[1])
+local function digits(number) return string.format('%d', number) end -- cheaper than Redis turns numbers to text
+local keep_ms, max_entries = digits(args.keep_ms), digits(args.max_entries)
 
 -- Accepted events go to the mailbox of the gateway that submitted the call, and of those that listen to it.
 -- listeners: ids of gateways, each with a space behind it (`listen.lua`)
@@ -29,7 +31,7 @@ local function post(listeners, events)
 end
 
 local function append(request, log, item, events)
-  redis.call('HSET', request, 'items', item.number, 'tokens', item.index + item.count)
+  redis.call('HSET', request, 'items', digits(item.number), 'tokens', digits(item.index + item.count))
   if redis.call('RPUSH', log, events) == 1 then
     redis.call('PEXPIRE', log, redis.call('PTTL', request))
   end
@@ -43,11 +45,11 @@ end
 
 local function finish(request, log, item, events, num_tokens, reservation)
   remove(item.entry)
-  if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', 0, reservation) end
-  redis.call('HSET', request, 'state', item.state, 'tokens', num_tokens + item.count, 'payload', '')
+  if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', '0', reservation) end
+  redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens + item.count), 'payload', '')
   redis.call('RPUSH', log, events)
-  redis.call('PEXPIRE', log, args.keep_ms)
-  redis.call('PEXPIRE', request, args.keep_ms)
+  redis.call('PEXPIRE', log, keep_ms)
+  redis.call('PEXPIRE', request, keep_ms)
   if item.reason ~= '' then
     redis.call('XADD', dead, 'MAXLEN', '~', args.max_dead, '*',
       'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', args.worker)
@@ -80,7 +82,7 @@ for i, item in ipairs(args.items) do
   verdicts[i] = verdict
 end
 for name, events in pairs(posts) do
-  redis.call('XADD', name, 'NOMKSTREAM', 'MAXLEN', '~', args.max_entries, '*',
+  redis.call('XADD', name, 'NOMKSTREAM', 'MAXLEN', '~', max_entries, '*',
     'events', '[' .. table.concat(events, ',') .. ']')
 end
 return verdicts

@@ -22,6 +22,10 @@ end
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
+local function digits(number) return string.format('%d', number) end -- cheaper than Redis turns numbers to text
+local lives_ms = args.timeout_ms + args.keep_ms
+local forgotten_at_ms = digits(now_ms + lives_ms)
+
 local function num_waiting()
   -- Running calls are in the stream too; only those nobody has read yet wait.
   local pending = redis.pcall('XPENDING', queue, args.group)
@@ -37,6 +41,7 @@ if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} e
 local reservations, usage, rates = unpack(KEYS, #ids + 3)
 local MINUTE_MS = 60000
 
+local has_ended = false
 local sums, changed = {}, {} -- what `usage` comes to, and the fields that it has yet to learn
 
 local function add_usage(tenant, tokens, calls)
@@ -57,7 +62,8 @@ end
 -- A call counts until it has ended, or Redis has forgotten it. What did so since the last call is taken out here, in
 -- one place, so that ending a call needs no sums.
 local function release_ended()
-  local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', now_ms)
+  local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', digits(now_ms))
+  has_ended = #ended > 0
   local tokens_of, calls_of = {}, {}
   for _, reservation in ipairs(ended) do
     local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
@@ -73,18 +79,17 @@ end
 
 local function save_usage()
   if not next(changed) then return end
-  local kept, gone = {'tokens', string.format('%.0f', sums.tokens)}, {}
+  local kept, gone = {'tokens', digits(sums.tokens)}, {}
   for field in pairs(changed) do
     if sums[field] == 0 then
       gone[#gone + 1] = field
     elseif field ~= 'tokens' then
-      kept[#kept + 1], kept[#kept + 2] = field, string.format('%.0f', sums[field])
+      kept[#kept + 1], kept[#kept + 2] = field, digits(sums[field])
     end
   end
   -- The first write of the call: where memory is full it is refused, as the others would not be, and with it the call.
   call_with_each('HSET', kept)
   call_with_each('HDEL', gone)
-  redis.call('ZREMRANGEBYSCORE', reservations, '-inf', now_ms)
   changed = {}
 end
 
@@ -137,22 +142,26 @@ local function find_refusal()
   return nil
 end
 
-local function reserve(id, until_ms)
-  local reservation = string.format('%d', quota.reserved_tokens) .. ' ' .. quota.tenant .. ' ' .. id
-  redis.call('ZADD', reservations, until_ms, reservation)
-  return reservation
-end
-
+local reservation_of = {}
 if quota then
   local refusal = find_refusal()
   if not refusal then add_usage(quota.tenant, quota.reserved_tokens * #ids, #ids) end
   save_usage()
+  local beginning = string.format('%d %s ', quota.reserved_tokens, quota.tenant)
+  for _, id in ipairs(refusal and {} or ids) do
+    reservation_of[id] = beginning .. id
+    redis.call('ZADD', reservations, forgotten_at_ms, reservation_of[id])
+  end
+  if has_ended then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
   if refusal then return refusal end
+  if redis.call('PTTL', reservations) < args.queue_ttl_ms / 2 then
+    redis.call('PEXPIRE', reservations, digits(args.queue_ttl_ms))
+    redis.call('PEXPIRE', usage, digits(args.queue_ttl_ms))
+  end
 end
 
 -- The queue
 
-local forgotten_at_ms = string.format('%.0f', now_ms + args.timeout_ms + args.keep_ms)
 if is_batch and num_waiting() == 0 then
   redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
 end
@@ -162,15 +171,10 @@ for i, id in ipairs(ids) do
   redis.call('HSET', request,
     'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
     'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
-    'reservation', quota and reserve(id, forgotten_at_ms) or '',
+    'reservation', reservation_of[id] or '',
     'reply_to', args.reply_to, 'payload', ARGV[1 + i],
-    'enqueued_ms', string.format('%.0f', now_ms),
-    'deadline_ms', string.format('%.0f', now_ms + args.timeout_ms))
-  redis.call('PEXPIRE', request, args.timeout_ms + args.keep_ms)
-end
-if quota then
-  redis.call('PEXPIRE', reservations, args.queue_ttl_ms)
-  redis.call('PEXPIRE', usage, args.queue_ttl_ms)
+    'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms))
+  redis.call('PEXPIRE', request, digits(lives_ms))
 end
 -- The queue's life is renewed when half of it is over.
 if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then

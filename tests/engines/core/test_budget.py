@@ -276,7 +276,7 @@ def test_where_launching_computes_nothing_its_time_moves_nothing():
     limits.note(batch_of(1), StepResult([]), 1.0)
     limits.note(MIXED, StepResult([]), 2.5)
     assert prefill_tokens_beside_one(limits) == 80
-    assert limits.max_vision_s is None
+    assert limits.budget({}).max_vision_s is None
 
 
 def test_a_configured_limit_stays_while_images_follow_the_times_of_steps():
@@ -285,7 +285,7 @@ def test_a_configured_limit_stays_while_images_follow_the_times_of_steps():
         limits.note(batch_of(1), StepResult([]), 2.0)
         limits.note(MIXED, StepResult([]), 9.0)
         assert prefill_tokens_beside_one(limits) == 7
-    assert limits.max_vision_s == pytest.approx((MAX_SLOWDOWN - 1) * 2.0)
+    assert limits.budget({}).max_vision_s == pytest.approx((MAX_SLOWDOWN - 1) * 2.0)
 
 
 def test_streams_wait_for_no_prompt_however_many_come():
