@@ -39,7 +39,7 @@ def convert_gguf(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
 ) -> None:
-    """Save a GGUF file of the llama architecture as a checkpoint: Q4_0 stays int4, the rest is float16."""
+    """Save a GGUF file as a checkpoint of safetensors: Q4_0 stays int4, the rest is float16."""
     from engines.torch_backend.loading.convert_gguf import run
 
     run(source, target)

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from engines.base import EngineStartError
 
+GGUF = ".gguf"  #: how names of such files end
 BUILT_IN = {"shapes": Path(__file__).parent / "shapes" / "checkpoint"}
 #: Root files, and the `1_Pooling` of sentence-transformers: other folders hold the same model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
@@ -44,11 +45,13 @@ def default_name(model: str) -> str:
         return model
     if Path(model).is_dir():
         return Path(model).resolve().name
+    if model.endswith(GGUF):
+        return Path(model).stem
     return model.partition("@")[0]
 
 
 def resolve_model(model: str, report: Report | None = None) -> Path:
-    """The directory of a built-in name, a directory, or a hub id `org/name[@revision]`.
+    """The directory of a built-in name, a directory, or a hub id `org/name[@revision]`; or a GGUF file.
 
     Downloads what the cache lacks; `report` is told the share of bytes, and without it a progress bar is
     drawn. Raises: ModelUnavailable.
@@ -56,7 +59,7 @@ def resolve_model(model: str, report: Report | None = None) -> Path:
     if model in BUILT_IN:
         return BUILT_IN[model]
     directory = Path(model).expanduser()
-    if model and directory.is_dir():
+    if model and (directory.is_dir() or (model.endswith(GGUF) and directory.is_file())):
         return directory
     if match := _HUB_ID.fullmatch(model):
         return _fetch(match["repo"], match["revision"], report)

@@ -18,6 +18,7 @@ from engines.core.engine import BatchingEngine
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading.gguf_checkpoint import open_checkpoint
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.hf_config import read_fields
@@ -47,7 +48,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
         report = phases.tell("download") if progress else None
-        directory = resolve_model(settings.model, report)
+        directory = open_checkpoint(resolve_model(settings.model, report))
     sampling = read_sampling_defaults(directory, settings.generation_config)
     free = free_bytes(device)
     kernels = None

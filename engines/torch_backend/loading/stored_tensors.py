@@ -5,7 +5,11 @@ Used by the loader, the quantizer and the checkpoint maker. Never pickle. Knows 
 
 import json
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +123,26 @@ def _weight_files(directory: Path) -> list[Path]:
             "safetensors are read: save it again with transformers' save_pretrained"
         )
     raise UnsupportedCheckpoint(f"the checkpoint has no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory beside `target` that gets its name when all is written, and goes when anything fails.
+
+    Raises: FileExistsError if there is something in `target`, OSError.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is not empty")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield made
+        mask = os.umask(0)
+        os.umask(mask)
+        made.chmod(0o777 & ~mask)  # mkdtemp's is for the owner alone
+        made.replace(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 class TensorWriter:

@@ -19,9 +19,10 @@ from engines.base import EngineStartError
 from engines.torch_backend.layers.quantization import SCHEMES, Scheme, prepare_linears
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.loading.formats.reader import StoredLinear
+from engines.torch_backend.loading.gguf_checkpoint import list_weights
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.published import PublishedLinears, find_published
-from engines.torch_backend.loading.stored_tensors import StoredTensor, list_tensors
+from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import (
     FamilyModel,
@@ -173,7 +174,7 @@ def load_model(
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     rename = partial(family.rename, config=config)
-    published, stored = find_published(directory, list_tensors(directory), device, rename)
+    published, stored = find_published(directory, list_weights(directory), device, rename)
     form = choose_form(config, scheme, published)
     model = build_empty(family, config, form, dtype, mesh)
     if model.converts_weights and config.quantization is not None:

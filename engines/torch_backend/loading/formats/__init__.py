@@ -10,6 +10,7 @@ from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.loading.formats.awq import AwqReader
 from engines.torch_backend.loading.formats.compressed_tensors import CompressedTensorsReader
 from engines.torch_backend.loading.formats.fp8 import Fp8Reader
+from engines.torch_backend.loading.formats.gguf import GgufReader
 from engines.torch_backend.loading.formats.gptq import GptqReader
 from engines.torch_backend.loading.formats.reader import Reader
 from engines.torch_backend.models.hf_config import QUANT_METHOD
@@ -21,6 +22,7 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
     "compressed-tensors": CompressedTensorsReader,
     "fp8": Fp8Reader,
     "fbgemm_fp8": Fp8Reader,
+    "gguf": GgufReader,
 }
 
 

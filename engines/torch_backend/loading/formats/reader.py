@@ -59,12 +59,19 @@ class Integers:
     scale: Tensor  #: float32 (G, N)
     zero: Tensor | None  #: float32 (G, N); None: the middle integer
     order: Tensor | None = None  #: int64 (K,), which input each column is of; None: as they come
+    #: float32 (G, N), what the integer 0 stands for, where no integer stands for 0
+    base: Tensor | None = None
 
     def int4(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parts of an `Int4Linear`, in groups of 64 or 32: `zero` there is what the integer 8 stands for."""
         size = choose_group_size(self.group_size)
         assert size is not None
-        offset = torch.zeros_like(self.scale) if self.zero is None else (8 - self.zero) * self.scale
+        if self.base is not None:
+            offset = self.base + 8 * self.scale
+        elif self.zero is None:
+            offset = torch.zeros_like(self.scale)
+        else:
+            offset = (8 - self.zero) * self.scale
         pair = torch.stack([self.scale, offset], -1).to(dtype)
         groups = self.values.view(self.values.shape[0], -1, size)
         return {
@@ -82,7 +89,11 @@ class Integers:
         num_inputs = self.values.shape[1]
         group = torch.arange(num_inputs, device=self.values.device) // self.group_size
         zero = 2 ** (self.bits - 1) if self.zero is None else self.zero.t()[:, group]
-        numbers = ((self.values.float() - zero) * self.scale.t()[:, group]).to(dtype)
+        if self.base is not None:
+            numbers = self.values * self.scale.t()[:, group] + self.base.t()[:, group]
+        else:
+            numbers = (self.values.float() - zero) * self.scale.t()[:, group]
+        numbers = numbers.to(dtype)
         if self.order is None:
             return numbers
         return torch.empty_like(numbers).index_copy_(1, self.order, numbers)

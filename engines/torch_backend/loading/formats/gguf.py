@@ -1,0 +1,163 @@
+"""The tensors of a GGUF file, which llama.cpp writes: numbers, and blocks of integers with scales of their own.
+
+Q4_0, Q4_1 and Q4_K are groups of 32 integers of 4 bits with a scale, and a number that the integer 0 stands for: our
+kernels multiply them as they are. All other types become float16. Source: `ggml-common.h` of llama.cpp.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.integrations.gguf.dequant import GGML_NAME, dequantize
+
+from engines.packages.checkpoint_json import Fields
+from engines.torch_backend.loading.formats.reader import (
+    Integers,
+    Layout,
+    Reader,
+    StoredLinear,
+)
+from engines.torch_backend.loading.stored_tensors import StoredTensor
+
+#: the types of plain numbers, by their numbers in a file
+FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
+DTYPE = torch.float16  #: of what is dequantized
+_Q4_0, _Q4_1, _Q4_K = 2, 3, 12
+_GROUP = 32
+_CHUNK_WEIGHTS = 1 << 20  # dequantized at once: what is computed on the way stays small
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor(StoredTensor):
+    """A tensor of a GGUF file, by its name in transformers."""
+
+    ggml_type: int = 0
+    offset: int = 0  #: of its first byte in the file
+    num_file_bytes: int = 0
+    num_heads: int = 0  #: whose outputs lie in pairs, where transformers has halves; 0: as they are
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether it holds no plain numbers."""
+        return self.ggml_type not in FLOATS
+
+    @property
+    def num_stored_bytes(self) -> int:
+        """Bytes in its file."""
+        return self.num_file_bytes
+
+    def map(self) -> Tensor:
+        """Its numbers where the file is mapped, or its blocks. Shapes: blocks are uint8 (N, bytes of a row)."""
+        # "c": nobody writes, but torch warns of memory that could not be written
+        octets = np.memmap(self.file, np.uint8, "c", self.offset, (self.num_file_bytes,))
+        raw = torch.from_numpy(octets)
+        if self.is_blocks:
+            raw = raw.view(self.shape[0], -1)
+        else:
+            raw = raw.view(FLOATS[self.ggml_type][1]).view(self.shape)
+        return raw if self.num_heads == 0 else _as_halves(raw, self.num_heads)
+
+
+class GgufReader(Reader):
+    """A GGUF file."""
+
+    marker = ("weight",)
+    part_names = frozenset({"weight"})
+
+    def __init__(self, config: Fields) -> None:
+        self.name = "GGUF"
+
+    def split(
+        self, stored: Iterable[StoredTensor], device: torch.device
+    ) -> tuple[list[StoredLinear], list[StoredTensor]]:
+        """The matrices of blocks, embeddings too, and all other tensors."""
+        linears: list[StoredLinear] = []
+        others: list[StoredTensor] = []
+        for tensor in stored:
+            if isinstance(tensor, GgufTensor) and tensor.is_blocks:
+                name = tensor.name.removesuffix(".weight")
+                linears.append(StoredLinear(name, {"weight": tensor}, device))
+            else:
+                others.append(tensor)
+        kinds = sorted({GGML_NAME[_tensor(linear).ggml_type] for linear in linears})
+        self.name = f"GGUF of {' and '.join(kinds)}"
+        return linears, others
+
+    def layout(self, linear: StoredLinear) -> Layout:
+        """What a map is."""
+        num_outputs, num_inputs = linear.expect_matrix("weight", "blocks")
+        kind = _tensor(linear).ggml_type
+        bits, size = (4, _GROUP) if kind in (_Q4_0, _Q4_1, _Q4_K) else (0, 0)
+        return Layout((num_outputs, num_inputs), bits, size, kind == _Q4_0)
+
+    def read(self, linear: StoredLinear) -> Integers | Tensor:
+        """Its weights: integers, or float16 (N, K)."""
+        kind, rows = _tensor(linear).ggml_type, linear.read("weight")
+        if kind == _Q4_0:
+            return _q4_0(rows)
+        if kind == _Q4_1:
+            return _q4_1(rows)
+        if kind == _Q4_K:
+            return _q4_k(rows)
+        num_outputs, num_inputs = self.layout(linear).shape
+        numbers = rows.new_empty(num_outputs, num_inputs, dtype=DTYPE)
+        num_rows = max(1, _CHUNK_WEIGHTS // num_inputs)
+        for part, target in zip(rows.split(num_rows), numbers.split(num_rows), strict=True):
+            target.copy_(dequantize(part.flatten(), kind).view(target.shape))
+        return numbers
+
+
+def _tensor(linear: StoredLinear) -> GgufTensor:
+    tensor = linear.parts["weight"]
+    assert isinstance(tensor, GgufTensor)
+    return tensor
+
+
+def _as_halves(rows: Tensor, num_heads: int) -> Tensor:
+    """Outputs of a head in transformers' order. Shapes: any of N rows, kept."""
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+
+
+def _q4_0(rows: Tensor) -> Integers:
+    """Blocks of a scale and 32 integers, i beside i + 16. Shapes: uint8 (N, bytes of a row)."""
+    blocks = rows.unflatten(1, (-1, 18))
+    scale = _halves(blocks, 0, 1)[..., 0].t()
+    return Integers(_nibbles(blocks[..., 2:]), 4, _GROUP, scale.contiguous(), None)
+
+
+def _q4_1(rows: Tensor) -> Integers:
+    """The same behind a scale and what 0 stands for. Shapes: uint8 (N, bytes of a row)."""
+    blocks = rows.unflatten(1, (-1, 20))
+    scale, base = _halves(blocks, 0, 2).unbind(-1)
+    values = _nibbles(blocks[..., 4:])
+    return Integers(values, 4, _GROUP, scale.t().contiguous(), None, base=base.t().contiguous())
+
+
+def _q4_k(rows: Tensor) -> Integers:
+    """Eight groups share two scales, of their own scales and of what 0 stands for, in 6 bits each.
+
+    Shapes: uint8 (N, bytes of a row).
+    """
+    blocks = rows.unflatten(1, (-1, 144))
+    of_scales, of_bases = _halves(blocks, 0, 2).unbind(-1)
+    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([low & 63, (rest & 15) | (low >> 6 << 4)], -1)
+    bases = torch.cat([high & 63, (rest >> 4) | (high >> 6 << 4)], -1)
+    scale = (of_scales[..., None] * scales).flatten(1)
+    base = -(of_bases[..., None] * bases).flatten(1)
+    # two groups side by side, the first in the low halves of 32 bytes
+    values = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return Integers(values, 4, _GROUP, scale.t().contiguous(), None, base=base.t().contiguous())
+
+
+def _halves(blocks: Tensor, start: int, count: int) -> Tensor:
+    """Numbers of float16 at a place of every block. Shapes: returns float32 (N, blocks, count)."""
+    octets = blocks[..., 2 * start : 2 * (start + count)].contiguous()
+    return octets.view(torch.float16).float()
+
+
+def _nibbles(octets: Tensor) -> Tensor:
+    """Low halves of some bytes, then their high ones. Shapes: (N, ..., n); returns (N, inputs)."""
+    return torch.cat([octets & 15, octets >> 4], -1).flatten(1)

@@ -1,0 +1,450 @@
+"""A GGUF file as a checkpoint: its configuration, tokenizer and names as transformers has them, its tensors where they lie.
+
+`--model FILE.gguf` loads through it, with an `mmproj` file beside it (CLIP's tower and LLaVA's projector) if there is
+one, and `vlm convert-gguf` writes what it gives. What a file's architecture has no place for is refused by name.
+Transformers reads the header and makes the tokenizer.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf.dequant import GGML_BLOCK
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    convert_gguf_tokenizer,
+    get_gguf_tokenizer,
+)
+from transformers.integrations.gguf.reader import (
+    GgufHeader,
+    TensorInfo,
+    read_gguf_metadata,
+)
+
+from engines.packages.checkpoint_json import shown
+from engines.text.chat_template import LLAVA_TEMPLATE
+from engines.torch_backend.loading.formats.gguf import DTYPE, FLOATS, GgufTensor
+from engines.torch_backend.loading.stored_tensors import (
+    StoredTensor,
+    list_tensors,
+    new_directory,
+)
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+
+#: In a checkpoint's directory, beside the other files that one has.
+TEXT_FILE, TOWER_FILE = "model.gguf", "mmproj.gguf"
+
+#: by `general.architecture`: transformers' architecture, model_type, and whether outputs of heads lie in pairs
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama", True),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", False),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", False),
+}
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_TOWER = {
+    "v.class_embd": "embeddings.class_embedding",
+    "v.patch_embd.weight": "embeddings.patch_embedding.weight",
+    "v.position_embd.weight": "embeddings.position_embedding.weight",
+}
+_TOWER_NORMS = {"v.pre_ln": "pre_layrnorm", "v.post_ln": "post_layernorm"}
+_IN_TOWER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_PROJECTOR = {"mm.0": "linear_1", "mm.2": "linear_2"}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROTARY = "rope_freqs.weight"
+#: llama.cpp stores what Llama 3.1's scaling makes of frequencies, and not what it is made of.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ORIGINAL_POSITIONS = 8192
+
+
+def open_checkpoint(path: Path, cache: Path | None = None) -> Path:
+    """The directory of a checkpoint, as others are: made in the cache for a GGUF file, whose weights stay where they are.
+
+    Raises: UnsupportedCheckpoint.
+    """
+    if path.is_dir():
+        return path
+    files = find_files(path)
+    try:
+        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        name = hashlib.sha256(json.dumps(states).encode()).hexdigest()[:32]
+        target = (cache or _cache_folder()) / name
+        if not target.is_dir():
+            with contextlib.suppress(FileExistsError), new_directory(target) as made:
+                make_directory(files, made)
+    except (OSError, RuntimeError) as error:
+        raise UnsupportedCheckpoint(
+            f"{path.name} has no place for its configuration and tokenizer in the cache, which "
+            f"XDG_CACHE_HOME names: {error}"
+        ) from None
+    return target
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vlm-fleet" / "gguf"
+
+
+def make_directory(files: Sequence[Path], target: Path) -> None:
+    """Configuration, tokenizer, and links to the files, the text model's first. Raises: UnsupportedCheckpoint, OSError."""
+    for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
+        (target / name).symlink_to(file)
+    _write_text_files(target, GgufModel(target))
+
+
+def list_weights(directory: Path) -> list[StoredTensor]:
+    """What a checkpoint holds: of GGUF files, or of safetensors. Raises: UnsupportedCheckpoint."""
+    if not (directory / TEXT_FILE).is_file():
+        return list_tensors(directory)
+    return list(GgufModel(directory).tensors())
+
+
+def find_files(path: Path) -> list[Path]:
+    """A GGUF file, and the `mmproj` file beside it. Raises: UnsupportedCheckpoint if it is not clear which."""
+    found = [file for file in sorted(path.parent.glob("*mmproj*.gguf")) if file != path]
+    if len(found) > 1:
+        raise UnsupportedCheckpoint(
+            f"{path.parent} has {len(found)} mmproj files; keep the one that goes with {path.name}"
+        )
+    return [file.resolve() for file in (path, *found)]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A GGUF file's header."""
+
+    file: Path
+    metadata: Mapping[str, Any]
+    infos: Mapping[str, TensorInfo]
+    header: GgufHeader
+
+    @classmethod
+    def open(cls, file: Path) -> "_File":
+        """Raises: UnsupportedCheckpoint for what is no GGUF file, or one part of several."""
+        name = file.resolve().name
+        try:
+            metadata, _ = read_gguf_metadata(str(file), {"tokenizer.ggml.tokens"})
+            header = GgufHeader.from_file(str(file))
+        except Exception as error:  # whatever transformers makes of a damaged file
+            reason = " ".join(str(error).split())[:200]
+            raise UnsupportedCheckpoint(f"{name}: is no GGUF file to read: {reason}") from None
+        opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
+        if metadata.get("split.count", 1) > 1:
+            raise opened.refuse("is one part of several; join them with llama.cpp's gguf-split")
+        size = file.stat().st_size
+        for info in header.tensors:
+            if header.data_start + info.offset + info.nbytes > size:
+                raise opened.refuse(f"ends within the tensor {info.name:.80}")
+        return opened
+
+    def refuse(self, why: str) -> UnsupportedCheckpoint:
+        """The error that names the file; `why` continues the sentence."""
+        return UnsupportedCheckpoint(f"{self.file.resolve().name}: {why}")
+
+    def get(self, name: str) -> Any:
+        """Raises: UnsupportedCheckpoint for what the file has to say and does not."""
+        if name not in self.metadata:
+            raise self.refuse(f"{name} is missing")
+        return self.metadata[name]
+
+    def whole(self, name: str, default: Any = None) -> int:
+        """A number of things. Raises: UnsupportedCheckpoint where it is none, or differs between layers."""
+        value = self.get(name) if default is None else self.metadata.get(name, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self.refuse(f"{name} is {shown(value)}, no number from 1 to {2**31 - 1}")
+        return value
+
+    def tensor(self, info: TensorInfo, name: str, num_heads: int = 0) -> GgufTensor:
+        """A tensor by its name in transformers. Raises: UnsupportedCheckpoint."""
+        what = f"the tensor {info.name:.80}"
+        kind = FLOATS[info.ggml_type][0] if info.ggml_type in FLOATS else "blocks"
+        if kind == "blocks":
+            is_matrix = len(info.shape) == 2 and name.endswith(".weight")
+            if not is_matrix or info.shape[1] % GGML_BLOCK[info.ggml_type][0]:
+                raise self.refuse(f"{what} is {info.shape}, which is no matrix of whole blocks")
+        if 0 in info.shape:
+            raise self.refuse(f"{what} is {info.shape}")
+        if num_heads and (not info.shape or info.shape[0] % (2 * num_heads)):
+            raise self.refuse(f"{what} is {info.shape}, which {num_heads} heads do not divide")
+        offset = self.header.data_start + info.offset
+        kinds = info.ggml_type, offset, info.nbytes, num_heads
+        return GgufTensor(name, self.file, info.shape, kind, *kinds)
+
+
+class GgufModel:
+    """The GGUF files of a directory as one model of transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises: UnsupportedCheckpoint."""
+        self._text = _File.open(directory / TEXT_FILE)
+        tower = directory / TOWER_FILE
+        self._tower = _File.open(tower) if tower.is_file() else None
+        kind = self._text.get("general.architecture")
+        if kind not in _ARCHITECTURES:
+            what = " (an mmproj file)" if kind == "clip" else ""
+            known = ", ".join(_ARCHITECTURES)
+            raise self._text.refuse(
+                f"general.architecture is {kind!r:.40}{what}; these can be read: {known}"
+            )
+        self._kind = str(kind)
+        self.config = self._text_config()
+        if self._tower is not None:
+            self.config = _llava_config(self._tower, self.config, self.slot)
+        if any(tensor.is_blocks for tensor in self.tensors()):
+            self.config["quantization_config"] = {"quant_method": "gguf"}
+
+    @property
+    def file(self) -> Path:
+        """The text model's."""
+        return self._text.file
+
+    @property
+    def slot(self) -> tuple[int, str]:
+        """The token that stands where an image goes: `<image>`, else the one of unknown text, which no text becomes."""
+        tokens = self._text.get("tokenizer.ggml.tokens")
+        if "<image>" in tokens:
+            return tokens.index("<image>"), "<image>"
+        number = self._text.metadata.get("tokenizer.ggml.unknown_token_id")
+        if type(number) is not int or not 0 <= number < len(tokens):
+            raise self._text.refuse("has neither a token <image> nor one for unknown text")
+        return number, tokens[number]
+
+    @property
+    def image_settings(self) -> dict[str, Any] | None:
+        """CLIP's `preprocessor_config.json`; None where there is no tower."""
+        if self._tower is None:
+            return None
+        size = self._tower.whole("clip.vision.image_size")
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": size},
+            "resample": 3,
+            "do_center_crop": True,
+            "crop_size": {"height": size, "width": size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": self._tower.get("clip.vision.image_mean"),
+            "image_std": self._tower.get("clip.vision.image_std"),
+        }
+
+    def tensors(self) -> Sequence[GgufTensor]:
+        """All of both files, by their names in transformers. Raises: UnsupportedCheckpoint."""
+        text = self.config.get("text_config", self.config)
+        heads = {"q_proj": text["num_attention_heads"], "k_proj": text["num_key_value_heads"]}
+        prefix = "language_model." if self._tower is not None else ""
+        found = []
+        for info in self._text.infos.values():
+            if info.name == _ROTARY:
+                continue
+            name = _text_name(self._text, info.name)
+            in_pairs = heads.get(name.split(".")[-2], 0) if _ARCHITECTURES[self._kind][2] else 0
+            found.append(self._text.tensor(info, prefix + name, in_pairs))
+        tower = self._tower
+        if tower is not None:
+            is_legacy = _has_swapped_names(tower)
+            for info in tower.infos.values():
+                found.append(tower.tensor(info, _tower_name(tower, info.name, is_legacy)))
+        return found
+
+    def _text_config(self) -> dict[str, Any]:
+        text, kind = self._text, self._kind
+        architecture, model_type, _ = _ARCHITECTURES[kind]
+        if f"{kind}.expert_count" in text.metadata:
+            raise text.refuse("experts cannot be read")
+        embedding = text.infos.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise text.refuse("the tensor token_embd.weight is missing")
+        heads = text.whole(f"{kind}.attention.head_count")
+        width = text.whole(f"{kind}.embedding_length")
+        head_dim = text.whole(f"{kind}.attention.key_length", width // heads)
+        config = {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "vocab_size": embedding.shape[0],
+            "hidden_size": width,
+            "intermediate_size": text.whole(f"{kind}.feed_forward_length"),
+            "num_hidden_layers": text.whole(f"{kind}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": text.whole(f"{kind}.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": text.whole(f"{kind}.context_length"),
+            "rms_norm_eps": text.get(f"{kind}.attention.layer_norm_rms_epsilon"),
+            "rope_theta": text.metadata.get(f"{kind}.rope.freq_base", 10000.0),
+            "tie_word_embeddings": "output.weight" not in text.infos,
+            "dtype": str(DTYPE).removeprefix("torch."),
+        }
+        if kind == "llama":
+            config["attention_bias"] = "blk.0.attn_q.bias" in text.infos
+        ids = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")}
+        config |= {name: text.metadata[key] for name, key in ids.items() if key in text.metadata}
+        return config | self._rope(head_dim, config["rope_theta"])
+
+    def _rope(self, head_dim: int, theta: float) -> dict[str, Any]:
+        """Scaled rotary frequencies. Raises: UnsupportedCheckpoint for those that cannot be said."""
+        text, kind = self._text, self._kind
+        if text.metadata.get(f"{kind}.rope.dimension_count", head_dim) != head_dim:
+            raise text.refuse(f"{kind}.rope.dimension_count is not the width of a head")
+        scaling = text.metadata.get(f"{kind}.rope.scaling.type", "none")
+        factor = text.metadata.get(f"{kind}.rope.scaling.factor", 1.0)
+        if scaling == "linear":
+            return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+        if scaling != "none":
+            raise text.refuse(f"rope.scaling.type {scaling!r:.40} cannot be read")
+        info = text.infos.get(_ROTARY)
+        if info is None:
+            return {}
+        factors = text.tensor(info, _ROTARY).map().float()
+        parameters = {"factor": round(float(factors.max()), 3), **_LLAMA3}
+        if not torch.allclose(factors, _llama3_factors(head_dim, theta, parameters), rtol=1e-3):
+            raise text.refuse(f"{_ROTARY} scales rotary frequencies in no way that can be read")
+        positions = {"original_max_position_embeddings": _ORIGINAL_POSITIONS}
+        return {"rope_scaling": {"rope_type": "llama3", **parameters, **positions}}
+
+
+def _llama3_factors(head_dim: int, theta: float, parameters: Mapping[str, float]) -> Tensor:
+    """What frequencies are divided by. Shapes: returns (head_dim / 2,). Source: Llama 3.1's reference code."""
+    factor, low, high = (parameters[n] for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    turns = _ORIGINAL_POSITIONS * theta**-exponents / (2 * torch.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - share) / factor + share)).float()
+
+
+def _text_name(file: _File, name: str) -> str:
+    """A tensor's name in transformers. Raises: UnsupportedCheckpoint."""
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is not None and in_layer[2] in _IN_LAYER:
+        return f"model.layers.{in_layer[1]}.{_IN_LAYER[in_layer[2]]}.{in_layer[3]}"
+    whole = _WHOLE.get(name.removesuffix(".weight"))
+    if whole is None:
+        raise file.refuse(f"the tensor {name:.80} has no place in a model of its architecture")
+    return f"{whole}.weight"
+
+
+def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> dict[str, Any]:
+    """LLaVA's `config.json`. Raises: UnsupportedCheckpoint for another tower or projector."""
+    kind = file.get("general.architecture")
+    projector = file.metadata.get("clip.projector_type", "mlp")
+    if kind != "clip" or projector != "mlp" or "clip.vision.image_grid_pinpoints" in file.metadata:
+        what = f"clip.projector_type {projector!r:.40}" if kind == "clip" else f"{kind!r:.40}"
+        if projector == "mlp" and kind == "clip":
+            what = "images in tiles"
+        raise file.refuse(f"{what} cannot be read; CLIP with LLaVA's projector 'mlp' can")
+    num_layers = file.whole("clip.vision.block_count")
+    features = file.metadata.get("clip.vision.feature_layer")
+    if features is None:  # LLaVA reads the last but one; older files end there
+        features = [num_layers - 1 if "v.post_ln.weight" in file.infos else num_layers]
+    is_gelu = file.metadata.get("clip.use_gelu", False)
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": file.whole("clip.vision.embedding_length"),
+        "intermediate_size": file.whole("clip.vision.feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": file.whole("clip.vision.attention.head_count"),
+        "image_size": file.whole("clip.vision.image_size"),
+        "patch_size": file.whole("clip.vision.patch_size"),
+        "layer_norm_eps": file.metadata.get("clip.vision.attention.layer_norm_epsilon", 1e-5),
+        "hidden_act": "gelu" if is_gelu else "quick_gelu",
+        "projection_dim": file.metadata.get("clip.vision.projection_dim", 768),
+    }
+    if file.metadata.get("clip.use_silu", False):
+        raise file.refuse("clip.use_silu is true; CLIP's towers have gelu")
+    shared = ("dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": text,
+        "vision_config": vision,
+        "vision_feature_layer": features if len(features) > 1 else features[0],
+        "vision_feature_select_strategy": "default",
+        "projector_hidden_act": "gelu",
+        "image_token_index": slot[0],
+        **{name: text[name] for name in shared if name in text},
+    }
+
+
+def _has_swapped_names(file: _File) -> bool:
+    """Whether `ffn_down` is the map that widens, as in files of llama.cpp's older converter."""
+    info = file.infos.get("v.blk.0.ffn_down.weight")
+    width, inner = (file.whole(f"clip.vision.{n}_length") for n in ("embedding", "feed_forward"))
+    return info is not None and width != inner and info.shape == (inner, width)
+
+
+def _tower_name(file: _File, name: str, is_swapped: bool) -> str:
+    """A tensor's name in transformers. Raises: UnsupportedCheckpoint."""
+    prefix = "vision_tower.vision_model."
+    if name in _TOWER:
+        return prefix + _TOWER[name]
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOWER_NORMS:
+        return f"{prefix}{_TOWER_NORMS[stem]}.{kind}"
+    if stem in _PROJECTOR:
+        return f"multi_modal_projector.{_PROJECTOR[stem]}.{kind}"
+    in_layer = _TOWER_LAYER.fullmatch(name)
+    part = None if in_layer is None else in_layer[2]
+    if is_swapped and part in ("ffn_up", "ffn_down"):
+        part = "ffn_down" if part == "ffn_up" else "ffn_up"
+    if in_layer is None or part not in _IN_TOWER:
+        raise file.refuse(f"the tensor {name:.80} has no place in CLIP's tower")
+    return f"{prefix}encoder.layers.{in_layer[1]}.{_IN_TOWER[part]}.{in_layer[3]}"
+
+
+def _write_text_files(target: Path, model: GgufModel) -> None:
+    """Everything but the weights, `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
+    file = model.file
+    try:
+        architecture, content, settings = get_gguf_tokenizer(str(file))
+        backend, _ = convert_gguf_tokenizer(architecture, content)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+    except Exception as error:  # of a dozen kinds of tokenizers
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedCheckpoint(
+            f"{file.resolve().name}: transformers cannot make its tokenizer: {reason}"
+        ) from None
+    tokenizer.save_pretrained(target)
+    settings = model.image_settings
+    if settings is not None:
+        _write_json(target / "preprocessor_config.json", settings)
+        template = target / "chat_template.jinja"
+        if not template.is_file():
+            text = LLAVA_TEMPLATE.replace("<image>", model.slot[1])
+            template.write_text(text, encoding="utf-8")
+    _write_json(target / "config.json", model.config)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, default=str) + "\n"
+    file.write_text(text, encoding="utf-8")

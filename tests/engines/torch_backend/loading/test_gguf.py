@@ -1,0 +1,385 @@
+"""A GGUF file gives the logits of what its tensors stand for, or is refused by name."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from engines.core.request import EngineRequest
+from engines.registry import create_engine
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import Int4Linear
+from engines.torch_backend.loading.formats.gguf import GgufReader
+from engines.torch_backend.loading.formats.reader import Integers
+from engines.torch_backend.loading.gguf_checkpoint import list_weights, open_checkpoint
+from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.stored_tensors import list_tensors
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.models.registry import FamilyModel, find_family
+from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
+from shared.protocol import ChatMessage, ImagePart, SamplingParams, TextPart
+from tests import factories_gguf as factories
+from tests.factories_gguf import Kind
+from tests.factories_torch import plain_logits
+
+CPU = torch.device("cpu")
+TOKEN_IDS = torch.arange(5, 255, 13)
+MIXTURES = {
+    "F16": lambda name: Kind.F16,
+    "Q4_0": lambda name: Kind.Q4_0,
+    "Q4_1": lambda name: Kind.Q4_1,
+    "Q8_0": lambda name: Kind.Q8_0,
+    "Q4_K_M": factories.mixture(Kind.Q4_K, Kind.Q6_K),
+    "Q5_K_M": factories.mixture(Kind.Q5_K, Kind.Q6_K),
+    "Q6_K": lambda name: Kind.Q6_K,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files" / "model.gguf"
+
+
+def opened(file: Path) -> Path:
+    return open_checkpoint(file, file.parent.parent / "cache")
+
+
+def load(file: Path, mode: CpuKernels = "off", **options: Any) -> FamilyModel:
+    directory, ops = opened(file), cpu_ops(mode)
+    model = load_model(directory, *find_family(directory), CPU, torch.float32, ops=ops, **options)
+    model.bind(ops, torch.float32)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: FamilyModel) -> torch.Tensor:
+    if model.language_model is not None:
+        return plain_logits(model, TOKEN_IDS)
+    with model.as_transformers_does() as inner:
+        return inner(input_ids=TOKEN_IDS[None]).logits[0]
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+def test_numbers_are_those_of_the_formats_own_package(kind: Kind, file: Path) -> None:
+    meant = factories.write_text(file, factories.make_model("llama"), "llama", lambda name: kind)
+
+    reader = GgufReader(read_fields(opened(file)))
+    linears, _ = reader.split(list_weights(opened(file)), CPU)
+
+    assert len(linears) == 16
+    for linear in linears:
+        found, expected = reader.read(linear), meant[f"{linear.name}.weight"]
+        if isinstance(found, Integers):
+            assert_close(found.numbers(torch.float32), expected, rtol=1e-6, atol=1e-8)
+        else:
+            assert torch.equal(found, expected.half())
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_what_the_tensors_stand_for(arch: str, name: str, file: Path) -> None:
+    model = factories.make_model(arch)
+    meant = factories.write_text(file, model, arch, MIXTURES[name])
+    model.load_state_dict(meant)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+
+    found = logits(load(file))
+    assert (found - expected).norm() < 2e-3 * expected.norm()  # plain numbers are float16
+
+    if arch != "qwen3":
+        native = logits(load(file, "fast"))
+        assert (native - expected).norm() < 0.02 * expected.norm()
+
+
+def test_four_bits_stay_four_bits(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = factories.make_model("llama")
+    factories.write_text(file, model, "llama", MIXTURES["Q4_K_M"])
+
+    with caplog.at_level(logging.INFO):
+        layers = load(file).language_model.model.layers
+
+    found = {n: m for n, m in layers.named_modules() if n.endswith("_proj")}
+    assert type(found.pop("0.mlp.down_proj")) is not Int4Linear
+    assert {type(m) for m in found.values()} == {Int4Linear}
+    (line,) = [r.getMessage() for r in caplog.records if "GGUF of Q4_K and Q6_K" in r.getMessage()]
+    assert "13 as int4" in line
+    assert "3 dequantized" in line
+
+
+def test_plain_numbers_stay_where_their_file_is_mapped(file: Path) -> None:
+    factories.write_text(file, factories.make_model("qwen2"), "qwen2", MIXTURES["F16"])
+    directory = opened(file)
+
+    model = load_model(directory, *find_family(directory), CPU, torch.float16)
+
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if line.endswith(str(file))]
+    places = [range(int(start, 16), int(end, 16)) for start, end in ranges]
+    weight = model.language_model.model.layers[0].mlp.up_proj.weight
+    assert any(weight.data_ptr() in place for place in places)
+
+
+def test_tied_embeddings_are_the_head(file: Path) -> None:
+    model = factories.make_model("llama", tie_word_embeddings=True)
+    meant = factories.write_text(file, model, "llama", MIXTURES["Q6_K"])
+    model.load_state_dict(meant | {"lm_head.weight": meant["model.embed_tokens.weight"]})
+    with torch.inference_mode():
+        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+
+    found = logits(load(file))
+
+    assert (found - expected).norm() < 2e-3 * expected.norm()
+
+
+def test_biases_of_heads_are_turned_with_their_weights(file: Path) -> None:
+    model = factories.make_model("llama", attention_bias=True)
+    factories.write_text(file, model, "llama")
+    with torch.inference_mode():
+        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+
+    assert_close(logits(load(file)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_scaling_of_llama_3_is_found_from_its_factors(file: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = factories.make_model("llama", rope_parameters=rope)
+    plain = factories.make_model("llama", rope_parameters={"rope_theta": 500000.0})
+    rotary: Any = model.model.rotary_emb
+    factors = (plain.model.rotary_emb.inv_freq / rotary.inv_freq).numpy()
+    factories.write_text(file, model, "llama", extra={"rope_freqs.weight": factors})
+    with torch.inference_mode():
+        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+
+    assert_close(logits(load(file)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_it_can_be_quantized_on_the_way(file: Path) -> None:
+    model = factories.make_model("llama")
+    meant = factories.write_text(file, model, "llama", MIXTURES["Q8_0"])
+    model.load_state_dict(meant)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKEN_IDS[None]).logits[0]
+
+    found = logits(load(file, scheme=SCHEMES["int8"]))
+
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_an_engine_answers_from_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llava(file)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file.parent.parent / "cache"))
+    settings = {"device": "cpu", "dtype": "float32", "cpu_kernels": "off"}
+
+    loaded = create_engine({**settings, "kv_cache_bytes": 1 << 22, "model": str(file)})
+
+    assert loaded.card.name == "model"
+    assert loaded.card.supports_images
+    processor: Any = loaded.engine.processor
+    size = loaded.engine.runner.model.config.vision.image_size
+    image = ("image", np.zeros((3, size, size), np.float32))
+    message = ChatMessage("user", (ImagePart(0), TextPart("ab <unk> a")))
+    prompt = processor.build_prompt([message], [image])
+    slots = loaded.card.image_tokens
+    assert prompt.token_ids.count(0) == slots  # what a user writes stays text
+    sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    loaded.engine.add(EngineRequest("r", prompt.token_ids, sampling, prompt.images))
+    outputs = [output for _ in range(10) for output in loaded.engine.step()]
+    assert sum(len(output.token_ids) for output in outputs) == 3
+    loaded.engine.close()
+
+
+# -- towers
+
+TOWER_NAMES = {
+    "embeddings.class_embedding": "v.class_embd",
+    "embeddings.patch_embedding.weight": "v.patch_embd.weight",
+    "embeddings.position_embedding.weight": "v.position_embd.weight",
+    "pre_layrnorm": "v.pre_ln",
+    "post_layernorm": "v.post_ln",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_llama_cpp_gives_the_same_logits(arch: str, name: str, file: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    factories.write_text(file, factories.make_model(arch), arch, MIXTURES[name])
+    theirs = llama_cpp.Llama(str(file), n_ctx=64, logits_all=True, verbose=False)
+    theirs.eval(TOKEN_IDS.tolist())
+    expected = torch.from_numpy(theirs.scores[: len(TOKEN_IDS)].copy())
+    theirs.close()
+
+    found = logits(load(file))
+
+    # it rounds what integers are multiplied with to 8 bits
+    assert (found - expected).norm() < (5e-3 if name == "F16" else 0.05) * expected.norm()
+
+
+def write_llava(file: Path, kind: Kind = Kind.F32, is_old: bool = False, **changes: Any) -> Path:
+    """A text model and a tower beside it. Returns: the checkpoint that the tower is of."""
+    directory = file.parent.parent / "llava"
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    make_checkpoint(
+        "tiny", directory, changes={"vision_config": vision, "text_config": {"hidden_size": 256}}
+    )
+    config = read_fields(directory).values
+    tensors = {}
+    for stored in list_tensors(directory):
+        value = stored.map().float().numpy()
+        name = stored.name.removeprefix("vision_tower.vision_model.")
+        stem, _, part = name.rpartition(".")
+        if name.startswith("multi_modal_projector."):
+            number = {"linear_1": 0, "linear_2": 2}[stem.split(".")[1]]
+            tensors[f"mm.{number}.{part}"] = value
+        elif stored.name == name:
+            continue
+        elif name.startswith("encoder.layers."):
+            _, _, number, rest = stem.split(".", 3)
+            theirs = TOWER_NAMES[rest]
+            if is_old and int(number) == 2:
+                continue
+            if is_old and theirs.startswith("ffn"):
+                theirs = "ffn_down" if theirs == "ffn_up" else "ffn_up"
+            tensors[f"v.blk.{number}.{theirs}.{part}"] = value
+        elif not (is_old and "post_layernorm" in name):
+            tensors[TOWER_NAMES.get(name) or f"{TOWER_NAMES[stem]}.{part}"] = value
+    section: Any = config["vision_config"]
+    metadata = {
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": "mlp",
+        "clip.use_gelu": section.get("hidden_act", "quick_gelu") == "gelu",
+        "clip.vision.image_size": section["image_size"],
+        "clip.vision.patch_size": section["patch_size"],
+        "clip.vision.embedding_length": 64,
+        "clip.vision.feed_forward_length": 128,
+        "clip.vision.block_count": 2 if is_old else 3,
+        "clip.vision.attention.head_count": section["num_attention_heads"],
+        "clip.vision.attention.layer_norm_epsilon": 1e-5,
+        "clip.vision.image_mean": [0.5, 0.25, 0.5],
+        "clip.vision.image_std": [0.5, 0.5, 0.5],
+    }
+    factories.write_tower(file.parent / "mmproj-model.gguf", metadata | changes, tensors, kind)
+    factories.write_text(file, factories.make_model("llama"), "llama")
+    return directory
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_a_tower_beside_it_encodes_images_as_before(kind: Kind, is_old: bool, file: Path) -> None:
+    directory = write_llava(file, kind, is_old)
+    original = load_model(directory, *find_family(directory), CPU, torch.float32)
+    size = original.config.vision.image_size
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+    model = load(file)
+
+    with torch.inference_mode():
+        expected, found = original.encode_images(pixels), model.encode_images(pixels)
+    most = 1e-4 if kind is Kind.F32 else 0.05
+    assert (found - expected).norm() < most * expected.norm()
+    processor = find_family(opened(file))[0].processor(opened(file), model.config)
+    assert processor.images.mean == (0.5, 0.25, 0.5)
+    assert processor.slot_id == 0  # of unknown text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"clip.projector_type": "qwen2vl_merger"}, "clip.projector_type 'qwen2vl_merger' cannot"),
+        ({"clip.projector_type": "ldp"}, "CLIP with LLaVA's projector 'mlp' can"),
+        ({"clip.vision.image_grid_pinpoints": [336, 672]}, "images in tiles cannot be read"),
+        ({"clip.vision.block_count": "many"}, "block_count is 'many', no number"),
+        ({"clip.use_silu": True}, "clip.use_silu is true"),
+    ],
+)
+def test_other_towers_are_refused(changes: dict[str, Any], reason: str, file: Path) -> None:
+    write_llava(file, **changes)
+
+    with pytest.raises(UnsupportedCheckpoint, match=rf"mmproj-model\.gguf: .*{reason}"):
+        load(file)
+
+
+def test_several_towers_are_refused(file: Path) -> None:
+    factories.write_text(file, factories.make_model("llama"), "llama")
+    for name in ("mmproj-a.gguf", "mmproj-b.gguf"):
+        (file.parent / name).touch()
+
+    with pytest.raises(UnsupportedCheckpoint, match="has 2 mmproj files; keep the one"):
+        load(file)
+
+
+# -- what cannot be read
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "reason"),
+    [
+        ("clip", {}, r"'clip' \(an mmproj file\); these can be read: llama"),
+        ("qwen9", {}, "general.architecture is 'qwen9'"),
+        ("llama", {"metadata": {"llama.expert_count": 8}}, "experts cannot be read"),
+        ("llama", {"metadata": {"split.count": 3}}, "one part of several; join them"),
+        ("llama", {"metadata": {"llama.rope.scaling.type": "yarn"}}, "scaling.type 'yarn' cannot"),
+        ("llama", {"metadata": {"llama.rope.dimension_count": 8}}, "is not the width of a head"),
+        ("llama", {"extra": {"blk.0.ffn_gate_exps.weight": np.ones(2)}}, "gate_exps.weight has no"),
+        ("llama", {"extra": {"rope_freqs.weight": np.ones(32) * 3}}, "in no way that can be read"),
+    ],
+)
+def test_what_has_no_place_is_named(
+    arch: str, options: dict[str, Any], reason: str, file: Path
+) -> None:
+    extra = {n: v.astype(np.float32) for n, v in options.get("extra", {}).items()}
+    factories.write_text(file, factories.make_model("llama"), arch, **options | {"extra": extra})
+
+    with pytest.raises(UnsupportedCheckpoint, match=rf"model\.gguf: .*{reason}"):
+        load(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"no", b"GGUF" + b"\xff" * 64])
+def test_a_damaged_file_is_refused(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"model\.gguf: is no GGUF file to read"):
+        load(file)
+
+
+def test_a_file_that_was_cut_is_refused_with_the_tensor(file: Path) -> None:
+    factories.write_text(file, factories.make_model("llama"), "llama")
+    file.write_bytes(file.read_bytes()[:-1000])
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"model\.gguf: ends within the tensor"):
+        load(file)
+
+
+def test_a_file_that_changes_is_opened_anew(file: Path) -> None:
+    factories.write_text(file, factories.make_model("llama"), "llama")
+    before = opened(file)
+
+    factories.write_text(file, factories.make_model("qwen2"), "qwen2")
+
+    assert opened(file) != before
+    assert read_fields(opened(file)).get("model_type") == "qwen2"
+    assert isinstance(load(file).language_model.model.layers[0].mlp.up_proj, nn.Linear)
