@@ -1,7 +1,8 @@
-"""Child processes without rights, for images that strangers have made.
+"""Child processes with one socket to their parent, and an environment that holds no address and no key.
 
-A child has one socket to its parent, an empty environment, and limits that it takes on itself before it reads
-anything: of memory, and, where the kernel filters system calls, no files, sockets, programs or other processes. It may die of what it reads. Used by the worker's decoders; it must not know them.
+Those for images that strangers have made have no rights besides: a child takes limits on itself before it reads
+anything, of memory, and, where the kernel filters system calls, no files, sockets, programs or other processes. It may
+die of what it reads. Used by the worker's decoders and by the ranks of an engine; it must not know them.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,11 +53,16 @@ class _Program(ctypes.Structure):
 
 
 def start_child(
-    module: str, *arguments: int, buffer_bytes: int = 0
+    module: str,
+    *arguments: int,
+    buffer_bytes: int = 0,
+    environment: Mapping[str, str] | None = None,
+    is_silent: bool = True,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run `python -m module NUMBER arguments...`, NUMBER being its end of the socket. Raises: OSError.
 
-    `buffer_bytes`: what either end may send ahead of its reader; 0: the system's default.
+    `buffer_bytes`: what either end may send ahead of its reader; 0: the system's default. The `environment` is all that
+    it has beside the place of this source. Unless it `is_silent`, it says on stderr what it has to say.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -67,7 +74,8 @@ def start_child(
         try:
             process = subprocess.Popen(
                 command, pass_fds=(number,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, cwd="/", env={"PYTHONPATH": str(_SOURCE)},
+                stderr=subprocess.DEVNULL if is_silent else None, cwd="/",
+                env={**(environment or {}), "PYTHONPATH": str(_SOURCE)},
                 start_new_session=True,
             )  # fmt: skip
         except OSError:

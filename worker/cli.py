@@ -46,6 +46,14 @@ ENGINE: SettingOptions = {
             "--quantization", help="Of the decoder's weights: int8 or int4.", show_default="none"
         ),
     ],
+    "engine.tensor_parallel": Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel",
+            help="Devices (processes on a CPU) that share the model.",
+            show_default="1",
+        ),
+    ],
     "engine.max_num_seqs": Annotated[
         int | None,
         typer.Option("--max-num-seqs", help="Sequences that share a step.", show_default="32"),

@@ -27,10 +27,13 @@ from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.models.llama import Llama
-from engines.torch_backend.models.registry import FamilyModel, FlatStep
+from engines.torch_backend.models.registry import FamilyModel, FlatStep, ImageSlots
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
 from engines.torch_backend.multimodal.image_encoder import ImageEncoder
 from engines.torch_backend.ops.registry import Ops, cpu_ops
+from engines.torch_backend.parallel.leader import Leader
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh, least
+from engines.torch_backend.parallel.step_message import Step
 from engines.torch_backend.sampling.sampler import needs_host, sample
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -51,25 +54,33 @@ class TorchRunner:
         num_threads: int = 0,
         free_before_load: int | None = None,
         ops: Ops | None = None,
+        mesh: Mesh = SINGLE,
+        leader: Leader | None = None,
     ) -> None:
         """Take a loaded model and allocate its caches. `num_threads` 0: one for a small model, else torch's choice.
 
         `ops` are those that the model was loaded for on a CPU; they compute it.
 
         `free_before_load` is the memory that was free before the weights came, in bytes: pages of mapped ones
-        count as free still.
+        count as free still. On a `mesh` the model is this member's part, and the caches are as large as the least of all
+        members has room for; rank 0 has a `leader` for the others, which `follow`.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         is_small = device.type == "cpu" and self._weight_bytes < _ONE_THREAD_BYTES
-        if num_threads == 0 and is_small and "OMP_NUM_THREADS" not in os.environ:
-            num_threads = 1
+        if num_threads == 0 and "OMP_NUM_THREADS" not in os.environ:
+            if is_small:
+                num_threads = 1
+            elif mesh.size > 1 and device.type == "cpu":
+                num_threads = max(1, torch.get_num_threads() // mesh.size)
         if num_threads > 0:
             torch.set_num_threads(num_threads)
         free = free_bytes(device)
+        num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
         if free_before_load is not None:
-            free = max(0, min(free, free_before_load - self._weight_bytes))
+            free = max(0, min(free, free_before_load - num_sharing * self._weight_bytes))
+        free = least(free // num_sharing, mesh)
         shapes = model.kv_shapes
         plan = plan_kv_cache(text, config, dtype, free, device.type, shapes)
         self.block_size = config.block_size
@@ -80,9 +91,13 @@ class TorchRunner:
         self.shares_prefixes = model.shares_prefixes
         self.device = device
         self._dtype = dtype
+        self._mesh = mesh
+        self._leader = leader
         create_pool = Int8KVCachePool if config.kv_dtype == "int8" else KVCachePool
         is_native = isinstance(model.language_model, Llama)
-        is_cuda = self.runs_async = is_native and is_served(device)
+        is_cuda = is_native and is_served(device)
+        # members have no graphs, so that nothing goes on beside the host
+        self.runs_async = is_cuda and mesh.size == 1
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
         self._kv_pools = [
             create_pool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes
@@ -118,8 +133,8 @@ class TorchRunner:
         try:
             return self._launch(batch)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
+            if self._leader is not None or not _is_out_of_memory(error):
+                raise  # other members are within the step: it cannot be taken back
             raise DeviceOutOfMemory(
                 f"{self.device}: a step of {batch.num_tokens} tokens"
             ) from error
@@ -135,6 +150,8 @@ class TorchRunner:
         """Let go of the images that a request holds, and of what layers keep of it."""
         self._encoder_cache.release(request_id)
         self.model.release(request_id)
+        if self._leader is not None:
+            self._leader.release(request_id)
 
     def encoder_cache_counts(self) -> tuple[int, int, int]:
         """Images asked for, found in the cache, and bytes now held."""
@@ -150,7 +167,9 @@ class TorchRunner:
         }
 
     def close(self) -> None:
-        """Free the device. Idempotent; nothing can be run after it."""
+        """Free the device, and end the other ranks. Idempotent; nothing can be run after it."""
+        if self._leader is not None:
+            self._leader.close()
         self._encoder_cache.clear()
         for name in ("model", "_cuda", "_images", "_kv_pools", "_rotary"):
             self.__dict__.pop(name, None)
@@ -225,31 +244,68 @@ class TorchRunner:
         plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         return self._logits(items, plan, [span.stop - 1 for span in spans])
 
+    @torch.inference_mode()
+    def follow(self, step: Step) -> None:
+        """Compute this rank's share of what rank 0 has scheduled. Raises: SequenceFailure, as rank 0 does."""
+        images = []
+        if step.slots:
+            num_rows = sum(count for _, count in step.slots)
+            rows = torch.empty(num_rows, step.width, dtype=step.dtype, device=self.device)
+            parts = self._mesh.broadcast(rows).split([count for _, count in step.slots])
+            places = [start for start, _ in step.slots]
+            images = [ImageSlots(place, part) for place, part in zip(places, parts, strict=True)]
+            self.model.take_image_form(step.image_form)
+        plan = plan_attention(_to_spans(step.items), self.block_size, self._dtype, self.device)
+        self._compute_logits(self._flat_step(step.items, step.inputs, images, plan, step.rows))
+
+    @torch.inference_mode()
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
+        """Scores behind every token of one text, without pages. Shapes: (N,); returns (N, vocabulary)."""
+        if self._leader is not None:
+            self._leader.send_plain(token_ids)
+        return self.model.plain_logits(token_ids.to(self.device))
+
     def _logits(
-        self,
-        items: list[ScheduledSequence],
-        plan: AttentionPlan,
-        rows: list[int],
-        is_adapted: bool = False,
+        self, items: list[ScheduledSequence], plan: AttentionPlan, rows: list[int]
     ) -> Tensor:
         """Scores behind the new tokens of these rows. Shapes: returns (rows, vocabulary)."""
-        if self._loras is not None and not is_adapted and _are_adapted(items):
-            with self._loras.applied(items, plan.spans):
-                return self._logits(items, plan, rows, is_adapted=True)
+        inputs = self._token_inputs(items)
+        images = self._images.place(items, plan.spans)
+        if self._leader is not None:
+            form = self.model.image_form() if images else b""
+            self._leader.send_step(items, inputs, rows, images, form)
+        step = self._flat_step(items, inputs, images, plan, rows)
+        if self._loras is None or not _are_adapted(items):
+            return self._compute_logits(step)
+        with self._loras.applied(items, plan.spans):
+            return self._compute_logits(step)
+
+    def _flat_step(
+        self,
+        items: list[ScheduledSequence],
+        inputs: Tensor,
+        images: list[ImageSlots],
+        plan: AttentionPlan,
+        rows: list[int],
+    ) -> FlatStep:
+        """Shapes: inputs (1 + R, N), token ids and positions."""
+        inputs = inputs.to(self.device)
+        positions = inputs[1] if len(inputs) == 2 else inputs[1:]
+        return FlatStep(items, inputs[0], positions, images, plan, self._kv_pools, rows)
+
+    def _compute_logits(self, step: FlatStep) -> Tensor:
+        """Shapes: returns (rows, vocabulary)."""
+        plan, rows = step.plan, step.rows
         if plan.fresh_blocks is not None:
             for pool in self._kv_pools:
                 pool.clear(plan.fresh_blocks)
-        token_ids, positions = self._token_inputs(items)
-        images = self._images.place(items, plan.spans)
         if self._rotary is None:
-            return self.model.logits(
-                FlatStep(items, token_ids, positions, images, plan, self._kv_pools, rows)
-            )
-        embeddings = self.model.embed(token_ids, images)
+            return self.model.logits(step)
+        embeddings = self.model.embed(step.token_ids, step.images)
         if self._cuda is not None:
-            hidden = self._cuda.forward(embeddings, positions, plan)
+            hidden = self._cuda.forward(embeddings, step.positions, plan)
         else:
-            text, rotation = self.model.language_model.text, self._rotary.at(positions)
+            text, rotation = self.model.language_model.text, self._rotary.at(step.positions)
             attend = self._ops["step_attention"](text, self._kv_pools[0], plan, rotation)
             hidden = self.model.language_model(embeddings, attend)
         if not rows:
@@ -258,8 +314,8 @@ class TorchRunner:
             hidden = hidden[torch.tensor(rows, device=self.device)]
         return self.model.language_model.logits(hidden)
 
-    def _token_inputs(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor]:
-        """Ids and positions of all new tokens, in one transfer. Shapes: (N,), and (N,) or (R, N)."""
+    def _token_inputs(self, items: list[ScheduledSequence]) -> Tensor:
+        """Ids and positions of all new tokens, on the host. Shapes: (1 + R, N)."""
         token_ids: list[int] = []
         positions: list[list[int]] = [[] for _ in range(self._num_rows)]
         for item in items:
@@ -267,8 +323,7 @@ class TorchRunner:
             rows = item.sequence.positions(item.start, item.end)
             for place, row in enumerate(positions):
                 row += rows[place % len(rows)]
-        inputs = torch.tensor([token_ids, *positions]).to(self.device)
-        return inputs[0], inputs[1] if len(positions) == 1 else inputs[1:]
+        return torch.tensor([token_ids, *positions])
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
         if item.follows is None:

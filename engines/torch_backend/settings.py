@@ -31,10 +31,16 @@ class TorchSettings(BatchingSettings):
         default="none",
         description="Weights of the decoder; with CPU kernels the vision tower's are int8 then.",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Devices, or processes on a CPU, that share the model; each has a part of every layer.",
+    )
     num_threads: int = Field(
         default=0,
         ge=0,
-        description="CPU threads of the engine; 0: one for a small model, else torch's choice.",
+        description="CPU threads of each process of the engine; 0: one for a small model, else torch's choice.",
     )
     disabled_ops: tuple[str, ...] = Field(
         default=(),
@@ -80,10 +86,12 @@ class TorchSettings(BatchingSettings):
     @property
     def switched_off(self) -> frozenset[str]:
         """Names of `disabled_ops`, with those of settings that it replaces."""
-        older = [_OLD_NAMES[name] for name in self.disabled_gpu_kernels]
-        return frozenset(
-            [*self.disabled_ops, *older, *(["cpu"] if self.cpu_kernels == "off" else [])]
-        )
+        names = [*self.disabled_ops, *(_OLD_NAMES[name] for name in self.disabled_gpu_kernels)]
+        if self.cpu_kernels == "off":
+            names.append("cpu")
+        if self.tensor_parallel > 1:
+            names.append("cuda_graph")
+        return frozenset(names)
 
     @property
     def outdated(self) -> list[str]:

@@ -42,7 +42,7 @@ class LinearWeights(nn.Linear):
         share: Share = WHOLE,
     ) -> None:
         """`num_inputs` and `num_outputs` are of all members together. Raises: ValueError if they do not divide."""
-        size = share.mesh.size
+        size = share.count
         shared = {"outputs": num_outputs, "inputs": num_inputs, None: size}[share.of]
         if shared % size:
             raise ValueError(f"{size} devices cannot share {shared} {share.of} of a linear map")
@@ -57,8 +57,8 @@ class LinearWeights(nn.Linear):
     @property
     def whole_shape(self) -> tuple[int, int]:
         """Outputs and inputs of all members together."""
-        num_outputs = self.share.mesh.size if self.share.of == "outputs" else 1
-        num_inputs = self.share.mesh.size if self.share.of == "inputs" else 1
+        num_outputs = self.share.count if self.share.of == "outputs" else 1
+        num_inputs = self.share.count if self.share.of == "inputs" else 1
         return self.out_features * num_outputs, self.in_features * num_inputs
 
 

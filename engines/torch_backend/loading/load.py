@@ -25,7 +25,9 @@ from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.cpu_level import choose_level
-from engines.torch_backend.ops.registry import check_disabled, cpu_ops
+from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
+from engines.torch_backend.parallel.leader import Leader
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ModelCard
@@ -50,32 +52,34 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         report = phases.tell("download") if progress else None
         directory = open_checkpoint(resolve_model(settings.model, report))
     sampling = read_sampling_defaults(directory, settings.generation_config)
-    free = free_bytes(device)
     kernels = None
     if device.type == "cpu":
         with phases.measure("compile"):
-            kernels = cpu_ops(settings.cpu_kernels, disabled=settings.switched_off)
-    with phases.measure("load"):
-        family, config = find_family(directory)
-        multimodal = family.processor(directory, config)
-        processor = create_processor(directory, multimodal, config.text.max_position_embeddings)
-        scheme = None if settings.quantization == "none" else SCHEMES[settings.quantization]
-        model = load_model(
-            directory,
-            family,
-            config,
-            device,
-            dtype,
-            scheme,
-            phases.tell("load"),
-            phases.seconds,
-            kernels,
-        )
-        runner = TorchRunner(model, settings, device, dtype, settings.num_threads, free, kernels)
-    with phases.measure("warmup"):
-        runner.warm_up()
-        model.verify(runner, settings.self_check)
-        limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
+            kernels = prepare_kernels(settings, device)
+    leader = None
+    try:
+        with phases.measure("load"):
+            family, config = find_family(directory)
+            multimodal = family.processor(directory, config)
+            max_len = config.text.max_position_embeddings
+            processor = create_processor(directory, multimodal, max_len)
+            if settings.tensor_parallel > 1:
+                leader = Leader(settings, directory, device, dtype)
+            mesh = leader.mesh if leader else SINGLE
+            runner = load_runner(
+                settings, directory, device, dtype, kernels, mesh, leader,
+                phases.tell("load"), phases.seconds,
+            )  # fmt: skip
+        with phases.measure("warmup"):
+            runner.warm_up()
+            runner.model.verify(runner, settings.self_check)
+            limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
+    except Exception as error:
+        if leader is None:
+            raise
+        cause = leader.explain(error)
+        leader.close()
+        raise cause from error
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(
@@ -99,6 +103,38 @@ def quantization_of(directory: Path, chosen: str) -> str:
         return chosen
     stored = read_fields(directory).section("quantization_config").get("quant_method")
     return stored[:64] if isinstance(stored, str) else ""
+
+
+def prepare_kernels(settings: TorchSettings, device: torch.device) -> Ops | None:
+    """The operators that compute on a CPU, compiled where they were not; None elsewhere."""
+    if device.type != "cpu":
+        return None
+    return cpu_ops(settings.cpu_kernels, disabled=settings.switched_off)
+
+
+def load_runner(
+    settings: TorchSettings,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Ops | None,
+    mesh: Mesh,
+    leader: Leader | None = None,
+    progress: Callable[[float], None] | None = None,
+    seconds: dict[str, float] | None = None,
+) -> TorchRunner:
+    """A checkpoint's model on a device, or a member's part of it, with its caches.
+
+    Raises: EngineStartError, as `load_engine`.
+    """
+    free = free_bytes(device)
+    scheme = None if settings.quantization == "none" else SCHEMES[settings.quantization]
+    found = find_family(directory)
+    model = load_model(
+        directory, *found, device, dtype, scheme, progress, seconds, kernels, mesh=mesh
+    )
+    num_threads = settings.num_threads
+    return TorchRunner(model, settings, device, dtype, num_threads, free, kernels, mesh, leader)
 
 
 def choose_device(name: str) -> torch.device:

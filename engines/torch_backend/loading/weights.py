@@ -104,7 +104,7 @@ class WeightReader:
         if published.place(linear, self._model) is not None:
             share = _share(self._find(f"{linear.name}.weight")[0])
             whole = layout.num_bytes(self._dtype_of_scales(published))
-            return whole // (share.mesh.size if share.of else 1)
+            return whole // (share.count if share.of else 1)
         part = next(iter(linear.parts.values()))
         numbers = StoredTensor(f"{linear.name}.weight", part.file, layout.shape, "F32")
         return self._num_bytes(numbers, published.dtype)
@@ -192,7 +192,8 @@ def load_model(
         stored = published.drop_zero_biases(stored, model)
         linear_bytes = sum(reader.num_linear_bytes(x, published) for x in published.linears)
     needed = sum(map(reader.num_bytes, stored)) + linear_bytes
-    check_memory(needed, device, dtype, scheme)
+    num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
+    check_memory(needed * num_sharing, device, dtype, scheme)
     if model.converts_weights:
         reader = WeightReader(model, rename, None, torch.device("cpu"), None)
     read = _read_all(reader, stored, published, progress or (lambda share: None))

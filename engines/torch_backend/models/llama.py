@@ -31,7 +31,7 @@ from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProduc
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.ops.step_attention.reference import Attend
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, share_heads
 
 
 class SelfAttention(nn.Module):
@@ -43,9 +43,10 @@ class SelfAttention(nn.Module):
         width, bias = config.hidden_size, config.attention_bias
         query_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        self.q_proj = _column_parallel(width, query_width, bias, mesh)
-        self.k_proj = _column_parallel(width, kv_width, bias, mesh)
-        self.v_proj = _column_parallel(width, kv_width, bias, mesh)
+        heads = share_heads(config.num_kv_heads, mesh)
+        self.q_proj = _column_parallel(width, query_width, bias, Share(mesh, "outputs"))
+        self.k_proj = _column_parallel(width, kv_width, bias, heads)
+        self.v_proj = _column_parallel(width, kv_width, bias, heads)
         self.o_proj = _row_parallel(query_width, width, config.attention_output_bias, mesh)
         self.qkv = Linear(self, "q_proj", "k_proj", "v_proj", before=Before(norm=norm))
         self.out = Linear(self, "o_proj")
@@ -61,8 +62,9 @@ class GatedMLP(nn.Module):
     def __init__(self, config: TextConfig, norm: RMSNorm, mesh: Mesh) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = _column_parallel(width, inner, bias, mesh)
-        self.up_proj = _column_parallel(width, inner, bias, mesh)
+        outputs = Share(mesh, "outputs")
+        self.gate_proj = _column_parallel(width, inner, bias, outputs)
+        self.up_proj = _column_parallel(width, inner, bias, outputs)
         self.down_proj = _row_parallel(inner, width, bias, mesh)
         gate = Before(gate=ACTIVATIONS[config.hidden_act])
         self.gate_up = Linear(self, "gate_proj", "up_proj", before=Before(norm=norm))
@@ -73,8 +75,7 @@ class GatedMLP(nn.Module):
         self.down(self.gate_up(stream), add_to=stream)
 
 
-def _column_parallel(width: int, outputs: int, bias: bool, mesh: Mesh) -> LinearWeights:
-    share = Share(mesh, "outputs")
+def _column_parallel(width: int, outputs: int, bias: bool, share: Share) -> LinearWeights:
     return LinearWeights(width, outputs, bias=bias, precision=Precision.SCHEME, share=share)
 
 
@@ -176,9 +177,16 @@ class Llama(nn.Module):
 
 def _share_of(config: TextConfig, mesh: Mesh) -> TextConfig:
     """Whole heads and channels of each layer, and all layers. Raises: UnsupportedCheckpoint."""
-    names = ("num_heads", "num_kv_heads", "intermediate_size")
-    counts = {name: getattr(config, name) for name in names}
-    for name, count in counts.items():
-        if count % mesh.size:
+    for name in ("num_heads", "intermediate_size"):
+        if (count := getattr(config, name)) % mesh.size:
             raise UnsupportedCheckpoint(f"{mesh.size} devices cannot share {count} {name}")
-    return replace(config, **{name: count // mesh.size for name, count in counts.items()})
+    try:
+        num_parts = share_heads(config.num_kv_heads, mesh).count
+    except ValueError as error:
+        raise UnsupportedCheckpoint(str(error)) from None
+    return replace(
+        config,
+        num_heads=config.num_heads // mesh.size,
+        num_kv_heads=config.num_kv_heads // num_parts,
+        intermediate_size=config.intermediate_size // mesh.size,
+    )

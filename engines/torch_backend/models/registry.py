@@ -122,6 +122,20 @@ class FamilyModel(nn.Module):
         """Scores of a step, where there is no decoder that the runner drives. Shapes: (rows, vocabulary)."""
         raise NotImplementedError
 
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
+        """Scores behind all tokens of a text by transformers' own attention, where it has one.
+
+        Shapes: (N,); returns (N, vocabulary).
+        """
+        raise NotImplementedError
+
+    def image_form(self) -> bytes:
+        """What a model has to know of features that another rank has encoded."""
+        return b""
+
+    def take_image_form(self, form: bytes) -> None:
+        """Read features as rank 0's `image_form` says."""
+
     def release(self, request_id: str) -> None:
         """Let go of what is kept of a request beside keys and values. Idempotent."""
 

@@ -28,6 +28,10 @@ class Mesh(Protocol):
         """All members' tensors side by side in the last dimension, by rank. Shapes: (..., n); returns (..., size * n)."""
         ...
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor, in memory of the others' that has its shape. Shapes: any, kept."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleMesh:
@@ -41,6 +45,10 @@ class SingleMesh:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """Itself."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
         """Itself."""
         return x
 
@@ -64,6 +72,17 @@ class Share:
 
     mesh: Mesh = SINGLE
     of: Literal["outputs", "inputs"] | None = None  #: None: all of it
+    num_parts: int = 0  #: where they are fewer than members, who then share them; 0: one a member
+
+    @property
+    def count(self) -> int:
+        """Parts of what is shared."""
+        return self.num_parts or self.mesh.size
+
+    @property
+    def place(self) -> int:
+        """Which of them is this member's."""
+        return self.mesh.rank * self.count // self.mesh.size
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """The member's part of a tensor of the whole layer, by its name there."""
@@ -71,10 +90,27 @@ class Share:
             return tensor
         dim = DIMS[name][self.of == "inputs"]
         if dim is not None:
-            return tensor.tensor_split(self.mesh.size, dim)[self.mesh.rank].contiguous()
+            return tensor.tensor_split(self.count, dim)[self.place].contiguous()
         if name == "bias" and self.mesh.rank:
             return torch.zeros_like(tensor)  # it is added once
         return tensor
 
 
 WHOLE = Share()
+
+
+def share_heads(num_heads: int, mesh: Mesh) -> Share:
+    """Outputs of whole heads: as many a member, or one that several have where there are fewer heads than members.
+
+    Raises: ValueError where neither comes out even.
+    """
+    if num_heads % mesh.size == 0:
+        return Share(mesh, "outputs")
+    if mesh.size % num_heads == 0:
+        return Share(mesh, "outputs", num_heads)
+    raise ValueError(f"{mesh.size} devices cannot share {num_heads} heads of keys and values")
+
+
+def least(number: int, mesh: Mesh) -> int:
+    """The smallest of all members' numbers."""
+    return int(mesh.all_gather(torch.tensor([number])).min())

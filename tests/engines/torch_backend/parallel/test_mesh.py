@@ -63,6 +63,9 @@ class ThreadMesh:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._exchange(x)[0]
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.table.parts[self.rank] = x
         self.table.barrier.wait()
@@ -138,6 +141,22 @@ def num_bytes(model: FamilyModel) -> int:
     return sum(value.nbytes for value in layers.state_dict().values())
 
 
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_several_members_have_one_head_where_there_are_fewer(
+    tmp_path: Path, scheme: str | None
+) -> None:
+    text = {**WIDE, **BIASED, "head_dim": 64}  # whole groups of inputs for each
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": text})
+    expected = compute_logits(load(tmp_path / "t", SINGLE, scheme, "off"), "off")
+
+    found = on_members(
+        4, lambda mesh: compute_logits(load(tmp_path / "t", mesh, scheme, "off"), "off")
+    )
+
+    for logits in found:
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_checkpoint_that_is_quantized_already_is_shared(tmp_path: Path, scheme: str) -> None:
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": WIDE | BIASED})
@@ -155,7 +174,18 @@ def test_a_checkpoint_that_is_quantized_already_is_shared(tmp_path: Path, scheme
 @pytest.mark.parametrize(
     ("size", "changes", "scheme", "words"),
     [
-        (4, {}, None, "4 devices cannot share 2 num_kv_heads"),
+        (3, {}, None, "3 devices cannot share 4 num_heads"),
+        (
+            6,
+            {
+                "hidden_size": 96,
+                "intermediate_size": 192,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+            },
+            None,
+            "6 devices cannot share 4 heads of keys and values",
+        ),
         (2, {"intermediate_size": 97}, None, "2 devices cannot share 97 intermediate_size"),
         (2, {"intermediate_size": 160}, "int4", "2 devices cannot share 160 .* groups of 32"),
     ],
