@@ -28,6 +28,7 @@ from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
 from engines.torch_backend.parallel.leader import Leader
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+from engines.torch_backend.parallel.ranks import Ranks
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import ModelCard
@@ -56,7 +57,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     if device.type == "cpu":
         with phases.measure("compile"):
             kernels = prepare_kernels(settings, device)
-    leader = None
+    ranks = leader = None
     try:
         with phases.measure("load"):
             family, config = find_family(directory)
@@ -64,8 +65,9 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             max_len = config.text.max_position_embeddings
             processor = create_processor(directory, multimodal, max_len)
             if settings.tensor_parallel > 1:
-                leader = Leader(settings, directory, device, dtype)
-            mesh = leader.mesh if leader else SINGLE
+                ranks = Ranks(settings, directory, device, dtype)
+                leader = Leader(ranks.mesh, ranks.send, ranks.close)
+            mesh = SINGLE if leader is None else leader.mesh
             runner = load_runner(
                 settings, directory, device, dtype, kernels, mesh, leader,
                 phases.tell("load"), phases.seconds,
@@ -75,10 +77,10 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             runner.model.verify(runner, settings.self_check)
             limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     except Exception as error:
-        if leader is None:
+        if ranks is None:
             raise
-        cause = leader.explain(error)
-        leader.close()
+        cause = ranks.explain(error)
+        ranks.close()
         raise cause from error
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len

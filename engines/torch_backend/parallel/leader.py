@@ -1,142 +1,30 @@
-"""Rank 0's side: starts the other ranks of an engine, hands them its steps, and notices when one is gone.
+"""Rank 0 tells the others what to compute, and each of them computes it."""
 
-Ranks are child processes, each with a socket of its own to this one. They have no address of Redis and no keys, and end
-when this process does.
-"""
-
-import logging
-import os
-import shutil
-import signal
-import struct
-import tempfile
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from engines.base import EngineStartError
-from engines.child_process import receive, start_child
+from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.models.registry import ImageSlots
-from engines.torch_backend.parallel.process_mesh import ProcessMesh
-from engines.torch_backend.parallel.step_message import StepWriter, pack
-from engines.torch_backend.settings import TorchSettings
+from engines.torch_backend.parallel.mesh import Mesh
+from engines.torch_backend.parallel.step_message import StepReader, StepWriter, pack, unpack
 
-#: Of a worker whose engine broke.
-EXIT_BROKEN = 71
-#: How long the worker has to give back its requests after a rank is gone, before it ends anyhow.
-GRACE_S = 5.0
-_CHILD = "engines.torch_backend.parallel.rank"
-_START_TIMEOUT_S = 300.0  #: to import torch on a busy machine
-#: What a rank reads of this process's environment: where compilers, devices and caches are.
-_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "CC", "CXX", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
-_PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "OMP_", "MKL_", "KMP_", "TRITON_")
-LENGTH = struct.Struct("<Q")
-READY = b"!"  #: a rank's first word
-STEP, PLAIN = 0, 1  #: kinds of messages to ranks
-
-logger = logging.getLogger(__name__)
+_STEP, _PLAIN = 0, 1
 
 
-class RankLost(RuntimeError):
-    """A process that has a part of the model is gone."""
-
-
-class RankStart(msgspec.Struct, frozen=True):
-    """What a rank has to know; sent as JSON."""
-
-    rank: int
-    size: int
-    meeting_place: str
-    directory: str
-    device: str
-    dtype: str
-    settings: dict[str, object]
-
-
-class Rank:
-    """A process with a part of the model."""
-
-    def __init__(self, number: int, start: RankStart) -> None:
-        self.number = number
-        self.error = ""  #: why it could not start, in its words
-        self.process, self._socket = start_child(
-            _CHILD, environment=_environment(), is_silent=False
-        )
-        self.send(msgspec.json.encode(start))
-
-    def send(self, message: bytes) -> None:
-        """Raises: RankLost."""
-        try:
-            self._socket.sendall(LENGTH.pack(len(message)))
-            self._socket.sendall(message)
-        except OSError:
-            raise RankLost(f"rank {self.number} is gone") from None
-
-    def begin(self) -> None:
-        """Wait until it listens. Raises: EngineStartError."""
-        try:
-            receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
-        except (EOFError, OSError):
-            raise EngineStartError(
-                f"rank {self.number} does not start; its last lines say why"
-            ) from None
-        self._socket.settimeout(None)
-
-    def wait(self) -> int:
-        """Its exit code; blocks until it has ended."""
-        with suppress(EOFError, OSError):
-            (length,) = LENGTH.unpack(receive(self._socket, LENGTH.size))
-            self.error = receive(self._socket, length).decode(errors="replace")
-        return self.process.wait()
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-        self.process.kill()
-        self.process.wait()
-        self._socket.close()
-
-
+@dataclass(slots=True)
 class Leader:
-    """The other ranks, seen from rank 0. Steps are sent by the engine's thread."""
+    """Rank 0's side; `send` brings a message to all others, `end` ends them."""
 
-    def __init__(
-        self,
-        settings: TorchSettings,
-        directory: Path,
-        device: torch.device,
-        dtype: torch.dtype,
-        end_process: Callable[[int], object] = os._exit,
-    ) -> None:
-        """Start all ranks; they load their parts meanwhile. Raises: EngineStartError."""
-        size = settings.tensor_parallel
-        self._end_process = end_process
-        self._writer = StepWriter()
-        self._is_closed = False
-        self._folder = tempfile.mkdtemp(prefix="vlm-ranks-")  # for this user alone
-        meeting_place = Path(self._folder) / "store"
-        self._ranks: list[Rank] = []
-        for number in range(1, size):
-            start = RankStart(
-                number, size, str(meeting_place), str(directory), str(device_of(device, number)),
-                str(dtype).removeprefix("torch."), settings.model_dump(mode="json"),
-            )  # fmt: skip
-            self._ranks.append(Rank(number, start))
-        for rank in self._ranks:
-            rank.begin()
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(rank,), name="ranks", daemon=True)
-            for rank in self._ranks
-        ]
-        for watcher in self._watchers:
-            watcher.start()
-        self.mesh = ProcessMesh(0, size, device_of(device, 0), meeting_place)
+    mesh: Mesh
+    send: Callable[[bytes], None]
+    end: Callable[[], None] = lambda: None
+    _writer: StepWriter = field(default_factory=StepWriter)
 
     def send_step(
         self,
@@ -148,81 +36,33 @@ class Leader:
     ) -> None:
         """Have all ranks compute their shares of a step. Shapes: inputs (1 + R, N). Raises: RankLost."""
         sections = self._writer.write(items, inputs, rows, images, image_form)
-        self._send(pack([[STEP], *sections]))
+        self.send(pack([[_STEP], *sections]))
         if images:
             self.mesh.broadcast(torch.cat([image.features for image in images]))
 
     def send_plain(self, token_ids: Tensor) -> None:
         """Have all ranks compute their shares of a forward pass without pages. Raises: RankLost."""
-        self._send(pack([[PLAIN], token_ids.cpu().numpy()]))
+        self.send(pack([[_PLAIN], token_ids.cpu().numpy()]))
 
     def release(self, request_id: str) -> None:
         """Let ranks forget a request. Idempotent."""
         self._writer.release(request_id)
 
-    def explain(self, error: Exception) -> Exception:
-        """Why the engine does not start: in the words of a rank, if it was one that could not."""
-        until = time.monotonic() + 1.0
-        for watcher in self._watchers:  # one that failed ends the others, but speaks first
-            watcher.join(max(0.0, until - time.monotonic()))
-        told = [rank for rank in self._ranks if rank.error and rank.error != str(error)]
-        if told:
-            return EngineStartError(f"rank {told[0].number}: {told[0].error}")
-        gone = [rank for rank in self._ranks if rank.process.returncode]
-        if gone and not isinstance(error, EngineStartError):
-            return EngineStartError(f"rank {gone[0].number} {_ended(gone[0])} while it started")
-        return error
-
     def close(self) -> None:
-        """End all ranks. Idempotent."""
-        self._is_closed = True
-        for rank in self._ranks:
-            rank.close()
-        if hasattr(self, "mesh"):
-            self.mesh.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _send(self, message: bytes) -> None:
-        for rank in self._ranks:
-            rank.send(message)
-
-    def _watch(self, rank: Rank) -> None:
-        """End this process some time after a rank: it cannot compute, even where a device waits for ever."""
-        rank.wait()
-        if self._is_closed:
-            return
-        logger.critical(
-            "rank %d %s; a worker ends with any of its ranks", rank.number, _ended(rank)
-        )
-        time.sleep(GRACE_S)
-        if not self._is_closed:
-            self._end_process(EXIT_BROKEN)
+        """End the others. Idempotent."""
+        self.end()
 
 
-def device_of(device: torch.device, rank: int) -> torch.device:
-    """A rank's, where rank 0 has this one. Raises: EngineStartError if there are not so many."""
-    if device.type == "cpu":
-        return device
-    index = (device.index or 0) + rank
-    if index >= (count := torch.cuda.device_count()):
-        raise EngineStartError(
-            f"rank {rank} wants the device cuda:{index}, but torch sees {count} GPUs; use a smaller "
-            "--tensor-parallel"
-        )
-    return torch.device(device.type, index)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _VARIABLES or name.startswith(_PREFIXES)
-    }
-
-
-def _ended(rank: Rank) -> str:
-    code = rank.process.returncode
-    if code is not None and code < 0:
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+def follow(receive: Callable[[], bytes | bytearray], runner: Any) -> None:
+    """Another rank's side: compute with its `TorchRunner` what is received. Returns never."""
+    reader = StepReader()
+    while True:
+        [kind], *sections = unpack(receive())
+        if kind == _PLAIN:
+            runner.plain_logits(torch.from_numpy(sections[0].copy()))
+            continue
+        step, ended = reader.read(sections)
+        for request_id in ended:
+            runner.release(request_id)
+        with suppress(SequenceFailure):  # rank 0 finds the same, and tells
+            runner.follow(step)

@@ -10,7 +10,6 @@ import select
 import socket
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,11 +17,10 @@ import torch
 
 from engines.base import EngineStartError
 from engines.child_process import receive
-from engines.core.runner import SequenceFailure
 from engines.torch_backend.loading.load import load_runner, prepare_kernels
-from engines.torch_backend.parallel.leader import EXIT_BROKEN, LENGTH, PLAIN, READY, RankStart
+from engines.torch_backend.parallel.leader import follow
 from engines.torch_backend.parallel.process_mesh import ProcessMesh
-from engines.torch_backend.parallel.step_message import StepReader, unpack
+from engines.torch_backend.parallel.ranks import EXIT_BROKEN, LENGTH, READY, RankStart
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 
@@ -41,7 +39,7 @@ def run(sock: socket.socket) -> int:
         text = str(error).encode()
         sock.sendall(LENGTH.pack(len(text)) + text)
         return os.EX_CONFIG
-    _follow(sock, runner)
+    follow(lambda: _receive(sock), runner)
     return 0
 
 
@@ -55,21 +53,6 @@ def _load(start: RankStart) -> TorchRunner:
     kernels = prepare_kernels(settings, device)
     dtype = getattr(torch, start.dtype)
     return load_runner(settings, Path(start.directory), device, dtype, kernels, mesh)
-
-
-def _follow(sock: socket.socket, runner: TorchRunner) -> None:
-    """Compute what rank 0 sends. Raises: EOFError when it hangs up."""
-    reader = StepReader()
-    while True:
-        [kind], *sections = unpack(_receive(sock))
-        if kind == PLAIN:
-            runner.plain_logits(torch.from_numpy(sections[0].copy()))
-            continue
-        step, ended = reader.read(sections)
-        for request_id in ended:
-            runner.release(request_id)
-        with suppress(SequenceFailure):  # rank 0 finds the same, and tells
-            runner.follow(step)
 
 
 def _receive(sock: socket.socket) -> bytearray:

@@ -1,10 +1,6 @@
 """Members of a mesh, each with its share of a decoder, compute together what one with all of it computes."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -22,6 +18,7 @@ from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+from tests.engines.torch_backend.parallel.threads import Table, ThreadMesh, on_members
 
 CPU = torch.device("cpu")
 WIDE = {
@@ -31,54 +28,6 @@ WIDE = {
     "head_dim": 32,
 }
 BIASED = {"attention_bias": True, "mlp_bias": True}
-
-
-@dataclass
-class Table:
-    """Where members that are threads lay down what they have for each other."""
-
-    size: int
-    parts: list[Tensor] = field(init=False)
-    barrier: Barrier = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parts = [torch.empty(0)] * self.size
-        self.barrier = Barrier(self.size, timeout=60)
-
-
-@dataclass(frozen=True)
-class ThreadMesh:
-    """A member that is a thread."""
-
-    rank: int
-    table: Table
-
-    @property
-    def size(self) -> int:
-        return self.table.size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(dim=0)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self._exchange(x)[0]
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self.table.parts[self.rank] = x
-        self.table.barrier.wait()
-        parts = list(self.table.parts)
-        self.table.barrier.wait()
-        return parts
-
-
-def on_members(size: int, compute: Callable[[Mesh], Tensor]) -> list[Tensor]:
-    """What each member computes."""
-    table = Table(size)
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(compute, [ThreadMesh(rank, table) for rank in range(size)]))
 
 
 def load(directory: Path, mesh: Mesh, scheme: str | None, kernels: CpuKernels) -> FamilyModel:
