@@ -19,6 +19,7 @@ from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.graphs.decode_buffers import DecodeBuffers
 from engines.torch_backend.graphs.decode_step import NO_TOKEN, DecodeStep
 from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops.registry import Ops
@@ -129,11 +130,12 @@ class DecodeGraphs:
         """What is captured: it reads and writes device memory alone."""
         decoder, pool = self._decoder, self._pool
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
             query, _, _ = self._rotate_keep(
-                qkv, self._rotary, buffers.positions, buffers.slots, pool, layer
+                qkv, self._rotary, buffers.positions, buffers.slots, pool, layer, heads
             )
-            return self._attend_decodes(pool, layer, query, buffers.tables, buffers.lengths)
+            tables, lengths = buffers.tables, buffers.lengths
+            return self._attend_decodes(pool, layer, query, tables, lengths, heads.window)
 
         followed = buffers.followed
         drawn_before = self._sampled.index_select(0, followed.clamp(min=0))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,24 @@ class Span:
     def num_context(self) -> int:
         """Its tokens after this step."""
         return self.num_computed + self.num_new
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """What the heads of a layer do beside plain attention."""
+
+    query_norm: RMSNorm | None = None  #: of each head, before it is turned
+    key_norm: RMSNorm | None = None
+    window: int | None = None  #: tokens that a token sees, itself included
+
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: query (N, H, D), key (N, K, D), kept."""
+        if self.query_norm is not None:
+            query = self.query_norm(query)
+        return query, key if self.key_norm is None else self.key_norm(key)
+
+
+PLAIN = Heads()
 
 
 @dataclass(frozen=True, slots=True)

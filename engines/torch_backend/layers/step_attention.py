@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import AttentionPlan, attend_runs
+from engines.torch_backend.layers.attention import PLAIN, AttentionPlan, Heads, attend_runs
 from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.layers.visible_attention import Windows
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.ops.varlen_attention.reference import Runs
 
@@ -32,6 +33,7 @@ class StepAttention:
         self._plan = plan
         self._rotary = rotary
         self._positions = positions
+        self._windows = Windows(plan, pool.block_size)
         device = plan.slots.device
         decodes = plan.spans[: plan.num_decodes]
         if plan.decode_blocks is not None:
@@ -42,25 +44,33 @@ class StepAttention:
         if longer:
             self._runs = Runs.create([(s.num_new, s.num_context) for s in longer], device)
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) D); returns (N, H * D)."""
         query, key, value = self._rotate_keep(
-            qkv, self._rotary, self._positions, self._plan.slots, self._pool, layer
+            qkv, self._rotary, self._positions, self._plan.slots, self._pool, layer, heads
         )
+        if heads.window is not None and self._varlen is None:
+            return self._windows.attend(self._pool, layer, heads.window, query, key, value)
         num_decodes = self._plan.num_decodes
         parts = []
         if num_decodes:
             head = query[:num_decodes]
-            parts.append(self._attend_decodes(self._pool, layer, head, self._tables, self._lengths))
+            tables, lengths = self._tables, self._lengths
+            parts.append(
+                self._attend_decodes(self._pool, layer, head, tables, lengths, heads.window)
+            )
         if num_decodes < len(self._plan.spans):
-            parts.append(self._attend_runs(layer, query, key, value))
+            parts.append(self._attend_runs(layer, query, key, value, heads.window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_runs(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_runs(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
+    ) -> Tensor:
         if self._varlen is None:
             return attend_runs(self._pool, self._plan, layer, query, key, value)
         keys, values = self._contexts(layer, key, value)
-        return self._varlen(query[self._plan.num_decodes :], keys, values, self._runs).flatten(1)
+        runs = query[self._plan.num_decodes :]
+        return self._varlen(runs, keys, values, self._runs, window).flatten(1)
 
     def _contexts(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all runs' contexts, one after another; copied only if some are of earlier steps."""

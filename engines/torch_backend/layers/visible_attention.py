@@ -55,6 +55,31 @@ class Visible:
             self.runs.append(_Context(torch.tensor(blocks, device=first.device), visible))
 
 
+class Windows:
+    """What the new tokens of a step see, by window."""
+
+    def __init__(self, plan: AttentionPlan, block_size: int) -> None:
+        self._plan = plan
+        self._block_size = block_size
+        self._seen: dict[int, Visible] = {}
+
+    def attend(
+        self, pool: KVCachePool, layer: int, window: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Keep the new keys and values, and attend each token to so many, itself included.
+
+        Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D).
+        """
+        if window not in self._seen:
+            places = [torch.arange(s.num_computed, s.num_context) for s in self._plan.spans]
+            last = torch.cat(places).to(query.device)
+            first = (last - window + 1).clamp(min=0)
+            self._seen[window] = Visible(self._plan, self._block_size, first, last)
+        scores = Scores(query.shape[-1] ** -0.5)
+        seen = self._seen[window]
+        return visible_attention(pool, layer, seen, query, key, value, scores).flatten(1)
+
+
 def _decode_context(plan: AttentionPlan, block_size: int, first: Tensor, last: Tensor) -> _Context:
     """The blocks that sequences with one new token see, padded to the most. Shapes: first, last (S,)."""
     assert plan.decode_blocks is not None

@@ -84,3 +84,5 @@ class TextConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
+    has_head_norms: bool = False  #: of queries and keys, before they are turned
+    windows: tuple[int | None, ...] = ()  #: of each layer, tokens that a token sees; () all see all

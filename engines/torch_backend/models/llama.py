@@ -13,11 +13,13 @@ Shape letters: N tokens, C hidden width, H query heads, K key/value heads, D hea
 """
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from engines.torch_backend.layers.activation import ACTIVATIONS
+from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.linear import (
     Linear,
     LinearWeights,
@@ -50,10 +52,17 @@ class SelfAttention(nn.Module):
         self.o_proj = _row_parallel(query_width, width, config.attention_output_bias, mesh)
         self.qkv = Linear(self, "q_proj", "k_proj", "v_proj", before=Before(norm=norm))
         self.out = Linear(self, "o_proj")
+        window = config.windows[number] if config.windows else None
+        if config.has_head_norms:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.heads = Heads(self.q_norm, self.k_norm, window)
+        else:
+            self.heads = PLAIN if window is None else Heads(window=window)
 
     def forward(self, stream: Stream, attend: Attend) -> None:
         """Added to the stream. Shapes: (N, C)."""
-        self.out(attend(self.number, self.qkv(stream)), add_to=stream)
+        self.out(attend(self.number, self.qkv(stream), self.heads), add_to=stream)
 
 
 class GatedMLP(nn.Module):
@@ -148,7 +157,8 @@ class Llama(nn.Module):
         self._chain = None
         if ops.uses("decoder_chain") and all(linear.is_whole for linear in linears):
             products = [
-                LayerProducts(*(part.product for part in layer.linears)) for layer in layers
+                LayerProducts(*(part.product for part in layer.linears), layer.self_attn.heads)
+                for layer in layers
             ]
             self._chain = ops["decoder_chain"](products)
 
@@ -157,17 +167,23 @@ class Llama(nn.Module):
         return self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """Hidden states of every token. Shapes: x (N, C), kept."""
+        """Hidden states of every token. What is beside x is added behind the first layers, in their order.
+
+        Shapes: x (N, C), or (N, C + levels * C), kept; returns (N, C).
+        """
+        x, *levels = x.split(self.text.hidden_size, dim=1)
         if not self._has_float32_stream:
             stream = Stream(x)
         else:
             stream = Stream(x.to(torch.float32, copy=True), is_own=True)
-            chain = None if self.is_adapted else self._chain
+            chain = None if self.is_adapted or levels else self._chain
             if chain is not None and chain.can_run(x, attend):
                 chain(stream.tensor(), attend)
                 return stream.tensor()
-        for layer in self.model.layers:
+        for layer, level in zip_longest(self.model.layers, levels):
             layer(stream, attend)
+            if level is not None:
+                stream.add(level)
         return stream.tensor()
 
     def logits(self, hidden: Tensor) -> Tensor:

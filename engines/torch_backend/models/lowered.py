@@ -8,7 +8,8 @@ transformers' own, and has to make the same of it. Where it does not, the model 
 Shape letters: T tokens of the trial, N tokens of a step, R rows of positions, C hidden width, D head width.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,9 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
     decoder = _read_decoder(front, stack, dtype)
     rotary = Rotary(stack.rotary_emb, front.num_position_rows, decoder.text.head_dim)
     with front.as_transformers_does():
-        _compare(_observe(front, stack), decoder, rotary, stack)
+        seen = _observe(front, stack)
+        _compare(seen, decoder, rotary, stack)
+        _check_levels(seen, stack)
     return LoweredModel(front, stack_name, decoder, rotary, dtype)
 
 
@@ -104,7 +107,7 @@ class LoweredModel(FamilyModel):
             use_cache=False,
             **self.front.inputs(ids, images),
         )
-        return self._inputs.taken
+        return self._inputs.taken()
 
     def num_features(self, image: ImageInput) -> int | None:
         """Those that the prompt has slots for."""
@@ -123,15 +126,35 @@ class _DecoderInputs(nn.Module):
     def __init__(self, decoder: Llama) -> None:
         super().__init__()
         self.embed_tokens = _Embeddings(decoder)
-        self.taken = torch.empty(0)  #: (N, C)
+        self._given: tuple[Tensor, Tensor | None, Sequence[Tensor]] | None = None
 
     def get_input_embeddings(self) -> nn.Module:
         """As transformers' models ask for them."""
         return self.embed_tokens
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
-        """Shapes: (1, N, C)."""
-        self.taken = inputs_embeds[0]
+    def taken(self) -> Tensor:
+        """What the last call gave: embeddings, and beside them what is added behind the first layers.
+
+        Shapes: returns (N, C), or (N, C + levels * C).
+        """
+        assert self._given is not None
+        (embeddings, slots, levels), self._given = self._given, None
+        columns = [embeddings]
+        for level in levels if slots is not None else ():
+            columns.append(torch.zeros_like(embeddings))
+            columns[-1][slots] = level.to(embeddings.dtype)
+        return torch.cat(columns, dim=1) if len(columns) > 1 else embeddings
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Sequence[Tensor] | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """Shapes: (1, N, C), (1, N) and levels of (slots, C) each."""
+        slots = None if visual_pos_masks is None else visual_pos_masks[0]
+        self._given = inputs_embeds[0], slots, deepstack_visual_embeds or ()
         hidden: Any = inputs_embeds
         return BaseModelOutputWithPast(last_hidden_state=hidden)
 
@@ -251,6 +274,8 @@ def _read_decoder(front: Any, stack: Any, dtype: torch.dtype) -> Llama:
         mlp_bias=any(has(f"mlp.{x}_proj.bias") for x in ("gate", "up", "down")),
         tie_word_embeddings=is_tied,
         hidden_act=activations.pop(),
+        has_head_norms=any(name.endswith("self_attn.q_norm.weight") for name in weights),
+        windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
     )
     with torch.device("meta"):
         decoder = Llama(text)
@@ -281,7 +306,6 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
     for number, spec in enumerate(read):
         within = spec.within(limit)
         odd = {
-            "a window": within.window,
             "chunks": within.chunk,
             "a soft cap": spec.softcap,
             "sinks": spec.has_sinks,
@@ -291,7 +315,7 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
         }
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
-    return read
+    return [spec.within(limit) for spec in read]
 
 
 @dataclass
@@ -308,6 +332,7 @@ _LINEARS = (
     "mlp.down_proj",
 )  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
@@ -318,16 +343,19 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
     }
     tensors: dict[str, Tensor] = {}
     for name, module in list(modules.items()):
-        if name in _NORMS:
+        if name in (*_NORMS, *_HEAD_NORMS):
             continue
         if type(module) is not nn.Linear:
             raise BeyondOurProgram(f"a layer has {name}, a {type(module).__name__}")
         for part, x in module.named_parameters(recurse=False):
             tensors |= _parted(f"{name}.{part}", x, spec)
-    names = {name.rpartition(".")[0] for name in tensors} | (modules.keys() & {*_NORMS})
-    if odd := names ^ {*_LINEARS, *_NORMS}:
+    wanted = {*_NORMS, *(_HEAD_NORMS if modules.keys() & {*_HEAD_NORMS} else ())}
+    names = {name.rpartition(".")[0] for name in tensors} | (
+        modules.keys() & {*_NORMS, *_HEAD_NORMS}
+    )
+    if odd := names ^ {*_LINEARS, *wanted}:
         raise BeyondOurProgram(f"a layer has other parts: {', '.join(sorted(odd))}")
-    norms = {name: _read_norm(modules[name]) for name in _NORMS}
+    norms = {name: _read_norm(modules[name]) for name in wanted}
     tensors |= {f"{name}.weight": gain for name, (gain, _) in norms.items()}
     mlp: Any = layer.get_submodule("mlp")
     return _LayerParts(tensors, {eps for _, eps in norms.values()}, _read_activation(mlp))
@@ -454,6 +482,45 @@ def _observe(front: Any, stack: Any) -> _Observed:
         if left is None or right is None or not torch.equal(left, right):
             raise BeyondOurProgram(f"something is computed behind {place}")
     return seen
+
+
+@torch.inference_mode()
+def _check_levels(seen: _Observed, stack: Any) -> None:
+    """See that features of images that a decoder takes beside embeddings are added behind the first layers."""
+    if "deepstack_visual_embeds" not in inspect.signature(stack.forward).parameters:
+        return
+    x = _stream(seen.calls[0])
+    slots = torch.arange(x.shape[1], device=x.device)[None] % 3 == 1
+    levels = list(torch.stack([x[slots], 2 * x[slots]]))
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    handles = [
+        *[
+            x.register_forward_pre_hook(_noting_stream(inputs), with_kwargs=True)
+            for x in stack.layers
+        ],
+        *[x.register_forward_hook(lambda _, __, y: outputs.append(y)) for x in stack.layers],
+        stack.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
+    ]
+    positions = seen.positions if len(seen.positions) == 1 else seen.positions[:, None]
+    try:
+        stack(
+            inputs_embeds=x, position_ids=positions, use_cache=False, visual_pos_masks=slots,
+            deepstack_visual_embeds=levels,
+        )  # fmt: skip
+    finally:
+        for handle in handles:
+            handle.remove()
+    for number, (output, following) in enumerate(zip(outputs, inputs[1:], strict=True)):
+        expected = (output if isinstance(output, Tensor) else output[0]).clone()
+        if number < len(levels):
+            expected[slots] += levels[number]
+        if not torch.equal(expected, following):
+            raise BeyondOurProgram(f"features of images go elsewhere than behind layer {number}")
+
+
+def _noting_stream(inputs: list[Tensor]) -> Callable[..., None]:
+    return lambda module, args, kwargs: inputs.append(_stream((args, kwargs)).clone())
 
 
 @torch.inference_mode()

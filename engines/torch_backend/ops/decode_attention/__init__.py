@@ -13,7 +13,8 @@ def _example(attend_decodes: AttendDecodes, site: Site) -> list[Tensor]:
     query = 4 * site.numbers(4, text.num_heads, text.head_dim)
     tables = torch.tensor([[3, 1, 0], [7, 6, 5], [2, 0, 0], [0, 0, 0]], dtype=torch.int32)
     lengths = torch.tensor([size + 1, 3 * size, 1, 0])
-    return [attend_decodes(site.pool(), 0, query, tables.to(site.device), lengths.to(site.device))]
+    places = tables.to(site.device), lengths.to(site.device)
+    return [attend_decodes(site.pool(), 0, query, *places, window) for window in (None, size + 2)]
 
 
 OP = Op(

@@ -21,14 +21,16 @@ from engines.torch_backend.ops.triton_types import product_dtype
 _TILE = 64  # tokens that a program looks at together
 _WANTED_PROGRAMS = 528  # four for each processor of an H200
 _MAX_PARTS = 32
+_UNLIMITED = 1 << 30
 
 
 @triton.jit
-def _share(lengths, sequence, part, P: tl.constexpr, TILE: tl.constexpr):
-    """First and last token, plus one, of a part of a context: all parts but the last are whole tiles."""
+def _share(lengths, sequence, part, window, P: tl.constexpr, TILE: tl.constexpr):
+    """First and last token, plus one, of a part of what is seen of a context: all parts but the last are whole tiles."""
     length = tl.load(lengths + sequence).to(tl.int32)
-    tiles_per_part = tl.cdiv(tl.cdiv(length, TILE), P)
-    start = part * tiles_per_part * TILE
+    begin = tl.maximum(length - window, 0)
+    tiles_per_part = tl.cdiv(tl.cdiv(length - begin, TILE), P)
+    start = begin + part * tiles_per_part * TILE
     return start, tl.minimum(start + tiles_per_part * TILE, length)
 
 
@@ -39,7 +41,7 @@ def _cells(table, tokens, seen, kv_head, BLOCK_SIZE: tl.constexpr, K: tl.constex
     return (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * K + kv_head
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width", "window"])
 def _attend_part_kernel(
     query,  # (S, K, D)
     keys,  # (slots, K, D)
@@ -53,6 +55,7 @@ def _attend_part_kernel(
     part_sum,  # (S, K, P) float32
     factor,
     table_width,
+    window,  # tokens that are seen
     BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -68,7 +71,7 @@ def _attend_part_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
-    start, stop = _share(lengths, sequence, part, P, TILE)
+    start, stop = _share(lengths, sequence, part, window, P, TILE)
     d = tl.arange(0, BLOCK_D)
     row = sequence * K + head
     q = tl.load(query + row * D + d, mask=d < D, other=0.0).to(tl.float32) * factor
@@ -100,7 +103,7 @@ def _attend_part_kernel(
     tl.store(part_out + place * D + d, out, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width", "window"])
 def _attend_part_grouped_kernel(
     query,  # (S, K, G, D)
     keys,  # (slots, K, D)
@@ -114,6 +117,7 @@ def _attend_part_grouped_kernel(
     part_sum,  # (S, K, G, P) float32
     factor,
     table_width,
+    window,  # tokens that are seen
     BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -129,7 +133,7 @@ def _attend_part_grouped_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    start, stop = _share(lengths, sequence, part, P, TILE)
+    start, stop = _share(lengths, sequence, part, window, P, TILE)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     rows = (sequence * K + kv_head) * G + g
@@ -184,9 +188,14 @@ def _join_kernel(
 
 
 def attend_decodes(
-    pool: KVCachePool, layer: int, query: Tensor, tables: Tensor, lengths: Tensor
+    pool: KVCachePool,
+    layer: int,
+    query: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    window: int | None = None,
 ) -> Tensor:
-    """One new token of each sequence over its whole context, which the pool holds.
+    """One new token of each sequence over its context, which the pool holds; of a window, over the last so many tokens.
 
     Shapes: query (S, H, D), tables (S, blocks), lengths (S,); returns (S, H * D).
     """
@@ -195,7 +204,8 @@ def attend_decodes(
     num_sequences, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-    num_parts = choose_num_parts(num_sequences * num_kv_heads, tables.shape[1] * pool.block_size)
+    max_seen = min(tables.shape[1] * pool.block_size, window or _UNLIMITED)
+    num_parts = choose_num_parts(num_sequences * num_kv_heads, max_seen)
     part_shape = (num_sequences, num_heads, num_parts)
     part_out = query.new_empty((*part_shape, head_dim), dtype=torch.float32)
     part_max, part_sum = (query.new_empty(part_shape, dtype=torch.float32) for _ in range(2))
@@ -228,6 +238,7 @@ def attend_decodes(
         part_sum,
         head_dim**-0.5,
         tables.shape[1],
+        window or _UNLIMITED,
         **constants,
         num_warps=4,
         num_stages=2,

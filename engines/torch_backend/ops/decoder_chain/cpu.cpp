@@ -21,7 +21,7 @@ void multiply_rows(const Step& product, const Layers& step, const float* x, floa
 
 void pass_in_team(const Layer& layer, const Layers& step, Workspace& room) {
     multiply_rows(*layer.qkv, step, step.x, step.qkv, false, room);
-    attend_in_team(*step.attention, layer.keys, layer.values, step.qkv, step.mixed);
+    attend_in_team(*step.attention, layer.heads, layer.keys, layer.values, step.qkv, step.mixed);
     multiply_rows(*layer.out, step, step.mixed, step.x, true, room);
     multiply_rows(*layer.gate_up, step, step.x, step.gated, false, room);
     multiply_rows(*layer.down, step, step.gated, step.x, true, room);

@@ -19,7 +19,7 @@ from engines.torch_backend.ops.native.library import (
     Library,
 )
 from engines.torch_backend.ops.registry import Site
-from engines.torch_backend.ops.step_attention.cpu import PagedAttention
+from engines.torch_backend.ops.step_attention.cpu import PagedAttention, bind_heads
 from engines.torch_backend.ops.step_attention.reference import Attend
 
 
@@ -28,7 +28,7 @@ def build(site: Site) -> CreateChain:
     library = native.load(site.level)
 
     def create(layers: Sequence[LayerProducts]) -> Chain | None:
-        products = [product for layer in layers for product in layer]
+        products = [product for layer in layers for product in layer.products]
         if not all(isinstance(p, BoundProduct) and p.takes_before for p in products):
             return None
         return LayerChain(library, layers)
@@ -41,13 +41,16 @@ class LayerChain:
 
     def __init__(self, library: Library, layers: Sequence[LayerProducts]) -> None:
         self._library = library
-        self._max_tokens = min(product.max_tokens for layer in layers for product in layer)
-        self._kept = layers  # their memory is read
-        rows = [[part for part in layer if isinstance(part, BoundProduct)] for layer in layers]
+        self._max_tokens = min(product.max_tokens for layer in layers for product in layer.products)
+        heads = [bind_heads(layer.heads) for layer in layers]
+        self._kept = (layers, heads)  # their memory is read
+        rows = [[p for p in layer.products if isinstance(p, BoundProduct)] for layer in layers]
         qkv, out, gate_up, _ = rows[0]
         self._widths = qkv.num_outputs, out.num_inputs, gate_up.num_outputs
         structs = (LayerStruct(*(part.address for part in row)) for row in rows)
         self._structs = (LayerStruct * len(layers))(*structs)
+        for struct, (form, _) in zip(self._structs, heads, strict=True):
+            struct.heads = form
 
     def can_run(self, x: Tensor, attend: Attend) -> bool:
         """Whether the kernel computes such a step."""

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.ops.products import Product
 from engines.torch_backend.ops.step_attention.reference import Attend
 
@@ -16,6 +17,12 @@ class LayerProducts(NamedTuple):
     out: Product
     gate_up: Product
     down: Product
+    heads: Heads = PLAIN
+
+    @property
+    def products(self) -> tuple[Product, Product, Product, Product]:
+        """In their order."""
+        return self[:4]
 
 
 class Chain(Protocol):
@@ -46,5 +53,5 @@ class CallByCall:
     def __call__(self, x: Tensor, attend: Attend) -> None:
         """Shapes: x (N, C), replaced by what it becomes."""
         for layer, products in enumerate(self._layers):
-            products.out(attend(layer, products.qkv(x)), add_to=x)
+            products.out(attend(layer, products.qkv(x), products.heads), add_to=x)
             products.down(products.gate_up(x), add_to=x)

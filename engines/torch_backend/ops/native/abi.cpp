@@ -15,6 +15,7 @@ extern "C" int64_t vlm_sizeof(const char* name) {
     VLM_SIZE(Step)
     VLM_SIZE(Run)
     VLM_SIZE(Attention)
+    VLM_SIZE(Heads)
     VLM_SIZE(Layer)
     VLM_SIZE(Layers)
     VLM_SIZE(FullAttention)

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-constexpr int32_t VLM_ABI = 1;
+constexpr int32_t VLM_ABI = 2;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 
@@ -60,10 +60,20 @@ struct Attention {
     const int64_t* run_table;  // (num_runs, run_table_width), blocks
 };
 
-// A layer's products, and what is kept of its keys and values.
+// What heads of a layer do beside plain attention.
+struct Heads {
+    const float* query_gain;  // (D,), of the norm of each head before it is turned; null without
+    const float* key_gain;
+    int64_t window;  // tokens that a token sees, itself included; 0: all before it
+    float eps;       // of the norms
+    int32_t unused;
+};
+
+// A layer's products, what is kept of its keys and values, and how its heads meet them.
 struct Layer {
     const Step *qkv, *out, *gate_up, *down;
     void *keys, *values;
+    Heads heads;
 };
 
 // What goes through layers one after another.

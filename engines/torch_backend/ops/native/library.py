@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 1  #: `VLM_ABI` of abi.h
+ABI = 2  #: `VLM_ABI` of abi.h
 
 
 class AbiMismatch(Exception):
@@ -114,6 +114,18 @@ class AttentionStruct(ctypes.Structure):
     )
 
 
+class HeadsStruct(ctypes.Structure):
+    """`Heads` of abi.h."""
+
+    _fields_ = (
+        ("query_gain", ctypes.c_void_p),
+        ("key_gain", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`Layer` of abi.h."""
 
@@ -124,6 +136,7 @@ class LayerStruct(ctypes.Structure):
         ("down", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
+        ("heads", HeadsStruct),
     )
 
 
@@ -170,6 +183,7 @@ _STRUCTS: tuple[type[ctypes.Structure], ...] = (
     StepStruct,
     RunStruct,
     AttentionStruct,
+    HeadsStruct,
     LayerStruct,
     LayersStruct,
     FullAttentionStruct,
@@ -254,7 +268,7 @@ class Library:
         self.layers = functions.vlm_layers
         self.layers.argtypes, self.layers.restype = [ctypes.c_void_p], None
         self.attention = functions.vlm_attention
-        self.attention.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int32]
+        self.attention.argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_int32]
         self.attention.restype = None
         self.full_attention = functions.vlm_full_attention
         self.full_attention.argtypes, self.full_attention.restype = [ctypes.c_void_p], None

@@ -12,16 +12,19 @@
 
 #include "tile.h"
 
-// Where it lies, how many of the keys it sees, and where its result goes. Shapes: source and out (D,).
+// Where it lies, which of the keys it sees (before `num_keys`, from `first` on), and where its result goes. Shapes:
+// source and out (D,).
 struct Query {
     const float* source;
     int64_t num_keys;
     float* out;
+    int64_t first = 0;
 };
 
 // One head's, one at a time in a thread, which keeps the room for it.
 class Mixer {
   public:
+    static constexpr int64_t KEYS = COLUMNS;  // in whose multiples results do not depend on where keys begin
     static constexpr int64_t ROWS = 6, QUERIES = 2 * ROWS;  // whose scores stay in the second cache
 
     Mixer(int64_t width, int64_t num_keys)
@@ -59,7 +62,7 @@ class Mixer {
         const int64_t num_keys = round_up(most);
         scale(queries, count);
         score(num_tiles, num_keys);
-        for (int64_t row = 0; row < count; row++) soften(row, queries[row].num_keys, num_keys);
+        for (int64_t row = 0; row < count; row++) soften(row, queries[row].first, queries[row].num_keys, num_keys);
         gather(queries, count, num_tiles, num_keys);
     }
 
@@ -88,10 +91,13 @@ class Mixer {
     }
 
     // A query's scores to weights, side by side, whose sum is left for later.
-    void soften(int64_t row, int64_t num_seen, int64_t num_keys) {
+    void soften(int64_t row, int64_t first, int64_t num_seen, int64_t num_keys) {
         float* scores = scores_ + row * COLUMNS;
-        for (int64_t k = num_seen; k < num_keys; k++)
+        const auto hide = [&](int64_t k) {
             scores[k / COLUMNS * COLUMNS * QUERIES + k % COLUMNS] = -std::numeric_limits<float>::infinity();
+        };
+        for (int64_t k = 0; k < first; k++) hide(k);
+        for (int64_t k = num_seen; k < num_keys; k++) hide(k);
         Floats most[2] = {load(scores), load(scores + 8)};
         for (int64_t key = COLUMNS; key < num_keys; key += COLUMNS)
             for (int half = 0; half < 2; half++) {

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.rotary import RotaryTable, rotate
 
 RotateKeep = Callable[
-    [Tensor, RotaryTable, Tensor, Tensor, KVCachePool, int], tuple[Tensor, Tensor, Tensor]
+    [Tensor, RotaryTable, Tensor, Tensor, KVCachePool, int, Heads], tuple[Tensor, Tensor, Tensor]
 ]
 
 
@@ -19,15 +20,17 @@ def rotate_keep(
     slots: Tensor,
     pool: KVCachePool,
     layer: int,
+    heads: Heads = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turned queries; turned keys and values as they will be read; the latter two are kept in the pool.
+    """Normalised and turned queries; such keys and values as they will be read; the latter two are kept in the pool.
 
     Shapes: qkv (N, (H + 2 K) D), positions (N,) or (R, N), slots (N,); returns (N, H, D) and two (N, K, D).
     """
     num_kv_heads, head_dim = pool.blocks(layer)[0].shape[2:]
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    by_head = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = by_head.shape[1] - 2 * num_kv_heads
+    query, key, value = by_head.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query, key = heads.normed(query, key)
     rotation = rotary.at(positions)
     key, value = pool.write(layer, slots, rotate(key, *rotation), value)
     return rotate(query, *rotation), key, value

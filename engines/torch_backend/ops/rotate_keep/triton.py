@@ -1,4 +1,4 @@
-"""Turn queries and keys by their positions, and keep keys and values in the paged pool, in one launch.
+"""Normalise queries and keys, turn them by their positions, and keep keys and values in the paged pool, in one launch.
 
 Queries, keys and values are read where the fused product left them, side by side.
 
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.rotary import RotaryTable
 
 
@@ -30,6 +31,14 @@ def _keep(x, cell, scale_cell, out, d, inside, IS_INT8: tl.constexpr):
 
 
 @triton.jit
+def _gain(query_gain, key_gain, d, inside, is_query):
+    """Of a query's or a key's channels."""
+    of_query = tl.load(query_gain + d, mask=inside & is_query, other=0.0).to(tl.float32)
+    of_key = tl.load(key_gain + d, mask=inside & (is_query == 0), other=0.0).to(tl.float32)
+    return of_query + of_key
+
+
+@triton.jit
 def _rotate_keep_kernel(
     qkv,  # (N, (H + 2 K) D)
     cosines,  # (positions, D)
@@ -45,11 +54,15 @@ def _rotate_keep_kernel(
     value_cache,  # (slots, K, D)
     key_scales,  # (slots, K)
     value_scales,  # (slots, K)
+    query_gain,  # (D,)
+    key_gain,  # (D,)
+    eps,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
     IS_INT8: tl.constexpr,
 ):
     """A program turns one head of one token; a key's also keeps it and the value beside it."""
@@ -67,6 +80,11 @@ def _rotate_keep_kernel(
     dtype = query_out.dtype.element_ty
     x = tl.load(row + head * D + d, mask=inside, other=0.0).to(tl.float32)
     rolled = tl.load(row + head * D + (d + D // 2) % D, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps)
+        x = (x * scale * _gain(query_gain, key_gain, d, inside, head < H)).to(dtype).to(tl.float32)
+        gain = _gain(query_gain, key_gain, (d + D // 2) % D, inside, head < H)
+        rolled = (rolled * scale * gain).to(dtype).to(tl.float32)
     cos = tl.load(cosines + position * D + d, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sines + position * D + d, mask=inside, other=0.0).to(tl.float32)
     turned = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
@@ -92,8 +110,9 @@ def rotate_keep(
     slots: Tensor,
     pool: KVCachePool,
     layer: int,
+    heads: Heads = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turned queries; turned keys and values as they will be read.
+    """Normalised and turned queries; such keys and values as they will be read.
 
     Shapes: qkv (N, (H + 2 K) D), positions (N,) or (R, N), slots (N,); returns (N, H, D) and two (N, K, D).
     """
@@ -104,6 +123,8 @@ def rotate_keep(
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     key, value = (qkv.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
     scales, channel_rows = pool.scales(layer), rotary.channel_rows
+    norms = (heads.query_norm, heads.key_norm)
+    gains = [rotary.cos if norm is None else norm.weight for norm in norms]
     _rotate_keep_kernel[(num_tokens, num_heads + num_kv_heads)](
         qkv.contiguous(),
         rotary.cos,
@@ -119,11 +140,14 @@ def rotate_keep(
         values,
         keys if scales is None else scales[0],
         values if scales is None else scales[1],
+        *gains,
+        0.0 if heads.query_norm is None else heads.query_norm.eps,
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         HAS_ROWS=channel_rows is not None,
+        HAS_NORMS=heads.query_norm is not None,
         IS_INT8=scales is not None,
         num_warps=1,
     )

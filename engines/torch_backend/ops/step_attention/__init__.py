@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import Span, plan_attention
+from engines.torch_backend.layers.attention import PLAIN, Heads, Span, plan_attention
+from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.native.library import FLOAT_KINDS
@@ -28,7 +29,16 @@ def _example(create: CreateAttention, site: Site) -> list[Tensor]:
     rotation = RotaryTable(text, 128, site.dtype, site.device).at(torch.tensor(POSITIONS))
     width = (text.num_heads + 2 * text.num_kv_heads) * text.head_dim
     attend = create(text, pool, plan, rotation)
-    return [attend(1, site.numbers(5, width).float()), *pool.blocks(1)]
+    norms = [RMSNorm(text.head_dim, 1e-5).requires_grad_(False) for _ in range(2)]
+    for seed, norm in enumerate(norms):
+        norm.weight = nn.Parameter(site.numbers(text.head_dim, seed=seed), False)
+    found = []
+    for heads in (PLAIN, Heads(*norms, window=2), Heads(window=70)):
+        found += [
+            attend(1, site.numbers(5, width).float(), heads),
+            *map(torch.clone, pool.blocks(1)),
+        ]
+    return found
 
 
 def _variants(site: Site) -> list[Site]:

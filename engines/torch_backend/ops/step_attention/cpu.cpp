@@ -24,11 +24,26 @@ void rotate(float* x, const float* cos, const float* sin, int64_t width) {
     }
 }
 
-// Rotate a token's queries and keys in place, and keep its keys and values.
+void normalise(float* x, const float* gain, float eps, int64_t width) {
+    Floats squares = {};
+    for (int64_t d = 0; d < width; d += LANES) squares += load(x + d) * load(x + d);
+    const float scale = 1.0f / std::sqrt(sum(squares) / width + eps);
+    for (int64_t d = 0; d < width; d += LANES) store(x + d, load(x + d) * scale * load(gain + d));
+}
+
+// The first token that the token at a place sees.
+int64_t first_seen(const Heads& form, int64_t place) {
+    return form.window ? std::max<int64_t>(0, place + 1 - form.window) : 0;
+}
+
+// Normalise and rotate a token's queries and keys in place, and keep its keys and values.
 template <class T>
-void rotate_and_keep(const Attention& step, int64_t token, float* qkv, T* keys, T* values) {
+void rotate_and_keep(const Attention& step, const Heads& form, int64_t token, float* qkv, T* keys, T* values) {
     const int64_t width = step.head_dim, heads = step.num_heads, kv_heads = step.num_kv_heads;
     float* row = qkv + token * (heads + 2 * kv_heads) * width;
+    for (int64_t h = 0; form.query_gain && h < heads; h++) normalise(row + h * width, form.query_gain, form.eps, width);
+    for (int64_t h = heads; form.key_gain && h < heads + kv_heads; h++)
+        normalise(row + h * width, form.key_gain, form.eps, width);
     for (int64_t h = 0; h < heads + kv_heads; h++)
         rotate(row + h * width, step.cos + token * width, step.sin + token * width, width);
     const float* key = row + heads * width;
@@ -51,16 +66,16 @@ class Head {
           values_(values + head * step.head_dim),
           num_queries_(step.num_heads / step.num_kv_heads) {}
 
-    // query and out (G, D); scratch at least G * (CHUNK + 2) floats.
-    void attend(const float* query, int64_t length, float* out, float* scratch) {
+    // Tokens from `begin` on. query and out (G, D); scratch at least G * (CHUNK + 2) floats.
+    void attend(const float* query, int64_t begin, int64_t length, float* out, float* scratch) {
         float* scores = scratch;
         float* largest = scores + num_queries_ * CHUNK;
         float* total = largest + num_queries_;
         std::fill(largest, largest + num_queries_, -std::numeric_limits<float>::infinity());
         std::fill(total, total + num_queries_, 0.0f);
         std::fill(out, out + num_queries_ * step_.head_dim, 0.0f);
-        locate(0, length, next_);
-        for (int64_t start = 0; start < length; start += CHUNK) {
+        locate(begin, length, next_);
+        for (int64_t start = begin; start < length; start += CHUNK) {
             const int64_t count = std::min(CHUNK, length - start);
             std::copy(next_, next_ + CHUNK, places_);
             locate(start + CHUNK, length, next_);
@@ -180,14 +195,16 @@ class Head {
 
 // Some queries of a run: those of the tokens, and of the heads that share one key/value head, lie side by side.
 template <class T>
-void attend_run(const Attention& step, int64_t number, int64_t head, Share rows, const T* keys, const T* values,
-                const float* qkv, float* out) {
+void attend_run(const Attention& step, const Heads& form, int64_t number, int64_t head, Share rows, const T* keys,
+                const T* values, const float* qkv, float* out) {
     const Run& run = step.runs[number];
     const int64_t width = step.head_dim, heads = step.num_heads, kv_heads = step.num_kv_heads;
     const int64_t group = heads / kv_heads, token_width = kv_heads * width;
     const int64_t* blocks = step.run_table + number * step.run_table_width;
-    Mixer mixer(width, run.num_computed + (rows.stop + group - 1) / group);
-    mixer.lay_out(keys + head * width, values + head * width, [&](int64_t t) {
+    const int64_t begin = first_seen(form, run.num_computed + rows.start / group) / Mixer::KEYS * Mixer::KEYS;
+    Mixer mixer(width, run.num_computed + (rows.stop + group - 1) / group - begin);
+    mixer.lay_out(keys + head * width, values + head * width, [&](int64_t key) {
+        const int64_t t = begin + key;
         return (blocks[t / step.block_size] * step.block_size + t % step.block_size) * token_width;
     });
     for (int64_t first = rows.start; first < rows.stop; first += Mixer::QUERIES) {
@@ -196,33 +213,34 @@ void attend_run(const Attention& step, int64_t number, int64_t head, Share rows,
         for (int64_t i = 0; i < count; i++) {
             const int64_t token = (first + i) / group, place = head * group + (first + i) % group;
             queries[i] = {qkv + ((run.start + token) * (heads + 2 * kv_heads) + place) * width,
-                          run.num_computed + token + 1, out + ((run.start + token) * heads + place) * width};
+                          run.num_computed + token + 1 - begin, out + ((run.start + token) * heads + place) * width,
+                          std::max<int64_t>(0, first_seen(form, run.num_computed + token) - begin)};
         }
         mixer.attend(queries, count);
     }
 }
 
 template <class T>
-void attend(const Attention& step, T* keys, T* values, float* qkv, float* out) {
+void attend(const Attention& step, const Heads& form, T* keys, T* values, float* qkv, float* out) {
     const int64_t kv_heads = step.num_kv_heads, group = step.num_heads / kv_heads, width = step.head_dim;
     const int team = omp_get_num_threads(), num_parts = kv_heads % team ? team : 1;
     const int64_t num_run_items = step.num_runs * kv_heads * num_parts;
     static thread_local std::vector<float> scratch;
     scratch.resize(group * (CHUNK + 2));
 #pragma omp for schedule(static)
-    for (int64_t token = 0; token < step.num_tokens; token++) rotate_and_keep(step, token, qkv, keys, values);
+    for (int64_t token = 0; token < step.num_tokens; token++) rotate_and_keep(step, form, token, qkv, keys, values);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < num_run_items + step.num_decodes * kv_heads; item++) {
         if (item < num_run_items) {
             const int64_t number = item / num_parts / kv_heads, head = item / num_parts % kv_heads;
             const Share rows = share_of(step.runs[number].num_new * group, Mixer::QUERIES, item % num_parts, num_parts);
-            if (rows.start < rows.stop) attend_run(step, number, head, rows, keys, values, qkv, out);
+            if (rows.start < rows.stop) attend_run(step, form, number, head, rows, keys, values, qkv, out);
             continue;
         }
         const int64_t sequence = (item - num_run_items) / kv_heads, head = (item - num_run_items) % kv_heads;
         const float* query = qkv + (sequence * (step.num_heads + 2 * kv_heads) + head * group) * width;
         Head<T>(step, sequence, head, keys, values)
-            .attend(query, step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
+            .attend(query, first_seen(form, step.lengths[sequence] - 1), step.lengths[sequence], out + (sequence * step.num_heads + head * group) * width,
                     scratch.data());
     }
 }
@@ -237,16 +255,16 @@ int64_t count_products(const Attention& step) {
     return num_tokens * step.num_heads * step.head_dim;
 }
 
-void attend_in_team(const Attention& step, void* keys, void* values, float* qkv, float* out) {
+void attend_in_team(const Attention& step, const Heads& heads, void* keys, void* values, float* qkv, float* out) {
     switch (step.kind) {
-        case FLOAT32: return attend(step, (float*)keys, (float*)values, qkv, out);
-        case BFLOAT16: return attend(step, (BFloat16*)keys, (BFloat16*)values, qkv, out);
-        default: return attend(step, (Float16*)keys, (Float16*)values, qkv, out);
+        case FLOAT32: return attend(step, heads, (float*)keys, (float*)values, qkv, out);
+        case BFLOAT16: return attend(step, heads, (BFloat16*)keys, (BFloat16*)values, qkv, out);
+        default: return attend(step, heads, (Float16*)keys, (Float16*)values, qkv, out);
     }
 }
 
-extern "C" void vlm_attention(const Attention* step, void* keys, void* values, float* qkv, float* out,
-                              int32_t num_threads) {
+extern "C" void vlm_attention(const Attention* step, const Heads* heads, void* keys, void* values, float* qkv,
+                              float* out, int32_t num_threads) {
 #pragma omp parallel num_threads(count_products(*step) < MIN_PARALLEL_PRODUCTS ? 1 : num_threads)
-    attend_in_team(*step, keys, values, qkv, out);
+    attend_in_team(*step, *heads, keys, values, qkv, out);
 }

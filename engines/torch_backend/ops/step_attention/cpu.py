@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import AttentionPlan, Span
+from engines.torch_backend.layers.attention import PLAIN, AttentionPlan, Heads, Span
 from engines.torch_backend.models.config import TextConfig
 from engines.torch_backend.ops import native
-from engines.torch_backend.ops.native.library import FLOAT_KINDS, AttentionStruct, Library
+from engines.torch_backend.ops.native.library import (
+    FLOAT_KINDS,
+    AttentionStruct,
+    HeadsStruct,
+    Library,
+)
 from engines.torch_backend.ops.registry import Site
 from engines.torch_backend.ops.step_attention.reference import (
     Attend,
@@ -102,12 +107,14 @@ class PagedAttention:
         keys, values = self._pool.blocks(layer)
         return keys.data_ptr(), values.data_ptr()
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) * D), float32, rotated in place; returns (N, H * D)."""
+        form, _kept = _PLAIN if heads is PLAIN else bind_heads(heads)
         keys, values = self._pool.blocks(layer)
         out = torch.empty(len(qkv), self._struct.num_heads * self._struct.head_dim)
         self._library.attention(
             ctypes.byref(self._struct),
+            ctypes.byref(form),
             keys.data_ptr(),
             values.data_ptr(),
             qkv.data_ptr(),
@@ -115,6 +122,19 @@ class PagedAttention:
             self._num_threads,
         )
         return out
+
+
+def bind_heads(heads: Heads) -> tuple[HeadsStruct, list[Tensor]]:
+    """As the kernel reads them, and what has to live as long."""
+    norms = (heads.query_norm, heads.key_norm)
+    gains = [None if norm is None else norm.weight.detach().float().contiguous() for norm in norms]
+    query_gain, key_gain = (None if gain is None else gain.data_ptr() for gain in gains)
+    eps = next((norm.eps for norm in norms if norm is not None), 0.0)
+    struct = HeadsStruct(query_gain, key_gain, heads.window or 0, eps, 0)
+    return struct, [gain for gain in gains if gain is not None]
+
+
+_PLAIN = bind_heads(PLAIN)
 
 
 def _runs(spans: list[Span], block_size: int) -> tuple[Tensor, Tensor]:

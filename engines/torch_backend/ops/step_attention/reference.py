@@ -1,16 +1,25 @@
 """Shape letters: N new tokens, H query heads, K key/value heads, D head width."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import AttentionPlan, paged_attention
+from engines.torch_backend.layers.attention import PLAIN, AttentionPlan, Heads, paged_attention
 from engines.torch_backend.layers.rotary import rotate
+from engines.torch_backend.layers.visible_attention import Windows
 from engines.torch_backend.models.config import TextConfig
 
-#: (layer, qkv (N, (H + 2 K) D)) to (N, H D): rotates, keeps keys and values, and attends.
-Attend = Callable[[int, Tensor], Tensor]
+
+class Attend(Protocol):
+    """Normalises heads, rotates, keeps keys and values, and attends."""
+
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
+        """Shapes: qkv (N, (H + 2 K) D), which may be changed; returns (N, H D)."""
+        ...
+
+
 CreateAttention = Callable[[TextConfig, KVCachePool, AttentionPlan, tuple[Tensor, Tensor]], Attend]
 
 
@@ -20,11 +29,14 @@ def create_attention(
     """One step's, for all layers, in the precision of `rotation`, which is as of `RotaryTable.at`."""
     sizes = [text.num_heads, text.num_kv_heads, text.num_kv_heads]
     dtype = rotation[0].dtype
+    windows = Windows(plan, pool.block_size)
 
-    def attend(layer: int, qkv: Tensor) -> Tensor:
+    def attend(layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         by_head = qkv.to(dtype).view(qkv.shape[0], sum(sizes), text.head_dim)
         query, key, value = by_head.split(sizes, dim=1)
-        query, key = rotate(query, *rotation), rotate(key, *rotation)
-        return paged_attention(pool, plan, layer, query, key, value).to(qkv.dtype)
+        query, key = (rotate(x, *rotation) for x in heads.normed(query, key))
+        if heads.window is None:
+            return paged_attention(pool, plan, layer, query, key, value).to(qkv.dtype)
+        return windows.attend(pool, layer, heads.window, query, key, value).to(qkv.dtype)
 
     return attend

@@ -22,7 +22,8 @@ def _example(attend: AttendRuns, site: Site) -> list[Tensor]:
             (num_context, text.num_kv_heads),
         )
     )
-    return [attend(query, key, value, Runs.create(shares, site.device))]
+    runs = Runs.create(shares, site.device)
+    return [attend(query, key, value, runs, window) for window in (None, 3)]
 
 
 OP = Op("varlen_attention", attend_runs, (Candidate("torch", build, lacks),), _example)

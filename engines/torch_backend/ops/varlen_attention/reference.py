@@ -28,19 +28,26 @@ class Runs:
         return cls(ends[:, 0].contiguous(), ends[:, 1].contiguous(), max(num_new), max(num_context))
 
 
-#: (query (N, H, D), key (T, K, D), value (T, K, D), runs) to (N, H, D); the last new token sees all of its context.
-AttendRuns = Callable[[Tensor, Tensor, Tensor, Runs], Tensor]
+#: (query (N, H, D), key (T, K, D), value (T, K, D), runs) to (N, H, D); the last new token sees all
+#: of its context, or a window's tokens, itself included.
+AttendRuns = Callable[[Tensor, Tensor, Tensor, Runs, int | None], Tensor]
 
 
-def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> Tensor:
+def attend_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, window: int | None = None
+) -> Tensor:
     """Shapes: as of `AttendRuns`; returns float32."""
     ends = (runs.new_ends, runs.context_ends)
     shares = [tuple(share) for share in torch.stack([x.diff() for x in ends], 1).tolist()]
-    return attend_one_by_one(query, key, value, shares)
+    return attend_one_by_one(query, key, value, shares, window)
 
 
 def attend_one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, shares: list[tuple[int, int]]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shares: list[tuple[int, int]],
+    window: int | None = None,
 ) -> Tensor:
     """The same in float32 and in the plainest form. Shapes: as of `AttendRuns`."""
     parts = []
@@ -48,13 +55,16 @@ def attend_one_by_one(
     for num_new, num_context in shares:
         run = slice(starts[0], starts[0] + num_new)
         context = slice(starts[1], starts[1] + num_context)
-        mask = torch.ones(num_new, num_context, dtype=torch.bool, device=query.device)
+        offset = num_context - num_new
+        mask = torch.ones(num_new, num_context, dtype=torch.bool, device=query.device).tril(offset)
+        if window is not None:
+            mask = mask.triu(offset - window + 1)
         out = F.scaled_dot_product_attention(
             *(
                 x.float().transpose(0, 1).unsqueeze(0)
                 for x in (query[run], key[context], value[context])
             ),
-            attn_mask=mask.tril(diagonal=num_context - num_new),
+            attn_mask=mask,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         parts.append(out.squeeze(0).transpose(0, 1))

@@ -29,7 +29,9 @@ def _adapt(function: Any) -> AttendRuns:
     """Grouped heads by torch where it can, else by repeating."""
     has_groups = "enable_gqa" in inspect.signature(function).parameters
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, runs: Runs, window: int | None = None
+    ) -> Tensor:
         group = query.shape[1] // key.shape[1]
         options = {"enable_gqa": True} if has_groups and group > 1 else {}
         if group > 1 and not has_groups:
@@ -42,7 +44,8 @@ def _adapt(function: Any) -> AttendRuns:
             runs.context_ends,
             runs.max_new,
             runs.max_context,
-            window_size=(-1, 0),  # each token sees what is before it, and itself
+            # each token sees what is before it, or so much of it, and itself
+            window_size=(-1 if window is None else window - 1, 0),
             **options,
         )
 

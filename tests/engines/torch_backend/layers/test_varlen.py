@@ -12,9 +12,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from engines.torch_backend.layers.attention import paged_attention_by_sequence, plan_attention
+from engines.torch_backend.layers.attention import (
+    Heads,
+    paged_attention_by_sequence,
+    plan_attention,
+)
 from engines.torch_backend.layers.rotary import RotaryTable, rotate
 from engines.torch_backend.layers.step_attention import StepAttention
+from engines.torch_backend.layers.visible_attention import Windows
 from engines.torch_backend.ops.registry import Ops, Site, choose, discover, references
 from engines.torch_backend.ops.varlen_attention.reference import attend_one_by_one
 from tests.engines.torch_backend.layers.test_attention import BLOCK_SIZE, CPU, make_pool, make_spans
@@ -49,11 +54,13 @@ def of_2_12(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    assert window_size == (-1, 0)
+    before, after = window_size
+    assert after == 0
     new, context = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
     assert (max(new), max(context)) == (max_q, max_k)
     shares = list(zip(new, context, strict=True))
-    return attend_one_by_one(query, key, value, shares).to(query.dtype)
+    window = None if before < 0 else before + 1
+    return attend_one_by_one(query, key, value, shares, window).to(query.dtype)
 
 
 def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
@@ -76,11 +83,12 @@ def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) 
     )
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("function", [of_2_11, of_2_12])
 @torch.inference_mode()
 def test_prompts_and_decodes_of_a_step_agree_with_the_plain_form(
-    function: Any, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    function: Any, num_kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     ops = find(function, monkeypatch, num_kv_heads)
     assert ops.uses("varlen_attention")
@@ -95,8 +103,13 @@ def test_prompts_and_decodes_of_a_step_agree_with_the_plain_form(
         query, key = (rotate(x, *rotary.at(positions)) for x in (query, key))
         pool = make_pool(num_kv_heads=num_kv_heads)
         expected = paged_attention_by_sequence(pool, plan, 1, query, key, value)
+        if window is not None:
+            windows = Windows(plan, BLOCK_SIZE)
+            expected = windows.attend(pool, 1, window, query, key, value)
         for each in (ops, ops.without("varlen_attention")):
-            found = StepAttention(each, pool, plan, rotary, positions)(1, qkv.flatten(1))
+            found = StepAttention(each, pool, plan, rotary, positions)(
+                1, qkv.flatten(1), Heads(window=window)
+            )
             assert_close(found, expected)
 
 

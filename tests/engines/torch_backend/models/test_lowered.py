@@ -63,6 +63,7 @@ def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -
         (text("Granite", "Granite", logits_scaling=2.0, **PLAIN_SCALE), "behind the head"),
         (text("Granite", "Granite", attention_multiplier=0.2), "a scale of its own"),
         (text("StableLM", "StableLm"), "another norm"),
+        (text("OLMo 2", "Olmo2"), "other parts"),
         (text("Llama", "Llama", hidden_act="sigmoid"), "activation"),
         (text("Mixtral", "Mixtral", num_local_experts=4), "mlp"),
         (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT_HEADS), "widths"),
@@ -177,10 +178,3 @@ def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
     kept = sum(p.numel() for p in loaded.model.parameters())
     stored = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
     assert kept == stored
-
-
-def test_a_window_within_the_context_is_not_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, line = path_of(text("Mistral", "Mistral", sliding_window=8), tmp_path, caplog)
-    assert (path, "a window" in line) == ("generic", True)

@@ -12,6 +12,8 @@ from torch.testing import assert_close
 
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.kv_int8 import Int8KVCachePool
+from engines.torch_backend.layers.attention import PLAIN, Heads
+from engines.torch_backend.layers.norm import RMSNorm
 from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.ops.add_norm.reference import add_norm
@@ -78,7 +80,14 @@ def test_one_half_gates_the_other(dtype: torch.dtype):
 @pytest.mark.parametrize("sections", [(), (4, 5, 3)], ids=["one position", "three positions"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_are_turned_and_kept(dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...]):
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_heads_are_turned_and_kept(
+    dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...], has_norms: bool
+):
+    norms = [RMSNorm(24, 1e-5).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
+    for norm, shift in zip(norms, (0.0, 0.5), strict=True):
+        norm.weight.copy_(numbers(24, dtype=dtype) + shift)
+    heads = Heads(*norms) if has_norms else PLAIN
     config = make_text_config(head_dim=24, rope_sections=sections)
     rotary = RotaryTable(config, 40, dtype, DEVICE)
     qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
@@ -88,8 +97,8 @@ def test_heads_are_turned_and_kept(dtype: torch.dtype, kv_dtype: str, sections: 
         positions = torch.tensor(rows, device=DEVICE)[:, :3]
     slots = torch.tensor([9, 0, 127], device=DEVICE)
     pools = [make_pool(2, 24, dtype, kv_dtype) for _ in range(2)]
-    found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1)
-    expected = TWINS.rotate_keep(qkv, rotary, positions, slots, pools[1], 1)
+    found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1, heads)
+    expected = TWINS.rotate_keep(qkv, rotary, positions, slots, pools[1], 1, heads)
     blocks = torch.arange(16, device=DEVICE)
     tolerance = TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
     assert_close(found[0], expected[0], **TOLERANCES[dtype])
@@ -109,8 +118,9 @@ def test_heads_are_turned_and_kept(dtype: torch.dtype, kv_dtype: str, sections: 
     ],
     ids=str,
 )
+@pytest.mark.parametrize("window", [None, 1, 70])
 def test_new_tokens_attend_to_their_pages(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: str
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: str, window: int | None
 ):
     num_heads, num_kv_heads, head_dim = heads
     pool = make_pool(num_kv_heads, head_dim, dtype, kv_dtype, num_blocks=40)
@@ -119,8 +129,8 @@ def test_new_tokens_attend_to_their_pages(
     lengths = torch.tensor([3, 150, 64, 0, 9], device=DEVICE)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
     tables = torch.stack([order.roll(7 * row)[:20] for row in range(5)]).to(DEVICE, torch.int32)
-    found = KERNELS.attend_decodes(pool, 1, query, tables, lengths)
-    expected = TWINS.attend_decodes(pool, 1, query, tables, lengths)
+    found = KERNELS.attend_decodes(pool, 1, query, tables, lengths, window)
+    expected = TWINS.attend_decodes(pool, 1, query, tables, lengths, window)
     assert_close(found, expected, **TOLERANCES[dtype])
     assert not found[3].any()
 

@@ -7,20 +7,27 @@ import torch
 from torch import Tensor
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import Span, plan_attention
+from engines.torch_backend.layers.attention import Heads, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.registry import Ops
-from tests.engines.torch_backend.ops.native.test_attention import BLOCK_SIZE, CPU, make_spans
+from tests.engines.torch_backend.ops.native.test_attention import (
+    BLOCK_SIZE,
+    CPU,
+    make_heads,
+    make_spans,
+)
 from tests.factories_torch import make_model_pair, make_vlm_config
 
 CONFIG = make_vlm_config()
 STEPS = [[(1, 0)], [(1, 3), (1, 17), (1, 30)], [(1, 9), (1, 2), (7, 0), (6, 5)], [(9, 0)]]
 
 
-def make_decoder(ops: Ops) -> Llama:
+def make_decoder(ops: Ops, heads: Heads | None = None) -> Llama:
     decoder = deepcopy(make_model_pair(CONFIG).ours).language_model
+    for layer in decoder.model.layers if heads is not None else ():
+        layer.self_attn.heads = heads
     decoder.bind(ops, torch.float32)
     return decoder
 
@@ -40,12 +47,14 @@ def make_stream(num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, CONFIG.text.hidden_size, generator=generator)
 
 
+@pytest.mark.parametrize("has_heads", [False, True])
 @pytest.mark.parametrize("shares", STEPS, ids=str)
 @torch.inference_mode()
 def test_one_call_gives_what_a_call_for_each_part_gives(
-    ops: Ops, shares: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    ops: Ops, shares: list[tuple[int, int]], has_heads: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    decoder, spans = make_decoder(ops), make_spans(shares)
+    heads = make_heads(CONFIG.text.head_dim, 3) if has_heads else None
+    decoder, spans = make_decoder(ops, heads), make_spans(shares)
     x = make_stream(spans[-1].stop)
     with monkeypatch.context() as patch:
         patch.setattr(native.load(ops.site.level), "attention", lambda *_: pytest.fail("in parts"))
