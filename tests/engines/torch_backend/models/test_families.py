@@ -45,8 +45,8 @@ CPU = torch.device("cpu")
 NUM_TOKENS = 16
 ALL = bool(os.environ.get("FAMILIES_ALL"))
 QUICK = frozenset({
-    "Mistral, window", "Qwen3", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-Next", "LFM2",
-    "LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Qwen3-VL",
+    "Mistral, window", "Gemma 3n, text", "GPT-2", "GPT-OSS", "DeepSeek V3", "Qwen3-Next", "LFM2",
+    "LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V",
 })  # fmt: skip
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"

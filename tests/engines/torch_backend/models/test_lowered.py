@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
+from engines.torch_backend import runner
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models import causal_lm
@@ -63,7 +65,7 @@ def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -
         (text("Granite", "Granite", logits_scaling=2.0, **PLAIN_SCALE), "behind the head"),
         (text("Granite", "Granite", attention_multiplier=0.2), "a scale of its own"),
         (text("StableLM", "StableLm"), "another norm"),
-        (text("OLMo 2", "Olmo2"), "other parts"),
+        (text("OLMo 2", "Olmo2"), "post_feedforward_layernorm"),
         (text("Llama", "Llama", hidden_act="sigmoid"), "activation"),
         (text("Mixtral", "Mixtral", num_local_experts=4), "mlp"),
         (text("DeepSeek V2", "DeepseekV2", q_lora_rank=None, **LATENT_HEADS), "widths"),
@@ -136,8 +138,8 @@ def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_
 
 def _scores(model: FamilyModel, kernels: Any) -> torch.Tensor:
     settings = TorchSettings(num_kv_blocks=64, block_size=4)
-    runner = TorchRunner(model, settings, CPU, torch.float32, ops=cpu_ops(kernels))
-    return torch.cat([score(runner, request) for request in make_requests()])
+    started = TorchRunner(model, settings, CPU, torch.float32, ops=cpu_ops(kernels))
+    return torch.cat([score(started, request) for request in make_requests()])
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen2.5-VL"])
@@ -178,3 +180,27 @@ def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
     kept = sum(p.numel() for p in loaded.model.parameters())
     stored = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
     assert kept == stored
+
+
+@pytest.mark.parametrize("name", ["Mistral, window", "Qwen2.5-VL", "Qwen3-VL"])
+def test_a_gpu_computes_it_as_a_native_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffers and fused layers, kernels by their reference implementations."""
+    monkeypatch.setattr(runner, "is_served", lambda device: True)
+    [family] = [each for each in FAMILIES if each.name == name]
+    loaded = load_family(family, tmp_path)
+    assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
+    assert ways.run_overlapped(loaded.start, loaded.requests) == loaded.expected
+
+
+def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = modeling_qwen3_vl.Qwen3VLTextModel
+    add = stack._deepstack_process
+    monkeypatch.setattr(stack, "_deepstack_process", lambda self, *given: add(self, *given) * 2)
+    [family] = [each for each in FAMILIES if each.name == "Qwen3-VL"]
+    path, line = path_of(family, tmp_path, caplog)
+    assert path == "generic"
+    assert "go elsewhere" in line
