@@ -231,6 +231,7 @@ class Transcript:
     next_index: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
     first_usage: Usage | None = None
     last: EngineOutput | None = None
 
@@ -243,6 +244,7 @@ class Transcript:
         self.next_index += len(output.token_ids)
         self.token_ids += output.token_ids
         self.text += output.text
+        self.reasoning += output.reasoning
         if output.finish_reason is not None or output.error is not None:
             assert output.usage is not None
             assert output.timings is not None

@@ -125,8 +125,10 @@ class Answer:
         num_tokens, number = self.num_tokens, next(self._numbers)
         self.num_tokens += sum(len(e.token_ids) for e in events if isinstance(e, Tokens))
         if isinstance(events[-1], Finished):
-            usage = Usage(7, self.num_tokens, self.usage.num_image_tokens, 2)
             last = events[-1]
+            num_reasoning = last.usage.num_reasoning_tokens
+            num_images = self.usage.num_image_tokens
+            usage = Usage(7, self.num_tokens, num_images, 2, num_reasoning)
             end = Finished(last.request_id, last.attempt, last.finish_reason, usage, last.timings)
             events = (*events[:-1], end)
         publication = to_publication(self.claim, number, num_tokens, events)

@@ -172,4 +172,5 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
         "".join([piece.text for piece in pieces]),
         tuple([logprob for piece in pieces for logprob in piece.logprobs]),
         sum([piece.num_without_id for piece in pieces]),
+        "".join([piece.reasoning for piece in pieces]),
     )

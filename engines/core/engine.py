@@ -34,6 +34,7 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.text.detokenizer import Detokenizer
+from engines.text.reasoning import ReasoningDetokenizer
 from shared.protocol import (
     FinishReason,
     Generate,
@@ -50,7 +51,7 @@ class Generation:
     """A request from `add` to its last output: a sequence, its text and its clock readings."""
 
     sequence: Sequence
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | ReasoningDetokenizer
     added_at: float
     scheduled_at: float | None = None
     first_token_at: float | None = None
@@ -66,6 +67,7 @@ class Generation:
             num_output_tokens=sequence.num_output_tokens,
             num_image_tokens=sum(image.num_tokens for image in sequence.images),
             num_cached_tokens=sequence.num_cached_tokens,
+            num_reasoning_tokens=self.detokenizer.num_reasoning_tokens,
         )
 
     def timings(self, now: float) -> StageTimings:
@@ -148,7 +150,8 @@ class BatchingEngine(Engine[EngineRequest]):
         """Messages and images as token ids with image slots. Raises: InvalidRequest."""
         assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
         pairs = [(image.image_hash, image.content) for image in images]
-        prompt = self.processor.build_prompt(call.task.messages, pairs)
+        task = call.task
+        prompt = self.processor.build_prompt(task.messages, pairs, task.template_options)
         return EngineRequest(
             call.request_id,
             prompt.token_ids,
@@ -157,8 +160,9 @@ class BatchingEngine(Engine[EngineRequest]):
             call.output_token_ids,
             call.tenant,
             call.priority,
-            prompt.positions,
-            self._find_adapter(call.adapter),
+            positions=prompt.positions,
+            adapter=self._find_adapter(call.adapter),
+            is_thinking=prompt.is_thinking,
         )
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
@@ -185,9 +189,7 @@ class BatchingEngine(Engine[EngineRequest]):
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
-        detokenizer = Detokenizer(self.tokenizer, request.sampling.stop)
-        for token_id in request.output_token_ids:
-            detokenizer.append(token_id)
+        detokenizer = self._create_detokenizer(request)
         generation = Generation(sequence, detokenizer, time.perf_counter())
         reason = self.scheduler.find_finish_reason(sequence)
         if detokenizer.is_stopped:
@@ -206,6 +208,19 @@ class BatchingEngine(Engine[EngineRequest]):
                     timings=StageTimings(),
                 )
             )
+
+    def _create_detokenizer(self, request: EngineRequest) -> Detokenizer | ReasoningDetokenizer:
+        """One that knows what earlier attempts have told."""
+        stop, reasoning = request.sampling.stop, self.processor.reasoning
+        if reasoning is None:
+            detokenizer = Detokenizer(self.tokenizer, stop)
+        else:
+            detokenizer = ReasoningDetokenizer(self.tokenizer, stop, reasoning, request.is_thinking)
+        for token_id in request.output_token_ids:
+            detokenizer.append(token_id)
+        if isinstance(detokenizer, ReasoningDetokenizer):
+            detokenizer.forget()
+        return detokenizer
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what it holds; no output follows. Idempotent."""
@@ -374,6 +389,8 @@ class BatchingEngine(Engine[EngineRequest]):
             output.usage = generation.usage
         if sequence.finish_reason is not None:
             output.text += detokenizer.finish()
+        if isinstance(detokenizer, ReasoningDetokenizer):
+            detokenizer.separate(output)
         if detokenizer.is_stopped:
             self.scheduler.finish(sequence, FinishReason.STOP)
         if sequence.finish_reason is not None:

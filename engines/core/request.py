@@ -54,6 +54,7 @@ class EngineRequest:
     output_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
+    is_thinking: bool = False  #: the prompt has begun what the model thinks before its answer
     positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
     adapter: Adapter | None = None
 

@@ -4,16 +4,22 @@ A backend is a `ModelRunner` (computes steps, called by the engine thread alone)
 (turns messages and image bytes into engine inputs; thread-safe, called from a pool).
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.base import Adapter, AdapterLimits, Decode
 from engines.core.request import ImageInput, Positions
 from engines.core.sequence import Batch
 from engines.image_decoder import decode_image
-from shared.protocol import ChatMessage
+from shared.protocol import ChatMessage, TemplateOption
+
+if TYPE_CHECKING:
+    from engines.text.reasoning import Reasoning
+
+NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 
 class SequenceFailure(Exception):
@@ -147,6 +153,7 @@ class Prompt:
     token_ids: list[int]
     images: tuple[ImageInput, ...] = ()
     positions: Positions = ()
+    is_thinking: bool = False  #: whether it ends within the thinking that comes before an answer
 
 
 class Processor(Protocol):
@@ -158,6 +165,7 @@ class Processor(Protocol):
     #: Whether short messages are a prompt in less time than another thread would cost.
     is_quick: bool
     decodes_images: bool  #: whether it looks at pixels, not only at headers
+    reasoning: "Reasoning | None"  #: how its model marks what it thinks before it answers
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
@@ -169,6 +177,14 @@ class Processor(Protocol):
         """
         ...
 
-    def build_prompt(self, messages: Items[ChatMessage], images: Items[tuple[str, Any]]) -> Prompt:
-        """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i."""
+    def build_prompt(
+        self,
+        messages: Items[ChatMessage],
+        images: Items[tuple[str, Any]],
+        options: Mapping[str, TemplateOption] = NO_OPTIONS,
+    ) -> Prompt:
+        """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i.
+
+        `options` are further variables of the template. Raises: InvalidRequest.
+        """
         ...

@@ -9,6 +9,7 @@ import io
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import sha256, shake_128
@@ -27,11 +28,12 @@ from engines.base import (
 )
 from engines.core.engine import BatchingEngine
 from engines.core.request import ImageInput
-from engines.core.runner import Prompt, StepResult, TokenChoice, Tokenizer
+from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
-from shared.protocol import ChatMessage, ImagePart, ModelCard
+from engines.text.reasoning import REASONING_FORMATS, Reasoning
+from shared.protocol import ChatMessage, ImagePart, ModelCard, TemplateOption
 
 EOS_ID = 256
 IMAGE_ID = 257
@@ -43,6 +45,12 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
 FEATURE_BYTES_PER_TOKEN = 1024
+
+
+#: Before and behind what the mock thinks, a token a byte.
+THINK_START, THINK_END = b"<think>\n", b"\n</think>\n\n"
+#: How its prompt ends where it is told not to think.
+NO_THINKING = list(b"<think>\n\n</think>\n\n")
 
 
 class MockTokenizer:
@@ -73,7 +81,9 @@ class MockProcessor:
     is_quick = True
     decodes_images = False
 
-    def __init__(self, tokens_per_image: int) -> None:
+    def __init__(self, tokens_per_image: int, *, thinks: bool = False) -> None:
+        self.reasoning = Reasoning(REASONING_FORMATS["think"]) if thinks else None
+        self.template_options = frozenset({"enable_thinking"} if thinks else ())
         self.tokenizer: Tokenizer = MockTokenizer()
         self.tokens_per_image = self.image_tokens = tokens_per_image
 
@@ -91,7 +101,10 @@ class MockProcessor:
         return size
 
     def build_prompt(
-        self, messages: Items[ChatMessage], images: Items[tuple[str, tuple[int, int]]]
+        self,
+        messages: Items[ChatMessage],
+        images: Items[tuple[str, tuple[int, int]]],
+        options: Mapping[str, TemplateOption] = NO_OPTIONS,
     ) -> Prompt:
         """`role: text` lines with one run of image slots per image."""
         token_ids: list[int] = []
@@ -109,6 +122,8 @@ class MockProcessor:
                     token_ids += self.tokenizer.encode(part.text)
             token_ids += self.tokenizer.encode("\n")
         token_ids += self.tokenizer.encode("assistant:")
+        if self.reasoning is not None and options.get("enable_thinking") is False:
+            token_ids += NO_THINKING
         return Prompt(token_ids, tuple(inputs))
 
 
@@ -218,10 +233,13 @@ class MockRunner:
         sequence = item.sequence
         sampling = sequence.sampling
         position = item.output_position
-        num_tokens = max(self._mock.num_output_tokens, sampling.min_tokens + 1)
+        num_thought, marker_byte = self._thought(sequence, position)
+        num_tokens = max(num_thought + self._mock.num_output_tokens, sampling.min_tokens + 1)
         ends = position + 1 >= num_tokens and not sampling.ignore_eos
         value = self._answer(sequence, position)
         token_id = EOS_ID if ends else FIRST_WORD_ID + value
+        if marker_byte is not None:
+            token_id = marker_byte
         num_logprobs = sampling.num_logprobs
         if num_logprobs is None:
             return TokenChoice(token_id)
@@ -230,6 +248,19 @@ class MockRunner:
         return TokenChoice(
             token_id, -0.1, tuple((rival, -0.1 - 3.0 * rank) for rank, rival in enumerate(ranked))
         )
+
+    def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
+        """How many tokens come before an answer, and which one stands here if it is of a marker."""
+        num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
+        told_not_to = sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING
+        if num_words == 0 or told_not_to:
+            return 0, None
+        end_at = len(THINK_START) + num_words
+        num_thought = end_at + len(THINK_END)
+        if position < len(THINK_START):
+            return num_thought, THINK_START[position]
+        is_end = end_at <= position < num_thought
+        return num_thought, THINK_END[position - end_at] if is_end else None
 
     def _answer(self, sequence: Sequence, position: int) -> int:
         """The number that stands at one position of the sequence's answer."""
@@ -277,7 +308,8 @@ def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
 
 def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) -> LoadedEngine:
     """The mock behind the real engine."""
-    processor = MockProcessor(settings.mock.tokens_per_image)
+    mock = settings.mock
+    processor = MockProcessor(mock.tokens_per_image, thinks=mock.num_reasoning_tokens > 0)
     engine = BatchingEngine(MockRunner(settings), processor, settings)
     card = ModelCard(
         name=settings.served_name or "mock",
@@ -285,6 +317,8 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
         max_model_len=engine.max_model_len,
         vocab_size=VOCAB_SIZE,
         image_tokens=processor.image_tokens,
+        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+        template_options=tuple(processor.template_options),
     )
     return LoadedEngine(engine, card)
 

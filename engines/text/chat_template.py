@@ -6,11 +6,12 @@ sandbox, with limits of time and memory.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engines.base import InvalidRequest
 from engines.packages.checkpoint_json import read_json
 from engines.text.template_rendering import (
+    NO_OPTIONS,
     CompiledTemplate,
     TemplateFailure,
     TemplateRefusal,
@@ -54,8 +55,19 @@ class ChatTemplate:
             missing = "images" if image_token else "texts"
             raise UnusableTemplate(f"the chat template has no place for {missing}")
 
-    def render(self, messages: Sequence[ChatMessage], texts: Sequence[Sequence[str]]) -> str:
-        """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`.
+    @property
+    def options(self) -> frozenset[str]:
+        """Variables that a request may set."""
+        return self._renderer.options
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        texts: Sequence[Sequence[str]],
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> str:
+        """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`, and last for
+        its reasoning. `options` are further variables.
 
         Raises: InvalidRequest where the template refuses the conversation.
         """
@@ -68,9 +80,12 @@ class ChatTemplate:
                 else {"type": "text", "text": next(remaining)}
                 for part in message.parts
             ]
-            rendered.append({"role": message.role, "content": self._to_content(parts)})
+            shown: dict[str, Any] = {"role": message.role, "content": self._to_content(parts)}
+            if message.reasoning:
+                shown["reasoning_content"] = next(remaining)
+            rendered.append(shown)
         try:
-            return self._renderer.render(rendered)
+            return self._renderer.render(rendered, options=options)
         except TemplateRefusal as refusal:
             raise InvalidRequest(
                 f"The model's chat template refuses this conversation: {refusal}"

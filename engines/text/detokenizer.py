@@ -13,13 +13,18 @@ from engines.core.runner import Tokenizer
 class Detokenizer:
     """The text of one answer. `is_stopped` tells that a stop string has ended it."""
 
+    num_reasoning_tokens = 0  #: it keeps nothing apart
+
     def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._drops_space = tokenizer.drops_leading_space
         self._incomplete = b""
-        self._stops = [StopString(text) for text in stop if text]
-        self._held = ""
-        self.is_stopped = False
+        self._stops = StopStrings(stop)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the answer."""
+        return self._stops.is_stopped
 
     def append(self, token_id: int) -> str:
         """Take the next token; returns the text that it completes, at a constant cost."""
@@ -31,17 +36,24 @@ class Detokenizer:
             data = self._incomplete + data
         text, num_decoded = utf_8_decode(data, "replace", False)
         self._incomplete = data[num_decoded:]
-        return self._release(text) if self._stops else text
+        return self._stops.release(text) if self._stops.texts else text
 
     def finish(self) -> str:
         """The rest: what was held back, with U+FFFD for the bytes of an incomplete character."""
         text, _ = utf_8_decode(self._incomplete, "replace", True)
         self._incomplete = b""
-        released = self._release(text) if self._stops else text
-        rest, self._held = self._held, ""
-        return released + rest
+        return self._stops.release(text) + self._stops.finish() if self._stops.texts else text
 
-    def _release(self, text: str) -> str:
+
+class StopStrings:
+    """Lets through what of a text lies before the first stop string, and what can be part of none."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = [StopString(text) for text in texts if text]
+        self.is_stopped = False
+        self._held = ""
+
+    def release(self, text: str) -> str:
         """What of the text can be part of no stop string any more, or lies before the first one.
 
         The first one is the one that is complete first; of several, the longest.
@@ -50,7 +62,7 @@ class Detokenizer:
             return ""
         for index, character in enumerate(text):
             num_stop_characters = 0
-            for stop in self._stops:
+            for stop in self.texts:
                 if stop.advance(character):
                     num_stop_characters = max(num_stop_characters, len(stop.text))
             if num_stop_characters:
@@ -59,9 +71,14 @@ class Detokenizer:
                 self._held = ""
                 return released
         known = self._held + text
-        num_held = max(stop.num_matched for stop in self._stops)
+        num_held = max((stop.num_matched for stop in self.texts), default=0)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]
+
+    def finish(self) -> str:
+        """What was held back."""
+        rest, self._held = self._held, ""
+        return rest
 
 
 class StopString:

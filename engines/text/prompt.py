@@ -14,13 +14,16 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.base import InvalidRequest
 from engines.core.request import ImageInput
-from engines.core.runner import Prompt
+from engines.core.runner import NO_OPTIONS, Prompt
 from engines.text.chat_template import ChatTemplate
-from shared.protocol import ChatMessage, ImagePart, TextPart
+from shared.protocol import ChatMessage, ImagePart, TemplateOption, TextPart
+
+if TYPE_CHECKING:
+    from engines.text.reasoning import Reasoning
 
 _GUARD_ALPHABET = [chr(code) for code in range(0xE000, 0xE400)]  # private use: no case, no space
 
@@ -74,6 +77,7 @@ class PromptBuilder:
         template: ChatTemplate,
         slot_id: int | None,
         placeholder: str = "",
+        reasoning: "Reasoning | None" = None,
     ) -> None:
         """`slot_id` is the token of image slots, None for no images.
 
@@ -84,24 +88,41 @@ class PromptBuilder:
         self._slot_id = slot_id
         self._spelling = ControlSpelling(tokenizer.control_tokens, slot_id)
         self._placeholder = placeholder or self._spelling.run_text
+        self._reasoning = reasoning
 
-    def build(self, messages: Sequence[ChatMessage], items: Sequence[Item]) -> Prompt:
+    def build(
+        self,
+        messages: Sequence[ChatMessage],
+        items: Sequence[Item],
+        options: Mapping[str, TemplateOption] = NO_OPTIONS,
+    ) -> Prompt:
         """Token ids and where images are. `items[i]` is the image of the part with index i.
 
-        Raises: InvalidRequest.
+        `options` are further variables of the template. Raises: InvalidRequest.
         """
+        if unknown := options.keys() - self._template.options:
+            raise InvalidRequest(
+                f"the model's chat template reads {len(unknown)} of the given variables nowhere"
+            )
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(items) for index in order):
             raise InvalidRequest("A message refers to an image that the request does not hold.")
-        texts = [[p.text for p in m.parts if isinstance(p, TextPart)] for m in messages]
-        guard = _draw_guard(texts)
-        protected = [[self._spelling.protect(text, guard) for text in group] for group in texts]
-        rendered = self._template.render(messages, protected)
+        texts = [_texts_of(message) for message in messages]
+        words = [value for value in options.values() if isinstance(value, str)]
+        guard = _draw_guard([*texts, words])
+        protect = self._spelling.protect
+        protected = [[protect(text, guard) for text in group] for group in texts]
+        options = {
+            name: protect(value, guard) if isinstance(value, str) else value
+            for name, value in options.items()
+        }
+        rendered = self._template.render(messages, protected, options)
         shown = [items[index] for index in order]
         expanded, places = self._expand(rendered, shown)
         token_ids, runs = self._encode(expanded, places, guard)
         images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
-        return Prompt(token_ids, tuple(images))
+        is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
+        return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
 
     def _expand(self, rendered: str, items: list[Item]) -> tuple[str, list[tuple[int, int]]]:
         """The prompt with the images' texts in the template's places, and where these begin and end."""
@@ -230,6 +251,12 @@ class ControlSpelling:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
         pieces.append((rendered[start:], None, len(rendered), 1))
         return pieces
+
+
+def _texts_of(message: ChatMessage) -> list[str]:
+    """Its text parts, and last what was thought before them."""
+    texts = [part.text for part in message.parts if isinstance(part, TextPart)]
+    return [*texts, message.reasoning] if message.reasoning else texts
 
 
 def _draw_guard(texts: Sequence[Sequence[str]]) -> str:

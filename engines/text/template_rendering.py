@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,6 +43,13 @@ _AMPLIFYING = frozenset({"batch", "center", "indent", "join", "slice", "tojson",
 #: Filters and functions whose time is in no proportion to their arguments, and which no prompt needs.
 _DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _DROPPED_GLOBALS = ("lipsum",)
+
+
+#: Variables that are no request's to set.
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"}) | {
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class UnusableTemplate(Exception):
@@ -163,7 +171,9 @@ class CompiledTemplate:
             )
         try:
             with _working(_BASE_CHARS, _COMPILE_S):
-                self._template = _Sandbox().from_string(source)
+                sandbox = _Sandbox()
+                self._template = sandbox.from_string(source)
+                read = find_undeclared_variables(jinja2.Environment.parse(sandbox, source))
         except (
             jinja2.TemplateError,
             RecursionError,
@@ -173,13 +183,24 @@ class CompiledTemplate:
         ) as error:
             raise UnusableTemplate(f"the chat template is not a jinja template: {error}") from None
 
-    def render(self, messages: Messages, max_s: float = MAX_S) -> str:
-        """The text of a conversation. Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`."""
+        #: what it reads beyond the conversation and the tokenizer's words
+        self.options = frozenset(read - _OURS - variables.keys())
+
+    def render(
+        self,
+        messages: Messages,
+        max_s: float = MAX_S,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> str:
+        """The text of a conversation. `options` are further variables.
+
+        Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
+        """
         num_chars = sum(_count_chars(message) for message in messages)
         max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
         try:
             with _working(max_chars, max_s):
-                return "".join(self._pieces(messages, max_chars))
+                return "".join(self._pieces(messages, max_chars, options))
         except TemplateFailure:
             raise
         except jinja2.TemplateError as error:
@@ -187,13 +208,16 @@ class CompiledTemplate:
         except Exception as error:  # a template may fail in any way that Python can
             raise TemplateFailure(type(error).__name__) from None
 
-    def _pieces(self, messages: Messages, max_chars: int) -> Iterator[str]:
+    def _pieces(
+        self, messages: Messages, max_chars: int, options: Mapping[str, Any]
+    ) -> Iterator[str]:
         for piece in self._template.generate(
             messages=messages,
             tools=None,
             documents=None,
             add_generation_prompt=True,
             **self._variables,
+            **{name: value for name, value in options.items() if name in self.options},
         ):
             max_chars -= len(piece)
             if max_chars < 0:

@@ -61,6 +61,13 @@ class TorchSettings(BatchingSettings):
         description="Sampling where a request says nothing: `auto` (what the model's "
         "`generation_config.json` suggests), `none` (OpenAI's defaults), or a folder with another such file.",
     )
+    reasoning: Literal[
+        "auto", "none", "think", "mistral", "kimi", "seed", "cohere", "gemma", "harmony"
+    ] = Field(
+        default="auto",
+        description="How the model marks what it thinks before it answers; auto: as its chat template "
+        "and tokens tell, none: all it writes is the answer.",
+    )
     self_check: Literal["auto", "always", "off"] = Field(
         default="auto",
         description="Compare a few tokens of a model with transformers' own at the start; auto: where "

@@ -36,6 +36,10 @@ class ModelObject(msgspec.Struct):
     input_modalities: tuple[str, ...]
     output_modalities: tuple[str, ...]
     limits: ModelLimits
+    #: Whether it may think before it answers.
+    reasoning: bool
+    #: Variables of its chat template that `chat_template_kwargs` may set.
+    template_options: tuple[str, ...]
     #: Names under which variants of it are served.
     adapters: tuple[str, ...]
     #: Where a request says nothing, as the model's makers suggest.
@@ -77,6 +81,8 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
             input_modalities=("text", "image") if card.supports_images else ("text",),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
             limits=_limits(card, limits),
+            reasoning=bool(card.reasoning),
+            template_options=card.template_options,
             adapters=card.adapters,
             default_sampling=card.sampling,
             dtype=card.dtype or None,

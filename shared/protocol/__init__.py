@@ -1,7 +1,7 @@
 """The wire between gateway and worker: calls out, events back. Everybody imports its names from here."""
 
 from shared.protocol.call import Call, Envelope, Priority
-from shared.protocol.card import ModelCard, SamplingDefaults
+from shared.protocol.card import THINKING_SWITCHES, ModelCard, SamplingDefaults
 from shared.protocol.codec import (
     decode_call,
     decode_card,
@@ -37,11 +37,20 @@ from shared.protocol.events import (
     Usage,
     Vectors,
 )
-from shared.protocol.tasks import Embed, Generate, Rerank, SamplingParams, Task, Truncate
+from shared.protocol.tasks import (
+    Embed,
+    Generate,
+    Rerank,
+    SamplingParams,
+    Task,
+    TemplateOption,
+    Truncate,
+)
 from shared.protocol.version import PROTOCOL_VERSION, UnsupportedVersion, explain_versions
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "THINKING_SWITCHES",
     "BlobRef",
     "Call",
     "CallEvent",
@@ -67,6 +76,7 @@ __all__ = [
     "StageTimings",
     "Started",
     "Task",
+    "TemplateOption",
     "TextPart",
     "TokenLogprob",
     "Tokens",

@@ -3,6 +3,9 @@
 from shared.protocol.content import Report
 from shared.protocol.version import PROTOCOL_VERSION
 
+#: Variables by which chat templates let the model think or not.
+THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
+
 
 class SamplingDefaults(Report, frozen=True, omit_defaults=True):
     """How a model's makers sample it; None where they say nothing. What a client says goes before."""
@@ -35,5 +38,10 @@ class ModelCard(Report, frozen=True):
     dtype: str = ""  #: of its arithmetic; empty: unknown
     quantization: str = ""  #: of its weights; empty: none, or unknown
     format: str = ""  #: in which its weights were read: `safetensors`
+    reasoning: str = (
+        ""  #: how it marks what it thinks before it answers; empty: it does not, or unknown
+    )
+    always_thinks: bool = False  #: its prompts begin the thinking, whatever the request says
+    template_options: tuple[str, ...] = ()  #: variables of its chat template that a request may set
     adapters: tuple[str, ...] = ()  #: names under which variants of it are served
     version: int = PROTOCOL_VERSION  #: of the protocol that its workers speak

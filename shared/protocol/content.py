@@ -31,11 +31,12 @@ class TokensPart(Message, frozen=True, tag_field="type", tag="tokens"):
     token_ids: tuple[int, ...]
 
 
-class ChatMessage(Message, frozen=True):
+class ChatMessage(Message, frozen=True, omit_defaults=True):
     """One turn of the conversation; roles are `system`, `user` and `assistant`."""
 
     role: Literal["system", "user", "assistant"]
     parts: tuple[TextPart | ImagePart, ...]
+    reasoning: str = ""  #: what the assistant thought before it said this
 
 
 class BlobRef(Message, frozen=True):

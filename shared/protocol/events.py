@@ -49,6 +49,7 @@ class Usage(Report, frozen=True, omit_defaults=True):
     num_output_tokens: int = 0
     num_image_tokens: int = 0
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0  #: of the output: before the answer's first
 
 
 class StageTimings(Report, frozen=True, omit_defaults=True):
@@ -126,6 +127,7 @@ class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
     #: Further tokens whose ids the engine does not know, as one behind an API; nobody can continue them.
     num_without_id: int = 0
+    reasoning: str = ""  #: what the model thinks before its answer; it stands before the text
 
     @property
     def num_tokens(self) -> int:

@@ -39,16 +39,25 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     min_tokens: int = 0  #: the end of the answer is not drawn before so many
 
 
+#: A variable of a chat template that a client sets.
+TemplateOption = bool | int | float | str | None
+
+
 class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defaults=True):
     """Continue a conversation: one answer. `n` choices are `n` calls that share their images."""
 
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     images: tuple[ImageRef, ...] = ()
+    #: Further variables of the chat template, by name.
+    template_options: dict[str, TemplateOption] = msgspec.field(default_factory=dict)
 
     def texts(self) -> Iterator[str]:
         """All text, in order."""
+        yield from (value for value in self.template_options.values() if isinstance(value, str))
         for message in self.messages:
+            if message.reasoning:
+                yield message.reasoning
             yield from (part.text for part in message.parts if isinstance(part, TextPart))
 
     def with_images(self, images: Sequence[ImageRef]) -> "Generate":

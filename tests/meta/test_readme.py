@@ -60,7 +60,10 @@ def test_fields_that_change_nothing_are_listed_completely():
 
 def test_fields_that_work_are_listed_completely():
     listed = set().union(
-        *(table_row(row) for row in ("sampling", "length", "output", "priority", "labels"))
+        *(
+            table_row(row)
+            for row in ("sampling", "length", "output", "thinking", "priority", "labels")
+        )
     )
     fields = set(ChatCompletionRequest.__struct_fields__)
     supported = fields - set(IGNORED_FIELDS) - set(NEUTRAL_VALUES) - {"model", "messages"}

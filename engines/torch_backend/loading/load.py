@@ -63,7 +63,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             family, config = find_family(directory)
             multimodal = family.processor(directory, config)
             max_len = config.text.max_position_embeddings
-            processor = create_processor(directory, multimodal, max_len)
+            processor = create_processor(directory, multimodal, max_len, settings.reasoning)
             if settings.tensor_parallel > 1:
                 ranks = Ranks(settings, directory, device, dtype)
                 leader = Leader(ranks.mesh, ranks.send, ranks.close)
@@ -92,6 +92,9 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         supports_images=processor.image_tokens > 0,
         image_tokens=processor.image_tokens,
         sampling=sampling,
+        reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
+        always_thinks=processor.always_thinks,
+        template_options=tuple(sorted(processor.template_options)),
         dtype=str(dtype).removeprefix("torch."),
         quantization=quantization_of(directory, settings.quantization),
         format="safetensors",

@@ -3,19 +3,20 @@
 Called by the worker's pool. Thread-safe: nothing in it changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
+from engines.base import Decode, InvalidImage, InvalidRequest, UnsupportedCheckpoint
 from engines.core.request import Positions
-from engines.core.runner import Prompt, Tokenizer
+from engines.core.runner import NO_OPTIONS, Prompt, Tokenizer
 from engines.image_decoder import decode_image
 from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat_template
 from engines.text.prompt import Item, PromptBuilder
+from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
-from shared.protocol import ChatMessage
+from shared.protocol import THINKING_SWITCHES, ChatMessage, TemplateOption, TextPart
 
 
 class MultimodalProcessor(Protocol):
@@ -89,14 +90,19 @@ class TorchProcessor:
         multimodal: MultimodalProcessor,
         template: ChatTemplate,
         max_model_len: int,
+        reasoning: Reasoning | None = None,
     ) -> None:
+        self.reasoning = reasoning
+        self.template_options = template.options
         self.tokenizer: Tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.image_tokens = multimodal.image_tokens
         self._slot = tokenizer.image_token
         placeholder = getattr(multimodal, "placeholder", "")
         self._multimodal = multimodal
-        self._prompt_builder = PromptBuilder(tokenizer, template, multimodal.slot_id, placeholder)
+        self._prompt_builder = PromptBuilder(
+            tokenizer, template, multimodal.slot_id, placeholder, reasoning
+        )
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
@@ -105,18 +111,35 @@ class TorchProcessor:
         return self._multimodal.process(data, expected_size, decode)
 
     def build_prompt(
-        self, messages: Sequence[ChatMessage], images: Sequence[tuple[str, Any]]
+        self,
+        messages: Sequence[ChatMessage],
+        images: Sequence[tuple[str, Any]],
+        options: Mapping[str, TemplateOption] = NO_OPTIONS,
     ) -> Prompt:
         """Apply the chat template. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._slot)
-        prompt = self._prompt_builder.build(messages, items)
+        prompt = self._prompt_builder.build(messages, items, options)
         return replace(prompt, positions=self._multimodal.positions(prompt))
+
+    @property
+    def always_thinks(self) -> bool:
+        """Whether prompts begin the thinking, and no variable of the template changes that."""
+        if self.reasoning is None or THINKING_SWITCHES & self.template_options:
+            return False
+        try:
+            hello = ChatMessage("user", (TextPart("hello"),))
+            return self._prompt_builder.build([hello], []).is_thinking
+        except InvalidRequest:
+            return False
 
 
 def create_processor(
-    directory: Path, multimodal: MultimodalProcessor, max_model_len: int
+    directory: Path, multimodal: MultimodalProcessor, max_model_len: int, reasoning: str = "auto"
 ) -> TorchProcessor:
-    """With tokenizer and chat template of a checkpoint. Raises: UnsupportedCheckpoint."""
+    """With tokenizer and chat template of a checkpoint; `reasoning` names a format, or is auto or none.
+
+    Raises: UnsupportedCheckpoint.
+    """
     try:
         source = read_chat_template(directory) or multimodal.template
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
@@ -124,4 +147,5 @@ def create_processor(
         template = ChatTemplate(source, placeholder, tokenizer.special_variables)
     except UnusableTemplate as error:
         raise UnsupportedCheckpoint(str(error)) from None
-    return TorchProcessor(tokenizer, multimodal, template, max_model_len)
+    found = find_reasoning(reasoning, source, tokenizer.control_tokens)
+    return TorchProcessor(tokenizer, multimodal, template, max_model_len, found)

@@ -19,6 +19,7 @@ from gateway.api.chat.schemas import (
     ChoiceDelta,
     ChoiceLogprobs,
     ChunkChoice,
+    CompletionTokensDetails,
     CompletionUsage,
     PromptTokensDetails,
     TopLogprob,
@@ -66,10 +67,7 @@ class ChatAnswer:
             created=self.head.created,
             model=self.head.model,
             system_fingerprint=SYSTEM_FINGERPRINT,
-            choices=[
-                choice.to_choice(index, self.options.with_logprobs)
-                for index, choice in enumerate(choices)
-            ],
+            choices=[choice.to_choice(index, self.options) for index, choice in enumerate(choices)],
             usage=to_usage(totals),
             service_tier=self.options.service_tier,
             timings=_timings(totals),
@@ -88,7 +86,7 @@ class ChatAnswer:
                 self._begun.add(index)
                 frames.append((0, self._chunk(ChunkChoice(index, ChoiceDelta("assistant", "")))))
             if isinstance(event, Tokens):
-                if event.text or (self.options.with_logprobs and event.logprobs):
+                if self._tells(event):
                     position = event.index + event.num_tokens
                     frames.append((position, self._chunk(self._content(index, event))))
             elif isinstance(event, Finished):
@@ -106,9 +104,21 @@ class ChatAnswer:
             yield self._num_tokens + 2, self._encode([], to_usage(totals), timings)
         yield self._num_tokens + 3, sse.DONE
 
+    def _tells(self, event: Tokens) -> bool:
+        """Whether there is anything for the client in it."""
+        return bool(
+            event.text
+            or (event.reasoning and self.options.with_reasoning)
+            or (event.logprobs and self.options.with_logprobs)
+        )
+
     def _content(self, index: int, event: Tokens) -> ChunkChoice:
         logprobs = to_choice_logprobs(event.logprobs) if self.options.with_logprobs else None
-        return ChunkChoice(index, ChoiceDelta(content=event.text), logprobs)
+        delta = ChoiceDelta(content=event.text)
+        if event.reasoning and self.options.with_reasoning:
+            delta.reasoning_content = event.reasoning
+            delta.content = event.text or UNSET
+        return ChunkChoice(index, delta, logprobs)
 
     def _chunk(self, choice: ChunkChoice, timings: Timings = UNSET) -> bytes:
         usage = self._no_usage
@@ -147,6 +157,7 @@ class _GatheredChoice:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._logprobs: list[OutputLogprob] = []
         self._finish_reason = ""
 
@@ -154,14 +165,18 @@ class _GatheredChoice:
         """Take the next event."""
         if isinstance(event, Tokens):
             self._texts.append(event.text)
+            self._thoughts.append(event.reasoning)
             self._logprobs.extend(event.logprobs)
         elif isinstance(event, Finished):
             self._finish_reason = event.finish_reason.value
 
-    def to_choice(self, index: int, with_logprobs: bool) -> Choice:
+    def to_choice(self, index: int, options: ChatOptions) -> Choice:
         """The choice as it stands."""
-        logprobs = to_choice_logprobs(self._logprobs) if with_logprobs else None
-        return Choice(index, AnswerMessage("".join(self._texts)), self._finish_reason, logprobs)
+        logprobs = to_choice_logprobs(self._logprobs) if options.with_logprobs else None
+        message = AnswerMessage("".join(self._texts))
+        if options.with_reasoning and (thought := "".join(self._thoughts)):
+            message.reasoning_content = thought
+        return Choice(index, message, self._finish_reason, logprobs)
 
 
 def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
@@ -191,12 +206,16 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
         first.text + second.text,
         first.logprobs + second.logprobs,
         first.num_without_id + second.num_without_id,
+        first.reasoning + second.reasoning,
     )
 
 
 def to_usage(totals: Totals) -> CompletionUsage:
     """The `usage` object: the prompt counts once, whatever the number of choices."""
-    return _usage(totals.prompt, totals.num_output_tokens)
+    usage = _usage(totals.prompt, totals.num_output_tokens)
+    if num_reasoning := sum(event.usage.num_reasoning_tokens for event in totals.finished):
+        usage.completion_tokens_details = CompletionTokensDetails(num_reasoning)
+    return usage
 
 
 def _usage(prompt: Usage, num_output: int) -> CompletionUsage:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.api.fields import ServiceTier, UserName
+from shared.protocol import TemplateOption
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
@@ -102,6 +103,9 @@ class ChatMessageParam(
     content: str | Annotated[list[ContentPart], Meta(min_length=1)] | None
     audio: Neutral = UNSET
     function_call: Neutral = UNSET
+    #: What the assistant thought; some clients call it `reasoning`. Whatever is no text is skipped.
+    reasoning: Ignored = UNSET
+    reasoning_content: Ignored = UNSET
     tool_calls: Neutral = UNSET
 
 
@@ -110,6 +114,9 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
@@ -154,7 +161,6 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     modalities: Neutral = UNSET
     moderation: Neutral = UNSET
     prediction: Neutral = UNSET
-    reasoning_effort: Neutral = UNSET
     response_format: Neutral = UNSET
     tool_choice: Neutral = UNSET
     web_search_options: Neutral = UNSET
@@ -175,7 +181,6 @@ NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     "best_of": (b"1",),
     "function_call": (b'"none"', b'"auto"'),
     "modalities": (b'["text"]',),
-    "reasoning_effort": (b'"none"',),
     "response_format": (b'{"type":"text"}',),
     "tool_choice": (b'"none"', b'"auto"'),
 }
@@ -207,6 +212,10 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     service_tier: ServiceTier | None = None  #: `flex` is batch work; the others are interactive
     user: UserName | None = None  #: the log holds a short hash of it
     timings: bool | None = None  #: ours: the answer ends with its stage timings
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None  #: vLLM's: false leaves out what the model thinks
+    enable_thinking: bool | None = None  #: as in `chat_template_kwargs`
+    chat_template_kwargs: dict[str, TemplateOption] | None = None  #: vLLM's
     min_tokens: Annotated[int, Meta(ge=0)] | None = None  #: vLLM's: no end before so many
     ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
 
@@ -219,6 +228,12 @@ class PromptTokensDetails(msgspec.Struct):
     text_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Of which kinds the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
 class CompletionUsage(msgspec.Struct):
     """Token counts as OpenAI names them."""
 
@@ -226,6 +241,9 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = (
+        UNSET  #: of a model that thinks
+    )
 
 
 class TopLogprob(msgspec.Struct):
@@ -258,6 +276,7 @@ class AnswerMessage(msgspec.Struct):
     content: str
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET  #: what the model thought before
 
 
 class Choice(msgspec.Struct):
@@ -288,6 +307,7 @@ class ChoiceDelta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  #: it stands before the content
 
 
 class ChunkChoice(msgspec.Struct):

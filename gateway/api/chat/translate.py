@@ -6,6 +6,7 @@ becomes an exact `SamplingParams` value or an error that names it.
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
 from shared.protocol import (
+    THINKING_SWITCHES,
     ChatMessage,
     Generate,
     ImagePart,
@@ -34,6 +36,7 @@ from shared.protocol import (
     Priority,
     SamplingDefaults,
     SamplingParams,
+    TemplateOption,
     TextPart,
 )
 from shared.settings.limits import LimitSettings
@@ -45,6 +48,8 @@ _MAX_TOKEN_ID_DIGITS = 10
 _NO_TOOLS = "no model calls functions here; send auto or none, or leave it out"
 _NO_CALLS = "no model calls functions here; send the turn as text"
 _MAX_NEUTRAL_BYTES = 256
+_MAX_TEMPLATE_OPTIONS = 16
+_MAX_OPTION_CHARS = 256
 _SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
 
 
@@ -57,6 +62,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
     continuous_usage: bool = False  #: counts so far in every chunk
     with_logprobs: bool = False
+    with_reasoning: bool = True
     #: That it is served as, where the request named one.
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -72,10 +78,12 @@ def translate(
     sampling = translate_sampling(request, limits, seed, card.sampling)
     conversation = translate_messages(request.messages, limits)
     check_model(sampling, card)
+    options = translate_template_options(request, card)
+    task = Generate(tuple(conversation.messages), sampling, template_options=options)
     wants_timings = context.headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
     stream_options = request.stream_options
     return Plan(
-        tasks=split_choices(Generate(tuple(conversation.messages), sampling), count),
+        tasks=split_choices(task, count),
         images=conversation.sources,
         is_streamed=bool(request.stream),
         shows_timings=bool(request.timings) or wants_timings,
@@ -84,6 +92,7 @@ def translate(
             include_usage=stream_options is not None and stream_options.include_usage,
             continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
             with_logprobs=bool(request.logprobs),
+            with_reasoning=request.include_reasoning is not False,
             service_tier=find_service_tier(request, priority),
         ),
     )
@@ -159,7 +168,60 @@ def _add_message(conversation: Conversation, message: ChatMessageParam, param: s
             _add_part(conversation, part, role, f"{param}.content.[{index}]")
             for index, part in enumerate(content)
         )
-    conversation.messages.append(ChatMessage(role, parts))
+    reasoning = _reasoning(message) if role == "assistant" else ""
+    conversation.num_chars += len(reasoning)
+    conversation.messages.append(ChatMessage(role, parts, reasoning))
+
+
+def _reasoning(message: ChatMessageParam) -> str:
+    """What an assistant turn was thought before, where the client kept it."""
+    for value in (message.reasoning_content, message.reasoning):
+        if value is not msgspec.UNSET and memoryview(value)[:1] == b'"':
+            with suppress(msgspec.DecodeError):
+                return msgspec.json.decode(value, type=str)
+    return ""
+
+
+def translate_template_options(
+    request: ChatCompletionRequest, card: ModelCard
+) -> dict[str, TemplateOption]:
+    """Variables of the chat template: those given by name, and the switch for thinking.
+
+    Raises: InvalidRequest for what the model's template reads nowhere and would change the answer.
+    """
+    given = request.chat_template_kwargs or {}
+    if len(given) > _MAX_TEMPLATE_OPTIONS:
+        raise invalid("chat_template_kwargs", f"send at most {_MAX_TEMPLATE_OPTIONS} entries")
+    if any(isinstance(v, str) and len(v) > _MAX_OPTION_CHARS for v in given.values()):
+        raise invalid(
+            "chat_template_kwargs", f"send strings of at most {_MAX_OPTION_CHARS} characters"
+        )
+    options = {name: value for name, value in given.items() if name in card.template_options}
+    for name in given.keys() - options.keys():
+        if name not in THINKING_SWITCHES:
+            read = ", ".join(card.template_options) or "none"
+            problem = f"this model's chat template reads of such variables: {read}"
+            raise invalid("chat_template_kwargs", problem, code="unsupported_parameter")
+        options |= _switch_thinking(bool(given[name]), card, "chat_template_kwargs")
+    if request.enable_thinking is not None:
+        options |= _switch_thinking(request.enable_thinking, card, "enable_thinking")
+    effort = request.reasoning_effort
+    if effort is not None and "reasoning_effort" in card.template_options:
+        options["reasoning_effort"] = effort
+    elif effort is not None and not (card.always_thinks and effort != "none"):
+        options |= _switch_thinking(effort != "none", card, "reasoning_effort")
+    return options
+
+
+def _switch_thinking(wanted: bool, card: ModelCard, param: str) -> dict[str, TemplateOption]:
+    """What makes the model think or not; nothing where it does so anyhow. Raises: InvalidRequest."""
+    for name in sorted(THINKING_SWITCHES):
+        if name in card.template_options:
+            return {name: wanted}
+    if wanted is not card.always_thinks:
+        does = "thinks always" if card.always_thinks else "has no switch for thinking"
+        raise invalid(param, f"this model {does}; leave it out", code="unsupported_parameter")
+    return {}
 
 
 def _add_part(

@@ -4,7 +4,9 @@ import time
 import pytest
 from PIL import Image
 
-from engines.base import InvalidImage
+from engines.base import EngineCall, InvalidImage
+from engines.core.engine import BatchingEngine
+from engines.core.request import EngineRequest
 from engines.mock.engine import (
     EOS_ID,
     IMAGE_ID,
@@ -14,8 +16,17 @@ from engines.mock.engine import (
     load_mock_engine,
 )
 from engines.mock.settings import MockEngineSettings
-from shared.protocol import ChatMessage, FinishReason, ImagePart, TextPart
+from engines.registry import create_engine
+from shared.protocol import (
+    ChatMessage,
+    FinishReason,
+    Generate,
+    ImagePart,
+    SamplingParams,
+    TextPart,
+)
 from tests.factories_engine import (
+    Transcript,
     answer_alone,
     make_engine,
     make_image,
@@ -186,3 +197,58 @@ def test_the_pool_is_as_large_as_configured():
     assert num_blocks(num_kv_blocks=7) == 7
     assert num_blocks(kv_cache_bytes=64 * 1024, block_size=16) == 4
     assert num_blocks(max_num_seqs=2, max_model_len=40, block_size=16) == 6
+
+
+def thinking_engine(num_reasoning_tokens: int = 5, **config) -> BatchingEngine:
+    mock = make_mock(num_output_tokens=6, num_reasoning_tokens=num_reasoning_tokens)
+    return create_engine({"kind": "mock", "mock": mock.model_dump(), **config}).engine
+
+
+def ask(engine: BatchingEngine, told: tuple[int, ...] = (), options=None, **sampling) -> Transcript:
+    return run_all(engine, prepare(engine, told, options, **sampling))["r"]
+
+
+def prepare(engine: BatchingEngine, told=(), options=None, **sampling) -> EngineRequest:
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    messages = (ChatMessage("user", (TextPart("hello"),)),)
+    task = Generate(messages, params, template_options=options or {})
+    return engine.prepare(EngineCall("r", task, output_token_ids=told), [])
+
+
+def test_thinking_is_told_apart_and_counted():
+    answer = ask(thinking_engine())
+    assert len(answer.reasoning.split()) == 5
+    assert len(answer.text.split()) == 5
+    assert "think" not in answer.reasoning + answer.text
+    usage = answer.last.usage
+    assert usage.num_output_tokens == len(answer.token_ids)
+    assert usage.num_reasoning_tokens == 5 + len("<think>\n" + "\n</think>")
+
+
+def test_a_request_may_ask_for_no_thinking():
+    answer = ask(thinking_engine(), options={"enable_thinking": False})
+    assert (answer.reasoning, len(answer.text.split())) == ("", 5)
+    assert answer.last.usage.num_reasoning_tokens == 0
+
+
+def test_an_answer_that_ends_in_the_thinking_has_no_text():
+    answer = ask(thinking_engine(), max_tokens=10)
+    assert (answer.text, len(answer.reasoning.split())) == ("", 2)
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert answer.last.usage.num_reasoning_tokens == 10
+
+
+@pytest.mark.parametrize("stop", [(), ("ba",)])
+def test_whoever_goes_on_with_an_answer_tells_the_rest_of_it(stop):
+    """The pieces of both attempts are the answer, wherever the first one ended."""
+    engine, pieces = thinking_engine(), []
+    engine.add(prepare(engine, stop=stop))
+    while engine.has_work():
+        pieces += engine.step()
+    whole = ask(thinking_engine(), stop=stop)
+    for num_told in range(len(whole.token_ids)):
+        told = [piece for piece in pieces if piece.token_ids][:num_told]
+        rest = ask(thinking_engine(), tuple(whole.token_ids[:num_told]), stop=stop)
+        assert "".join(piece.text for piece in told) + rest.text == whole.text
+        assert "".join(piece.reasoning for piece in told) + rest.reasoning == whole.reasoning
+        assert rest.last.usage == whole.last.usage

@@ -105,5 +105,6 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
         "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
         "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user", "service_tier",
-        "timings", "ignore_eos", "min_tokens",
+        "timings", "ignore_eos", "min_tokens", "reasoning_effort", "include_reasoning",
+        "enable_thinking", "chat_template_kwargs",
     }  # fmt: skip

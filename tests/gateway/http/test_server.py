@@ -383,6 +383,8 @@ async def test_models_are_listed_and_shown(gateway):
             "max_image_bytes": 16 * 1024 * 1024,
             "max_image_pixels": 32_000_000,
         },
+        "reasoning": False,
+        "template_options": [],
         "adapters": [],
         "default_sampling": {},
         "dtype": None,

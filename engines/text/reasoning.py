@@ -1,0 +1,305 @@
+"""What a model thinks before it answers, told apart from its answer by the family's markers.
+
+Called by the engine, one object per answer, and by the loader, to find the family's format. Markers
+may be tokens of their own or spread over several; whatever the pieces are, their sums are the same,
+and no marker is in either.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from engines.base import EngineOutput
+from engines.core.runner import Tokenizer
+from engines.text.detokenizer import Detokenizer, StopStrings
+from engines.text.prompt import ControlToken
+from shared.protocol import OutputLogprob
+
+_MAX_HEAD_CHARS = 200  #: of what is looked at before an answer counts as one without markers
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """What stands before and behind the thinking of a family's models."""
+
+    name: str
+    start: str
+    end: str
+    #: What ends the head of each part, where an answer is parts with heads that name their channel.
+    head_end: str = ""
+
+
+#: Source: the chat templates of the families, as they are published.
+REASONING_FORMATS = {
+    found.name: found
+    for found in (
+        # DeepSeek-R1, Qwen3, Qwen3-VL, GLM-4.5V, InternVL3.5, MiniMax, Nemotron, Keye ...
+        ReasoningFormat("think", "<think>", "</think>"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),  # Magistral, Ministral
+        ReasoningFormat("kimi", "\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi-VL-Thinking
+        ReasoningFormat("seed", "<seed:think>", "</seed:think>"),  # Seed-OSS
+        ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+        ReasoningFormat("gemma", "<|channel>thought\n", "<channel|>"),  # Gemma 4
+        # Source: OpenAI, "Harmony response format".
+        ReasoningFormat("harmony", "analysis", "<|end|>", "<|message|>"),  # gpt-oss
+    )
+}
+
+
+class State(Enum):
+    """Where in its answer a model is."""
+
+    HEAD = auto()  #: too little is known
+    THINKING = auto()
+    BETWEEN = auto()  #: behind the thinking, before the answer's first word
+    CONTENT = auto()
+
+
+class Splitter(Protocol):
+    """Tells thinking and answer apart, piece by piece."""
+
+    state: State
+    has_parts: bool  #: between which heads stand, so that markers count in the answer too
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What of the text so far, and of what was held back, is thinking, and what is answer."""
+        ...
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back."""
+        ...
+
+
+class TagSplitter:
+    """Thinking once, first, between two markers; spaces around it belong to neither."""
+
+    has_parts = False
+
+    def __init__(self, form: ReasoningFormat, is_thinking: bool) -> None:
+        self.state = State.THINKING if is_thinking else State.HEAD
+        self._form = form
+        self._held = ""
+        self._has_thought = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """As of `Splitter`."""
+        reasoning = ""
+        if self.state is State.HEAD:
+            text = self._read_head(text)
+        if self.state is State.THINKING:
+            reasoning, text = self._think(text)
+        if self.state is State.BETWEEN:
+            text = text.lstrip()
+            if text:
+                self.state = State.CONTENT
+        return reasoning, text
+
+    def finish(self) -> tuple[str, str]:
+        """As of `Splitter`; a part of the end marker is no thinking."""
+        held, self._held = self._held, ""
+        if self.state is State.HEAD:
+            return "", held
+        return held[: len(held) - _num_begun(held, self._form.end)].rstrip(), ""
+
+    def _read_head(self, text: str) -> str:
+        """The text behind the marker that begins the thinking; all of it where there is none."""
+        self._held += text
+        body = self._held.lstrip()
+        start, end = self._form.start, self._form.end
+        if body.startswith(start):
+            self.state, rest = State.THINKING, body[len(start) :]
+        elif body.startswith(end):  # the prompt has begun and ended the thinking
+            self.state, rest = State.BETWEEN, body[len(end) :]
+        elif (start.startswith(body) or end.startswith(body)) and len(self._held) < _MAX_HEAD_CHARS:
+            return ""
+        else:
+            self.state, rest = State.CONTENT, self._held
+        self._held = ""
+        return rest
+
+    def _think(self, text: str) -> tuple[str, str]:
+        """Thinking, and the text behind it where it ends."""
+        known = self._held + text
+        if not self._has_thought:
+            start = self._form.start
+            known = known.lstrip()
+            if known.startswith(start):  # some models repeat what their prompt has begun
+                known = known[len(start) :].lstrip()
+            elif known and start.startswith(known):
+                self._held = known
+                return "", ""
+        before, marker, behind = known.partition(self._form.end)
+        if marker:
+            self.state, self._held = State.BETWEEN, ""
+            return before.rstrip(), behind
+        thought = known[: len(known) - _num_begun(known, self._form.end)].rstrip()
+        self._held = known[len(thought) :]
+        self._has_thought |= bool(thought)
+        return thought, ""
+
+
+class ChannelSplitter:
+    """Parts, each behind a head that names its channel; what is on no channel of thinking is answer."""
+
+    has_parts = True
+
+    def __init__(self, form: ReasoningFormat) -> None:
+        self.state = State.HEAD
+        self._form = form
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """As of `Splitter`."""
+        said = {State.THINKING: "", State.CONTENT: ""}
+        known, self._held = self._held + text, ""
+        while known:
+            mark = self._form.head_end if self.state is State.HEAD else self._form.end
+            before, found, behind = known.partition(mark)
+            if not found:
+                num_begun = _num_begun(known, mark)
+                if self.state is State.HEAD:
+                    if len(known) < _MAX_HEAD_CHARS:
+                        num_begun = len(known)
+                    else:
+                        self.state = State.CONTENT
+                before = known[: len(known) - num_begun]
+                self._held = known[len(before) :]
+            if self.state is not State.HEAD:
+                said[self.state] += before
+                self.state = State.HEAD if found else self.state
+            elif found:
+                self.state = State.THINKING if self._form.start in before else State.CONTENT
+            known = behind
+        return said[State.THINKING], said[State.CONTENT]
+
+    def finish(self) -> tuple[str, str]:
+        """As of `Splitter`; heads are neither."""
+        held, self._held = self._held, ""
+        is_head = self.state is State.HEAD and "<|" in held
+        return ("", "" if is_head or self.state is State.THINKING else held)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How the answers of one checkpoint are split."""
+
+    form: ReasoningFormat
+    #: Tokens of markers that are no text, as they are spelled.
+    spelled: Mapping[int, str] = field(default_factory=dict)
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether a prompt ends within the thinking, so that the answer begins there."""
+        form = self.form
+        return not form.head_end and prompt.rstrip().endswith(form.start.rstrip())
+
+    def create_splitter(self, is_thinking: bool) -> Splitter:
+        """For one answer; `is_thinking`: its prompt has begun the thinking."""
+        form = self.form
+        return ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
+
+
+def find_reasoning(
+    choice: str, template: str, control_tokens: Mapping[str, ControlToken]
+) -> Reasoning | None:
+    """The format that is chosen by name, or for `auto` the one that template and tokens spell."""
+    if choice == "none":
+        return None
+    candidates = REASONING_FORMATS.values() if choice == "auto" else (REASONING_FORMATS[choice],)
+    for form in candidates:
+        marks = (form.end, form.head_end) if form.head_end else (form.end,)
+        is_spelled = all(mark in template or mark in control_tokens for mark in marks)
+        if choice == "auto" and not is_spelled:
+            continue
+        whole = f"{form.start}{form.end}{form.head_end}"
+        spelled = {
+            token.id: text
+            for text, token in control_tokens.items()
+            if text in whole or (form.head_end and text.startswith("<|"))
+        }
+        return Reasoning(form, spelled)
+    return None
+
+
+class ReasoningDetokenizer:
+    """As `Detokenizer`, for a model that thinks: its text is the answer, `reasoning` is kept apart.
+
+    Stop strings end the answer; in the thinking they mean nothing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Iterable[str],
+        reasoning: Reasoning,
+        is_thinking: bool,
+    ) -> None:
+        """`is_thinking`: the prompt has begun the thinking."""
+        self.num_reasoning_tokens = 0
+        self._text = Detokenizer(tokenizer)
+        self._stops = StopStrings(stop)
+        self._splitter = reasoning.create_splitter(is_thinking)
+        self._spelled = reasoning.spelled
+        self._reasoning = ""
+        self._num_held = 0  # tokens of which nobody knows yet
+        self._logprobs: list[OutputLogprob] = []  # theirs
+        self._is_content = False  # the last token
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the answer."""
+        return self._stops.is_stopped
+
+    def append(self, token_id: int) -> str:
+        """Take the next token; returns what of the answer it completes."""
+        before = self._splitter.state
+        is_read = before is not State.CONTENT or self._splitter.has_parts
+        spelled = self._spelled.get(token_id) if is_read else None
+        text = self._text.append(token_id) if spelled is None else self._text.finish() + spelled
+        content = self._add(*self._splitter.feed(text))
+        self._count(before, self._splitter.state)
+        return content
+
+    def finish(self) -> str:
+        """The rest of the answer."""
+        if self._splitter.state is State.HEAD and not self._splitter.has_parts:
+            self._is_content, self._num_held = True, 0  # an answer too short for a marker
+        first = self._add(*self._splitter.feed(self._text.finish()))
+        return first + self._add(*self._splitter.finish()) + self._stops.finish()
+
+    def separate(self, output: EngineOutput) -> None:
+        """Give an output the thinking since the last one, and the probabilities of the answer's tokens alone."""
+        output.reasoning, self._reasoning = self._reasoning, ""
+        if output.logprobs or self._logprobs:
+            self._logprobs += output.logprobs
+            output.logprobs = ()
+            if self._is_content:
+                output.logprobs = tuple(self._logprobs)
+            if not self._num_held:
+                self._logprobs = []
+
+    def forget(self) -> None:
+        """Nobody asks for the thinking so far: an earlier attempt has told it."""
+        self._reasoning = ""
+
+    def _add(self, reasoning: str, content: str) -> str:
+        self._reasoning += reasoning
+        return self._stops.release(content) if self._stops.texts else content
+
+    def _count(self, before: State, after: State) -> None:
+        is_head = before is State.HEAD and self._splitter.has_parts
+        self._is_content = after is State.CONTENT and before is not State.THINKING and not is_head
+        if before is State.HEAD:
+            self._num_held += 1
+        if before is State.THINKING:
+            self.num_reasoning_tokens += 1
+        elif before is State.HEAD and after in (State.THINKING, State.BETWEEN):
+            self.num_reasoning_tokens += self._num_held
+        if after is not State.HEAD:
+            self._num_held = 0
+
+
+def _num_begun(text: str, marker: str) -> int:
+    """Characters at the end of a text that may begin a marker."""
+    most = min(len(marker) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
