@@ -227,7 +227,7 @@ async def test_tools_that_no_call_is_asked_of_leave_an_answer_in_words(gateway, 
 async def test_what_clients_keep_in_their_history_is_skipped(gateway, worker):
     answered = {
         "role": "assistant", "content": "two", "id": "msg_1", "timestamp": 1.5, "name": None,
-        "provider_specific_fields": {"refusal": None}, "reasoning": None, "reasoning_content": "hm",
+        "provider_specific_fields": {"refusal": None}, "reasoning": None, "reasoning_content": None,
         "reasoning_details": [{"text": "hm"}], "thinking_blocks": None, "images": [],
         "tool_calls": None, "function_call": None, "audio": None, "refusal": None, "annotations": None,
         "parsed": None, "finish_reason": "stop",
