@@ -18,7 +18,7 @@ from engines.core.engine import BatchingEngine
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.loading.gguf_checkpoint import open_checkpoint
+from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.hf_config import read_fields
@@ -97,7 +97,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         template_options=tuple(sorted(processor.template_options)),
         dtype=str(dtype).removeprefix("torch."),
         quantization=quantization_of(directory, settings.quantization),
-        format="safetensors",
+        format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
     )
     return LoadedEngine(engine, card)
 
