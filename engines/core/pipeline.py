@@ -56,13 +56,17 @@ class StepPipeline:
         """
         if not batch.items:
             return batch, StepResult([])
-        launched, self._ahead = self._ahead, None
-        was_ahead = launched is not None
+        ahead, self._ahead = self._ahead, None
         try:
-            launched = launched or self._launch(runner, batch)
-            if self._is_overlapping and launched.step.can_be_followed:
+            if ahead is None:
+                started_at = time.perf_counter()
+                step = runner.launch(batch)
+                launch_s = time.perf_counter() - started_at
+            else:
+                step, launch_s = ahead.step, ahead.launch_s
+            if self._is_overlapping and step.can_be_followed:
                 self._ahead = self._launch_next(runner, batch)
-            result = launched.step.wait()
+            result = step.wait()
         except DeviceOutOfMemory:
             self.discard()
             self._limits.halve(batch)
@@ -72,8 +76,8 @@ class StepPipeline:
             if _has_ended(batch, failure.request_id):
                 return Batch(), StepResult([])
             raise
-        self._limits.note(batch, result, launched.launch_s)
-        if was_ahead:
+        self._limits.note(batch, result, launch_s)
+        if ahead is not None:
             self._scheduler.blocks.unpark()
             batch, result = _without_ended(batch, result)
         if self._ahead is not None:
@@ -88,22 +92,18 @@ class StepPipeline:
                 ahead.step.wait()
         self._scheduler.blocks.unpark()
 
-    def _launch(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep:
-        started_at = time.perf_counter()
-        step = runner.launch(batch)
-        return _LaunchedStep(batch, step, time.perf_counter() - started_at)
-
     def _launch_next(self, runner: ModelRunner, batch: Batch) -> _LaunchedStep | None:
         """Launch the step behind one in flight, if it can be known and the device takes it."""
         following = self._plan_next(batch)
         if not following.items:
             return None
+        started_at = time.perf_counter()
         try:
-            launched = self._launch(runner, following)
+            step = runner.launch(following)
         except (SequenceFailure, DeviceOutOfMemory):
             return None  # planned again by the scheduler, and dealt with if it fails then
         self.num_overlapped += 1
-        return launched
+        return _LaunchedStep(following, step, time.perf_counter() - started_at)
 
     def _plan_next(self, batch: Batch) -> Batch:
         """The next token of each sequence in a launched batch; empty where anything else is due.
