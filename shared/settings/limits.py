@@ -81,6 +81,12 @@ class LimitSettings(Group):
         default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )
 
+    max_loras: int = Field(
+        default=32, ge=0, description="LoRA adapters that a worker holds beside its model."
+    )
+    max_lora_rank: int = Field(default=64, ge=1, description="Rank of an adapter.")
+    max_lora_bytes: int = Field(default=512 * MIB, ge=1, description="Bytes of an adapter's files.")
+
     @cached_property
     def max_commas(self) -> int:
         """Commas of a request body: those of its texts, and those between its values.
