@@ -42,6 +42,7 @@ bench = typer.Typer(help="Measure parts of the system on this machine.", no_args
 bench.command("engine")(engines.cli.bench_engine)
 bench.command("peers")(engines.cli.bench_peers)
 bench.command("embeddings")(engines.cli.bench_embeddings)
+bench.command("quality")(engines.cli.bench_quality)
 bench.command("gateway")(gateway.cli.bench_gateway)
 app.add_typer(bench, name="bench")
 app.add_typer(loadtest.cli.app, name="loadtest")

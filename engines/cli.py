@@ -1,5 +1,5 @@
 """The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm convert-gguf`, `vlm bench engine`, `vlm bench peers`,
-`vlm bench embeddings`.
+`vlm bench embeddings`, `vlm bench quality`.
 
 Torch is loaded when one of them runs, and not before.
 """
@@ -28,11 +28,18 @@ def quantize(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
     scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
     head: Annotated[Literal["none", "int8"], typer.Option(help="Bits of the head's.")] = "none",
+    calibrate: Annotated[
+        str,
+        typer.Option(
+            help="Keep int4 near the model on examples (GPTQ): a .jsonl file of OpenAI messages, a file "
+            "with a question a line, or `own` for texts of the model itself."
+        ),
+    ] = "none",
 ) -> None:
     """Save a checkpoint with its decoder quantized, as compressed-tensors; it loads without the original."""
     from engines.torch_backend.loading.quantize_checkpoint import run
 
-    run(source, target, scheme, head)
+    run(source, target, scheme, head, calibrate)
 
 
 def convert_gguf(
@@ -131,3 +138,15 @@ def bench_embeddings(
     from engines.bench.embeddings import run
 
     run(shapes.split(","), rounds, as_json)
+
+
+def bench_quality(
+    model: Annotated[str, typer.Option(help="Name, directory or hub id.")] = "shapes",
+    num_texts: Annotated[int, typer.Option(min=1, help="Texts that the model draws.")] = 64,
+    num_scenes: Annotated[int, typer.Option(min=0, help="Scenes asked about; shapes only.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Measure what quantized copies of a model are worth beside it, on texts of its own; takes minutes."""
+    from engines.bench.quality import run
+
+    run(model, num_texts, num_scenes, as_json)
