@@ -232,7 +232,8 @@ class Attention:
             part.copy_(norm(part.reshape(shape)).view(part.shape))
         rotation = None
         if self._rotated:
-            rotation = Rotation(*options["position_embeddings"], self._rotated)
+            cos, sin = options["position_embeddings"]
+            rotation = Rotation(cos, sin, self._rotated)
         return self._module.pages.attend(self._module, qkv, self._heads, rotation, dtype)
 
 
@@ -256,12 +257,11 @@ def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> Atte
         if len(places) != 1 or len(inputs) != 3:
             return None
         norms.append((places[0], find_norm(child) or child, each.input.dim() == 4))
-    angles = call.kwargs.get("position_embeddings")
-    widths = [0]
+    angles: Any = call.kwargs.get("position_embeddings")
+    widths, given = [0], {}
     if _are_angles(angles):
-        widths = [angles[0].shape[-1], 0]
+        widths, given = [angles[0].shape[-1], 0], {"position_embeddings": _random_angles(angles)}
     x = _random(*call.input.shape).to(call.input)
-    given = {"position_embeddings": _random_angles(angles)} if widths[0] else {}
     recorder: Any = _Recorder(spec)
     pages, module.pages = module.pages, recorder
     try:
@@ -357,7 +357,7 @@ def find_layer(
     chain = one.input is call.input and two.input is one.output and four.input is three.output
     if not chain or attention not in attentions or mlp not in gated or not _is_flat(call):
         return None
-    angles = [each.kwargs.get("position_embeddings") for each in (call, two)]
+    angles: list[Any] = [each.kwargs.get("position_embeddings") for each in (call, two)]
     norms = find_norm(first), find_norm(second)
     if angles[0] is not angles[1] or norms[0] is None or norms[1] is None:
         return None
