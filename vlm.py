@@ -32,6 +32,9 @@ for command in (worker.cli.serve, gateway.cli.gateway, worker.cli.worker, gatewa
     app.command()(command)
 for command in (
     gateway.cli.status,
+    engines.cli.models,
+    engines.cli.pull,
+    engines.cli.rm,
     engines.cli.make_checkpoint,
     engines.cli.quantize,
     engines.cli.convert_gguf,
