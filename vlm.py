@@ -9,6 +9,7 @@ import typer
 import engines.cli
 import gateway.cli
 import loadtest.cli
+import search.cli
 import worker.cli
 from shared.settings import SettingsError
 
@@ -32,20 +33,21 @@ for command in (worker.cli.serve, gateway.cli.gateway, worker.cli.worker, gatewa
     app.command()(command)
 for command in (
     gateway.cli.status,
-    engines.cli.models,
-    engines.cli.pull,
-    engines.cli.rm,
     engines.cli.make_checkpoint,
     engines.cli.quantize,
     engines.cli.convert_gguf,
     settings,
 ):
     app.command()(command)
+app.command("search-node")(search.cli.search_node)
+app.command()(search.cli.embed)
+app.command("search")(search.cli.find)
+app.add_typer(search.cli.store, name="store")
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 bench.command("engine")(engines.cli.bench_engine)
 bench.command("peers")(engines.cli.bench_peers)
 bench.command("embeddings")(engines.cli.bench_embeddings)
-bench.command("quality")(engines.cli.bench_quality)
+bench.command("search")(search.cli.bench_search)
 bench.command("gateway")(gateway.cli.bench_gateway)
 app.add_typer(bench, name="bench")
 app.add_typer(loadtest.cli.app, name="loadtest")

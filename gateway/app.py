@@ -14,11 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.api import SURFACES
-from gateway.api.adapters import create_adapter_routes
+from gateway.api import SURFACES, create_operations
 from gateway.api.models import create_model_routes
 from gateway.api.openapi import create_openapi
 from gateway.api.probes import create_probes
+from gateway.api.routes import create_routes, schemas_of
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS, KeyRing
@@ -66,16 +66,17 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
     )
     served = [create(settings.limits) for create in surfaces]
+    operations = create_operations(
+        services.lifecycle, services.search, settings.limits, settings.search.default_store
+    )
     apis = {
         surface.path: Endpoint(partial(services.lifecycle.serve, surface)) for surface in served
     }
     page = create_page_routes()
-    keys = KeyRing(settings.gateway.api_keys, settings.gateway.admin_keys)
-    wrong_keys = WrongKeys(settings.limits.max_wrong_keys_per_minute)
     app.add_middleware(
         GatewayMiddleware,
-        keys=keys,
-        wrong_keys=wrong_keys,
+        keys=KeyRing(settings.gateway.api_keys),
+        wrong_keys=WrongKeys(settings.limits.max_wrong_keys_per_minute),
         public_paths=PUBLIC_PATHS | {route.path for route in page},
         apis={path: endpoint.serve for path, endpoint in apis.items()},
         renders={surface.path: surface.error for surface in served},
@@ -84,7 +85,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.gateway.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=_SHOWN_TO_PAGES,
         )
@@ -100,9 +101,6 @@ def create_app(
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
     app.include_router(create_model_routes(services.models, settings.limits))
     app.include_router(
-        create_adapter_routes(services.models, services.admission, keys, wrong_keys, settings)
-    )
-    app.include_router(
         create_probes(
             services.admission,
             services.models,
@@ -110,7 +108,10 @@ def create_app(
             services.metrics,
         )
     )
-    app.openapi = lambda: create_openapi(app, served)
+    app.include_router(
+        create_routes(operations, services.admission, settings.gateway, settings.limits)
+    )
+    app.openapi = lambda: create_openapi(app, served, schemas_of(operations))
     return app
 
 

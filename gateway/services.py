@@ -15,6 +15,7 @@ from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
+from gateway.search import SearchClient
 from shared.blobs.redis_store import RedisBlobStore
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.quota import RedisQuotas
@@ -60,6 +61,7 @@ class Services:
         self.fetcher = create_fetcher(settings)
         self.loader = ImageLoader(settings.limits, self.fetcher)
         self.lifecycle = self._create_lifecycle()
+        self.search = SearchClient(settings.search)
         self._refreshing: asyncio.Task[None] | None = None
 
     def _create_lifecycle(self) -> Lifecycle:
@@ -114,6 +116,7 @@ class Services:
         if self.fetcher is not None:
             await self.fetcher.close()
         self.loader.close()
+        await self.search.close()
         for redis in (self._redis, self._blocking_redis):
             await redis.aclose()
         if self.tracer is not None:

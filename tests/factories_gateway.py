@@ -33,7 +33,7 @@ from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import create_redis
 from shared.settings.limits import LimitSettings
-from shared.settings.tree import GatewaySettings, RedisSettings, Settings
+from shared.settings.tree import GatewaySettings, RedisSettings, SearchSettings, Settings
 from tests.factories_settings import make_group
 from worker.active_requests import read_claim
 from worker.outbox import to_publication
@@ -59,6 +59,7 @@ def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Set
         update={
             "gateway": make_group(GatewaySettings, **gateway),
             "limits": make_group(LimitSettings, **changes.get("limits", {})),
+            "search": make_group(SearchSettings, **changes.get("search", {})),
         }
     )
 

@@ -54,15 +54,6 @@ ENGINE: SettingOptions = {
             show_default="1",
         ),
     ],
-    "worker.lora": Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora",
-            metavar="NAME=PATH",
-            help="A LoRA adapter to serve as MODEL:NAME, a directory or hub id; may be repeated.",
-            show_default=False,
-        ),
-    ],
     "engine.max_num_seqs": Annotated[
         int | None,
         typer.Option("--max-num-seqs", help="Sequences that share a step.", show_default="32"),
@@ -78,6 +69,9 @@ ENGINE: SettingOptions = {
 def serve(
     settings: "Settings",
     workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
+    search: Annotated[
+        bool, typer.Option("--search", help="Keep vector stores too, in a process of their own.")
+    ] = False,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="Where the bundled Redis keeps its files.", show_default="by port"),
@@ -86,7 +80,7 @@ def serve(
     """Start everything on this machine: Redis, a gateway and workers."""
     from worker.node.serve import run_node
 
-    sys.exit(run_node(settings, workers, data_dir))
+    sys.exit(run_node(settings, workers, data_dir, search))
 
 
 @takes_settings(ENGINE, process="worker")

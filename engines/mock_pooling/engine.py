@@ -143,5 +143,6 @@ def load_mock_pooling_engine(
         dimensions=model.dimensions,
         shorter_dimensions=model.shorter_dimensions,
         prompts=tuple(model.prompts),
+        digest=hashlib.sha256(b"mock %d" % model.dimensions).hexdigest(),
     )
     return LoadedEngine(PoolingEngine(model, settings), card)

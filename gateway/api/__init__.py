@@ -9,8 +9,14 @@ from collections.abc import Callable
 
 from gateway.api.chat import ChatCompletions
 from gateway.api.embeddings import Embeddings
+from gateway.api.files import Files
 from gateway.api.rerank import Reranking, Scoring
+from gateway.api.routes import Operation
+from gateway.api.similar import Similar
+from gateway.api.vector_stores import VectorStores
+from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
+from gateway.search import SearchClient
 from shared.settings.limits import LimitSettings
 
 SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
@@ -19,3 +25,15 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     Reranking,
     Scoring,
 )
+
+
+def create_operations(
+    lifecycle: Lifecycle, search: SearchClient, limits: LimitSettings, default_store: str
+) -> list[Operation]:
+    """The APIs that are plain routes over the search process."""
+    stores = VectorStores(lifecycle, search, limits, default_store)
+    return [
+        *stores.operations(),
+        *Files(search, limits).operations(),
+        *Similar(stores).operations(),
+    ]

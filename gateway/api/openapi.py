@@ -30,13 +30,15 @@ _ERRORS = {
 }
 
 
-def create_openapi(app: FastAPI, surfaces: Sequence[Surface]) -> dict[str, Any]:
-    """The whole document."""
+def create_openapi(
+    app: FastAPI, surfaces: Sequence[Surface], types: Sequence[type] = ()
+) -> dict[str, Any]:
+    """The whole document. `types`: structs that routes refer to."""
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(_schemas(ErrorBody, ModelList, ModelObject))
+    schemas.update(_schemas(ErrorBody, ModelList, ModelObject, *types))
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _write_errors(path, operation["responses"])

@@ -8,8 +8,10 @@ closed, so that the fleet stops working on it. It knows no API: that is `gateway
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +120,45 @@ class Lifecycle:
         if error is not None:
             await _fail(exchange, surface, error)
 
+    async def compute(
+        self, surface: Surface, plan: Plan, card: ModelCard, context: RequestContext, held: HeldBody
+    ) -> list[ChoiceEvent]:
+        """What a plan comes to, for an API that needs vectors or scores on the way to its answer.
+
+        It is a request of `surface` of its own in metrics, log and queue; cancelling it frees what
+        it holds. Raises: ApiError, Gone.
+        """
+        context = dataclasses.replace(
+            context, id=secrets.token_hex(16), received_at=time.perf_counter()
+        )
+        recorder = Recorder(surface, context, self.metrics)
+        if self.tracer is not None:
+            recorder.trace(self.tracer)
+        recorder.model, recorder.priority = card.name, plan.priority
+        recorder.shares_prompt = plan.shares_prompt
+        error, is_answered = None, False
+        try:
+            if surface.task not in card.tasks:
+                raise _wrong_task(surface, card)
+            check_images(plan.images, surface.task, card, self.limits)
+            call = await self._submit(plan, card, context, recorder.clock, held, False)
+            try:
+                recorder.begin(call, is_streamed=False)
+                events = await self._collect(call, recorder)
+            finally:
+                call.close()
+            is_answered = True
+        except Exception as raised:
+            error = _to_api_error(raised)
+            if error is None:
+                raise
+            raise error from None
+        finally:
+            recorder.count(error, is_answered=is_answered)
+            recorder.stop(None)
+            recorder.account(None)
+        return events
+
     # In
 
     async def _open(
@@ -129,11 +170,12 @@ class Lifecycle:
         """
         with self.admission.hold_body() as held:
             request = await self._read(surface, exchange, context, held)
+            recorder.model = self.models.label(request.model)
             recorder.user = request.user
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
             card = await self.models.find(request.model)
-            recorder.model = self.models.label(card.name)
+            recorder.model = card.name
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             plan = surface.plan(request, context, card)
@@ -144,9 +186,7 @@ class Lifecycle:
             head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:
-                return await self.resume.open(
-                    surface, request, plan, head, card.queue, context, submit
-                )
+                return await self.resume.open(surface, request, plan, head, context, submit)
             answer = surface.answer(plan.options, head)
             return Reply(surface, await submit(), answer, plan.is_streamed, plan.shows_timings)
 
@@ -180,7 +220,7 @@ class Lifecycle:
 
         Raises: InvalidRequest, Overloaded, BlobsUnavailable, QueueUnavailable.
         """
-        self.key_limits.check(card.queue, context.tenant)
+        self.key_limits.check(card.name, context.tenant)
         if not plan.images:
             return await self._queue(plan, plan.tasks, card, context, clock, resumes)
         images = await self._load_images(plan.images, clock, held)
@@ -239,14 +279,13 @@ class Lifecycle:
             Call(
                 id=f"{context.id}-{choice}",
                 reply_to=self.gateway_id,
-                model=card.queue,
+                model=card.name,
                 task=task,
                 tenant=context.tenant,
                 priority=plan.priority,
                 trace_parent=context.trace_parent,
                 wants_stream=plan.is_streamed,
                 is_resumable=resumes,
-                adapter=card.adapter,
             )
             for choice, task in enumerate(tasks)
         ]
@@ -260,7 +299,7 @@ class Lifecycle:
                 reservation=reservation,
             )
         except QueueRefused as refused:
-            raise self.key_limits.to_error(refused, card.queue, context.tenant) from None
+            raise self.key_limits.to_error(refused, card.name, context.tenant) from None
         if reservation is not None and reservation.is_refundable:
             call.when_closed(lambda _: self.refunds.add(reservation))
         return call
@@ -281,14 +320,7 @@ class Lifecycle:
             watcher.cancel()
 
     async def _send_whole(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
-        events: list[ChoiceEvent] = []
-        while not recorder.is_complete:
-            arrived = await reply.call.receive()
-            recorder.note(arrived)
-            events += arrived
-        for place, (index, event) in enumerate(events):
-            if isinstance(event, Vectors | Scores) and event.is_stored:
-                events[place] = index, await self._complete(event, reply.call)
+        events = await self._collect(reply.call, recorder)
         e2e_s = recorder.clock.elapsed_s()
         stages = recorder.stages(e2e_s)
         if reply.shows_timings:
@@ -296,6 +328,18 @@ class Lifecycle:
         body = reply.answer.whole(events, recorder.totals)
         headers = [*_JSON, *timing_headers(stages, e2e_s, is_whole=True)]
         await exchange.answer(200, headers, body)
+
+    async def _collect(self, call: OpenCall, recorder: Recorder) -> list[ChoiceEvent]:
+        """All events of a call, with their data. Raises: ApiError, Gone."""
+        events: list[ChoiceEvent] = []
+        while not recorder.is_complete:
+            arrived = await call.receive()
+            recorder.note(arrived)
+            events += arrived
+        for place, (index, event) in enumerate(events):
+            if isinstance(event, Vectors | Scores) and event.is_stored:
+                events[place] = index, await self._complete(event, call)
+        return events
 
     async def _complete(self, event: Vectors | Scores, call: OpenCall) -> Vectors | Scores:
         """The event with its data, which lies beside the queue. Raises: ServerError."""

@@ -33,6 +33,7 @@ _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?",
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)
+JSON = b"application/json"
 _ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
 
 
@@ -44,15 +45,17 @@ async def read_body(
     *,
     timeout_s: float,
     max_commas: int = 0,
+    media_type: bytes = JSON,
 ) -> bytes:
-    """The request's body. `max_commas`: where not those of the limits.
+    """The request's body. `max_commas`: where not those of the limits; of JSON alone.
 
     Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone.
     """
-    _check_headers(context, limits.max_body_bytes)
+    _check_headers(context, limits.max_body_bytes, media_type)
+    most = max_commas or limits.max_commas if media_type == JSON else limits.max_body_bytes
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_all(receive, held, limits, max_commas or limits.max_commas)
+            return await _read_all(receive, held, limits, most)
     except TimeoutError:
         raise InvalidRequest(
             f"The body did not arrive within {timeout_s:g} s.", status=408, code="timeout"
@@ -82,16 +85,20 @@ async def _read_all(
     return bytes(body)
 
 
-def _check_headers(context: RequestContext, max_bytes: int) -> None:
+def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> None:
     headers = context.headers
     media_type, _, charset = headers.get(b"content-type", b"").lower().partition(b";")
-    if media_type.strip() != b"application/json":
+    if media_type.strip() != expected:
         raise InvalidRequest(
-            "Send the body with `Content-Type: application/json`.",
+            f"Send the body with `Content-Type: {expected.decode()}`.",
             status=415,
             code="unsupported_media_type",
         )
-    if charset and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8"):
+    if (
+        charset
+        and expected == JSON
+        and charset.replace(b'"', b"").strip() not in (b"charset=utf-8", b"charset=utf8")
+    ):
         raise InvalidRequest(
             "The charset is not UTF-8: send the body as UTF-8.",
             status=415,

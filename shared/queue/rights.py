@@ -30,7 +30,6 @@ _FLEET_KEYS = (
     _KEYS.worker("*"),
     _KEYS.models,
     _KEYS.model("*"),
-    _KEYS.adapters("*"),
 )
 
 GATEWAY = Rights(
@@ -45,7 +44,7 @@ GATEWAY = Rights(
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "mget", "del", "pexpire", "pttl"),
-        *("hget", "hgetall", "hmget", "hset", "hdel", "hlen", "lrange", "smembers", "srem"),
+        *("hget", "hmget", "hset", "hdel", "hlen", "lrange", "smembers", "srem"),
         *("zadd", "zrem", "zremrangebyscore", "zrevrange", "zrangebyscore"),
         *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xpending"),
     ),
@@ -55,7 +54,7 @@ WORKER = Rights(
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),
-        *("hget", "hgetall", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
+        *("hget", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
         *("xadd", "xlen", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),

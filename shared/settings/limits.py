@@ -18,6 +18,12 @@ MAX_NAME_CHARS = 64  #: `messages[].name`
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
+MAX_STORE_NAME_CHARS = 256
+MAX_ITEM_ID_CHARS = 256
+MAX_FILENAME_CHARS = 256
+MAX_FILTER_VALUES = 128  #: of `in` and `nin`
+MAX_SEARCH_RESULTS = 50
+MAX_PAGE = 100  #: entries of a list
 
 _COMMAS_BESIDE_TEXTS = 20_000
 
@@ -41,6 +47,10 @@ class LimitSettings(Group):
     max_input_images: ClassVar[int] = 64  #: images among the inputs
     #: Of a body with inputs: between token ids, and those of texts as they are usually written.
     max_input_commas: ClassVar[int] = max_input_tokens + _COMMAS_BESIDE_TEXTS
+    max_search_queries: ClassVar[int] = 16  #: texts of one search
+    max_filters: ClassVar[int] = 64  #: comparisons, `and` and `or` of one filter
+    max_filter_depth: ClassVar[int] = 8
+    max_item_chars: ClassVar[int] = 100_000  #: the text of one item
     max_wrong_keys_per_minute: ClassVar[int] = 60  #: of a client address, at each gateway
 
     max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")
@@ -81,11 +91,15 @@ class LimitSettings(Group):
         default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )
 
-    max_loras: int = Field(
-        default=32, ge=0, description="LoRA adapters that a worker holds beside its model."
+    max_stores: int = Field(default=100, ge=0, description="Vector stores of one API key.")
+    max_store_items: int = Field(default=1_000_000, ge=1, description="Items of a vector store.")
+    max_files: int = Field(default=1000, ge=0, description="Files of one API key.")
+    max_file_bytes: int = Field(default=2 * MIB, ge=1, description="Bytes of one file.")
+    max_key_search_bytes: int = Field(
+        default=4096 * MIB,
+        ge=1,
+        description="Bytes of the files and vector stores of one API key.",
     )
-    max_lora_rank: int = Field(default=64, ge=1, description="Rank of an adapter.")
-    max_lora_bytes: int = Field(default=512 * MIB, ge=1, description="Bytes of an adapter's files.")
 
     @cached_property
     def max_commas(self) -> int:

@@ -147,7 +147,7 @@ def _begin_process(name: str, settings: Settings, is_child: bool) -> None:
     from shared.process import die_with_parent
     from shared.telemetry.logs import setup_logging
 
-    if not settings.redis.url:
+    if not settings.redis.url and name != "search":
         raise SettingsError("VLM_REDIS_URL: no Redis is named (`vlm serve` brings its own)")
     if is_child:
         die_with_parent()

@@ -37,8 +37,6 @@ from shared.settings.limits import LimitSettings
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
-#: What an adapter may be called; it is served as `model:name`.
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 logger = logging.getLogger(__name__)
 
 PREFIX = "VLM_"
@@ -67,10 +65,6 @@ class GatewaySettings(Group):
         description="Accepted API keys, comma separated. None: open, on a loopback address only.",
     )
 
-    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
-        default=(),
-        description="API keys that may also load and unload adapters, comma separated. None: nobody may.",
-    )
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
@@ -98,7 +92,7 @@ class GatewaySettings(Group):
         "`https://app.example.com`, or `*`. None: no page of another origin.",
     )
 
-    @field_validator("api_keys", "admin_keys", "remote_images", "cors_origins", mode="before")
+    @field_validator("api_keys", "remote_images", "cors_origins", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
@@ -158,40 +152,6 @@ class WorkerSettings(Group):
         le=64,
         description="Processes without rights that decode images; 0: the threads do it themselves.",
     )
-
-    lora: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(),
-        description="LoRA adapters to load at the start, comma separated: `name=directory` or "
-        "`name=org/repo[@revision]`.",
-    )
-    lora_dir: str = Field(
-        default="",
-        description="Directory of the adapters that may be loaded at run time; empty: none.",
-    )
-
-    @field_validator("lora", mode="before")
-    @classmethod
-    def split_adapters(cls, value: Any) -> Any:
-        """Accept a comma-separated string, as environments hold it."""
-        return split_items(value)
-
-    @field_validator("lora")
-    @classmethod
-    def check_adapters(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Raises: ValueError for what is no `name=path`, and names that are there twice."""
-        names = [value.partition("=")[0] for value in values]
-        if not all(ADAPTER_NAME.fullmatch(n) for n in names) or any(v[-1:] in "=" for v in values):
-            raise ValueError(
-                "write NAME=PATH; a name is 1 to 64 letters, digits, dots, dashes and underscores"
-            )
-        if len(set(names)) < len(names):
-            raise ValueError("a name is there twice")
-        return values
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """Those of the start: directories or hub ids by name."""
-        return dict(value.split("=", 1) for value in self.lora)
 
     @cached_property
     def heartbeat_s(self) -> float:
@@ -261,6 +221,53 @@ class RedisSettings(Group):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
+class SearchSettings(Group):
+    """Vector stores: the process that keeps them, and where gateways find it."""
+
+    url: str = Field(
+        default="",
+        description="Where the search process listens: unix:///PATH or http://HOST:PORT; empty: no vector stores.",
+    )
+    token: SecretStr = Field(
+        default=SecretStr(""),
+        description="What gateways show it; needed where it can be reached from other machines.",
+    )
+    data_dir: str = Field(
+        default="", description="Where it keeps its files; empty: below XDG_STATE_HOME."
+    )
+    index: str = Field(
+        default="",
+        description="lance:///DIRECTORY, or qdrant://HOST:PORT (qdrants for TLS); empty: lance in the data directory.",
+    )
+    collections: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Directories of `vlm embed`, comma separated: read-only stores for every key.",
+    )
+    default_store: str = Field(
+        default="", description="Id or name of the store that `POST /similar` searches."
+    )
+
+    @field_validator("collections", mode="before")
+    @classmethod
+    def split_names(cls, value: Any) -> Any:
+        """Accept a comma-separated string, as environments hold it."""
+        return split_items(value)
+
+    @field_validator("url")
+    @classmethod
+    def check_url(cls, url: str) -> str:
+        """Raises: ValueError."""
+        try:
+            parts = urlsplit(url)
+            place = parts.path if parts.scheme == "unix" else parts.hostname and parts.port
+            is_good = parts.scheme in ("unix", "http") and place
+        except ValueError:
+            is_good = False
+        if url and not is_good:
+            raise ValueError("write unix:///PATH or http://HOST:PORT")
+        return url
+
+
 class LogSettings(Group):
     """What the processes say."""
 
@@ -319,6 +326,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     worker: WorkerSettings = WorkerSettings()
     engine: EngineValues = EngineValues()
+    search: SearchSettings = SearchSettings()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
 

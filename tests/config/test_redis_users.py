@@ -258,11 +258,10 @@ CALLED = {
             RedisBlobStore.open,
         ),
         *(Registry.workers, Registry.models, Registry._members),
-        *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
     ),
     "worker": (
         *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
-        *(Registry.announce, Registry.withdraw, Registry.adapters, Registry.keep_adapters),
+        *(Registry.announce, Registry.withdraw),
     ),
 }
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -38,7 +39,8 @@ SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "sample
 GRACE_S = 5.0
 
 SHARED_GROUPS = frozenset({"redis", "limits", "logs", "traces"})
-GATEWAY_GROUPS = SHARED_GROUPS | {"gateway"}
+GATEWAY_GROUPS = SHARED_GROUPS | {"gateway", "search"}
+SEARCH_GROUPS = frozenset({"search", "limits", "logs"})
 WORKER_GROUPS = SHARED_GROUPS | {"worker", "engine"}
 #: Variables that only a worker reads, and that only a client on this machine does.
 HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"})
@@ -48,18 +50,26 @@ console = Console(stderr=True, highlight=False)
 logger = logging.getLogger(__name__)
 
 
-def run_node(settings: Settings, num_workers: int, data_dir: Path | None) -> int:
-    """Run Redis (unless one is named), workers and a gateway until a signal. Returns the exit code."""
+def run_node(
+    settings: Settings, num_workers: int, data_dir: Path | None, search: bool = False
+) -> int:
+    """Run Redis (unless one is named), workers and a gateway until a signal. Returns the exit code.
+
+    `search`: a search process too, unless one is named.
+    """
     quiet = LogSettings(**{**settings.logs.model_dump(), **_quiet(settings)})
     setup_logging(quiet, "serve")
     try:
         settings = settings.model_copy(update={"logs": quiet, "gateway": _with_port(settings)})
         with ExitStack() as stack:
             redis = None
+            if search and not settings.search.url:
+                folder = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
+                settings = _with_search(settings, folder, data_dir)
             if not settings.redis.url:
                 redis = stack.enter_context(_start_redis(settings, data_dir))
                 settings = _with_url(settings, redis)
-            asyncio.run(_run(settings, num_workers, redis))
+            asyncio.run(_run(settings, num_workers, redis, search))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False)
@@ -83,14 +93,28 @@ def _with_url(settings: Settings, redis: EmbeddedRedis) -> Settings:
     )
 
 
-def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
+def _with_search(settings: Settings, folder: str, data_dir: Path | None) -> Settings:
+    """With a socket in a folder of its own, as paths of sockets are short, and files beside Redis's."""
+    changes = {"url": f"unix://{folder}/socket"}
+    if not settings.search.data_dir:
+        changes["data_dir"] = str(_data_dir(settings, data_dir) / "search")
+    search = settings.search.model_copy(update=changes)
+    return settings.model_copy(update={"search": search})
+
+
+def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    data_dir = data_dir or state / "vlm-fleet" / str(settings.gateway.port)
-    return EmbeddedRedis(data_dir, settings.redis.max_memory_bytes)
+    return data_dir or state / "vlm-fleet" / str(settings.gateway.port)
 
 
-async def _run(settings: Settings, num_workers: int, redis: EmbeddedRedis | None) -> None:
-    node = create_node(settings, num_workers)
+def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
+    return EmbeddedRedis(_data_dir(settings, data_dir), settings.redis.max_memory_bytes)
+
+
+async def _run(
+    settings: Settings, num_workers: int, redis: EmbeddedRedis | None, search: bool
+) -> None:
+    node = create_node(settings, num_workers, search=search)
     await stop_on_signals(node)
     # Until the end of the loop, beyond the node's own watchers: a drain needs Redis too.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
@@ -135,7 +159,7 @@ async def _serve(settings: Settings, num_workers: int, node: Node) -> None:
     console.print("stopped")
 
 
-def create_node(settings: Settings, num_workers: int) -> Node:
+def create_node(settings: Settings, num_workers: int, *, search: bool = False) -> Node:
     """The processes that these settings ask for. Threads are shared out among the workers."""
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
@@ -146,6 +170,9 @@ def create_node(settings: Settings, num_workers: int) -> Node:
     workers = [
         Child(f"worker {index + 1}", ["worker"], worker_environment) for index in range(num_workers)
     ]
+    if search:
+        environment = child_environment(settings, SEARCH_GROUPS, HUB_SECRETS)
+        workers.append(Child("search", ["search-node"], environment))
     gateway = Child("gateway", ["gateway"], gateway_environment, must_start=True)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
     ready = partial(wait_until_ready, base_url(settings))
@@ -241,7 +268,8 @@ def show_screen(settings: Settings, model: dict[str, Any], num_workers: int) -> 
             f"{url}/          chat page\n"
             f"{url}/v1        base_url of any OpenAI client\n"
             f"{url}/metrics   Prometheus\n"
-            f"{url}/docs      API reference",
+            + (f"{url}/v1/vector_stores\n" if settings.search.url else "")
+            + f"{url}/docs      API reference",
             title="vlm-fleet is ready",
             expand=False,
         )

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from engines.core.engine import BatchingEngine
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
@@ -53,13 +51,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
         report = phases.tell("download") if progress else None
-        check = partial(
-            check_model,
-            device=device,
-            quantization=settings.quantization,
-            num_devices=settings.tensor_parallel,
-        )
-        directory = open_checkpoint(resolve_model(settings.model, report, check))
+        directory = open_checkpoint(resolve_model(settings.model, report))
     sampling = read_sampling_defaults(directory, settings.generation_config)
     kernels = None
     if device.type == "cpu":

@@ -81,7 +81,8 @@ async def test_every_limit_of_a_request_is_in_the_document(document, changes):
         "max_batch_",
         "max_header",
         "max_wrong_",
-        "max_lora",
+        "max_store",
+        "max_file",
     )
     text = str(document["components"]["schemas"]["ChatCompletionRequest"])
     text += str(document["paths"][CHAT]["post"])

@@ -93,7 +93,6 @@ ELSEWHERE = (
     "max_input",
     "max_documents",
     "max_wrong_",
-    "max_lora",
 )
 
 

@@ -1,0 +1,89 @@
+"""The gateway's end of the search process."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, Overloaded
+from shared.search import Fault, Request
+from shared.settings.tree import SearchSettings
+
+TIMEOUT_S = 60.0
+_CONNECT_S = 2.0
+T = TypeVar("T")
+
+
+class SearchClient:
+    """Asks the search process; one connection pool."""
+
+    def __init__(self, settings: SearchSettings) -> None:
+        parts = urlsplit(settings.url)
+        is_unix = parts.scheme == "unix"
+        token = settings.token.get_secret_value()
+        self.is_on = bool(settings.url)
+        self._client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=parts.path) if is_unix else None,
+            base_url="http://search" if is_unix else settings.url,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(TIMEOUT_S, connect=_CONNECT_S),
+            trust_env=False,
+        )
+
+    async def ask(
+        self, request: Request, type_: type[T], name: Callable[[str], str | None] | None = None
+    ) -> T:
+        """What the process answers. `name`: what a fault's param is called on the wire.
+
+        Raises: ApiError.
+        """
+        if not self.is_on:
+            raise NotFound(
+                "Vector stores are not served here: start `vlm search-node`, and set VLM_SEARCH__URL "
+                "for it and for the gateways.",
+                code="search_not_served",
+            )
+        try:
+            answer = await self._client.post("/", content=msgspec.msgpack.encode(request))
+        except httpx.HTTPError:
+            raise _unavailable() from None
+        if answer.status_code == 422:
+            raise to_error(msgspec.msgpack.decode(answer.content, type=Fault), name)
+        if answer.status_code != 200:
+            raise _unavailable()
+        return msgspec.msgpack.decode(answer.content, type=type_)
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._client.aclose()
+
+
+def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> ApiError:
+    """What the client is told of a fault."""
+    param: Any = (name(fault.param) if name else fault.param) or None
+    match fault.code:
+        case "not_found":
+            return NotFound(fault.message, param=fault.param, code="not_found")
+        case "conflict":
+            return InvalidRequest(fault.message, param=param, status=409, code="model_changed")
+        case "read_only":
+            return InvalidRequest(fault.message, status=409, code="store_read_only")
+        case "full":
+            return InvalidRequest(fault.message, param=param, status=413, code="store_full")
+        case "too_large":
+            return InvalidRequest(fault.message, status=413, code="request_too_large")
+        case "invalid":
+            return InvalidRequest(fault.message, param=param, code="invalid_value")
+        case _:
+            return _unavailable()
+
+
+def _unavailable() -> Overloaded:
+    return Overloaded(
+        "search",
+        "The vector stores are temporarily unavailable; retry.",
+        code="service_unavailable",
+        retry_after_s=1,
+    )

@@ -1,0 +1,195 @@
+"""What the search process knows beside vectors, in one SQLite file: stores, files, who owns them.
+
+Every change is one transaction, on disk when it returns.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.search import FileRecord, Page, StoreFile, StoreRecord
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS stores (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS stores_of_tenant ON stores (tenant);
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, record BLOB NOT NULL, data BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS files_of_tenant ON files (tenant);
+CREATE TABLE IF NOT EXISTS store_files (
+    number INTEGER PRIMARY KEY, store TEXT NOT NULL, id TEXT NOT NULL, record BLOB NOT NULL,
+    UNIQUE (store, id));
+"""
+Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile)
+
+
+class Catalog:
+    """One connection, one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.executescript(_SCHEMA)
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """A transaction."""
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._connection.execute(sql, values).fetchall()
+
+    # Stores
+
+    def put_store(self, tenant: str, record: StoreRecord) -> None:
+        """Insert or replace one."""
+        self._rows(
+            "INSERT INTO stores (id, tenant, record) VALUES (?, ?, ?)"
+            " ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+            record.id, tenant, _encode(record),
+        )  # fmt: skip
+
+    def store(self, tenant: str, name: str) -> StoreRecord | None:
+        """A tenant's store by its id."""
+        rows = self._rows("SELECT record FROM stores WHERE tenant = ? AND id = ?", tenant, name)
+        return _decode(rows[0][0], StoreRecord) if rows else None
+
+    def stores(self, tenant: str) -> list[StoreRecord]:
+        """All of a tenant."""
+        rows = self._rows("SELECT record FROM stores WHERE tenant = ?", tenant)
+        return [_decode(row[0], StoreRecord) for row in rows]
+
+    def list_stores(self, tenant: str, page: Page) -> list[StoreRecord]:
+        """A page of a tenant's."""
+        return self._page("stores", "tenant", tenant, page, StoreRecord)
+
+    def tenant_of(self, name: str) -> list[str]:
+        """Whose a store is; empty if there is no such store."""
+        return [row[0] for row in self._rows("SELECT tenant FROM stores WHERE id = ?", name)]
+
+    def drop_store(self, name: str) -> None:
+        """Forget one and its files' places."""
+        with self.change():
+            self._rows("DELETE FROM store_files WHERE store = ?", name)
+            self._rows("DELETE FROM stores WHERE id = ?", name)
+
+    # Files
+
+    def put_file(self, tenant: str, record: FileRecord, data: bytes) -> None:
+        """Insert one."""
+        self._rows(
+            "INSERT INTO files (id, tenant, purpose, num_bytes, record, data) VALUES (?, ?, ?, ?, ?, ?)",
+            record.id, tenant, record.purpose, record.num_bytes, _encode(record), data,
+        )  # fmt: skip
+
+    def file(self, tenant: str, name: str, *, with_data: bool = False) -> FileRecord | None:
+        """A tenant's file."""
+        data = "data" if with_data else "x''"
+        sql = f"SELECT record, {data} FROM files WHERE tenant = ? AND id = ?"
+        rows = self._rows(sql, tenant, name)
+        if not rows:
+            return None
+        return msgspec.structs.replace(_decode(rows[0][0], FileRecord), data=rows[0][1])
+
+    def list_files(self, tenant: str, page: Page, purpose: str) -> list[FileRecord]:
+        """A page of a tenant's, of one purpose or any."""
+        return self._page("files", "tenant", tenant, page, FileRecord, purpose)
+
+    def files_of(self, tenant: str) -> tuple[int, int]:
+        """How many a tenant has, and their bytes."""
+        sql = "SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ?"
+        [(count, num_bytes)] = self._rows(sql, tenant)
+        return count, num_bytes
+
+    def drop_file(self, tenant: str, name: str) -> bool:
+        """Whether there was one."""
+        sql = "DELETE FROM files WHERE tenant = ? AND id = ? RETURNING id"
+        return bool(self._rows(sql, tenant, name))
+
+    # Files in stores
+
+    def put_store_file(self, record: StoreFile) -> None:
+        """Insert or replace one."""
+        self._rows(
+            "INSERT INTO store_files (store, id, record) VALUES (?, ?, ?)"
+            " ON CONFLICT (store, id) DO UPDATE SET record = excluded.record",
+            record.store_id, record.id, _encode(record),
+        )  # fmt: skip
+
+    def store_file(self, store: str, name: str) -> StoreFile | None:
+        """One of a store."""
+        rows = self._rows("SELECT record FROM store_files WHERE store = ? AND id = ?", store, name)
+        return _decode(rows[0][0], StoreFile) if rows else None
+
+    def list_store_files(self, store: str, page: Page) -> list[StoreFile]:
+        """A page of a store's."""
+        return self._page("store_files", "store", store, page, StoreFile)
+
+    def num_store_files(self, store: str) -> int:
+        """How many a store has."""
+        return self._rows("SELECT count(*) FROM store_files WHERE store = ?", store)[0][0]
+
+    def unfinished(self) -> list[StoreFile]:
+        """Files whose chunks were being written when the process ended."""
+        records = [
+            _decode(row[0], StoreFile) for row in self._rows("SELECT record FROM store_files")
+        ]
+        return [record for record in records if record.status == "in_progress"]
+
+    def drop_store_file(self, store: str, name: str) -> None:
+        """Forget one."""
+        self._rows("DELETE FROM store_files WHERE store = ? AND id = ?", store, name)
+
+    def _page(
+        self,
+        table: str,
+        column: str,
+        owner: str,
+        page: Page,
+        type_: type[Record],
+        purpose: str = "",
+    ) -> list[Record]:
+        """In the order in which they were made; one more than the limit where there are more."""
+        edge = page.after or page.before
+        order, sign = ("ASC", ">") if page.is_ascending != bool(page.before) else ("DESC", "<")
+        condition = f"{column} = :owner"
+        if purpose:
+            condition += " AND purpose = :purpose"
+        if edge:
+            at = f"SELECT number FROM {table} WHERE {column} = :owner AND id = :edge"
+            condition += f" AND number {sign} ({at})"
+        sql = f"SELECT record FROM {table} WHERE {condition} ORDER BY number {order} LIMIT :limit"
+        values = {"owner": owner, "edge": edge, "limit": page.limit + 1, "purpose": purpose}
+        with self._lock:
+            rows = self._connection.execute(sql, values).fetchall()
+        records = [_decode(row[0], type_) for row in rows]
+        return records[::-1] if page.before else records
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._connection.close()
+
+
+def _encode(record: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(record)
+
+
+def _decode(data: bytes, type_: type[Record]) -> Record:
+    return msgspec.msgpack.decode(data, type=type_)

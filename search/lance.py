@@ -1,0 +1,231 @@
+"""Lance: tables of versioned files in a directory, written by one process, read by any number.
+
+A write is one commit: a file, then the version that names it. Up to `SCAN_ROWS` rows are scanned;
+beyond that vectors in 8 bits are, and the exact ones of the best candidates then decide. Rows that
+are newer than the index are scanned too, so a search always sees what was acknowledged. A graph
+would take minutes to build, and find less for the time of such a scan.
+"""
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta  # noqa: TID251 (a span, no clock)
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from lancedb.index import BTree, IvfSq
+
+from search.filters import sql_text, to_json, to_sql
+from search.index import IndexStats, SearchUnavailable
+from shared.search import Filter, Hit, Item
+
+#: Rows that are scanned in about the time that an index would take.
+SCAN_ROWS = 10_000
+#: Files of a table beyond which it is compacted.
+MAX_FRAGMENTS = 32
+#: Candidates whose exact distance is computed, for each that is asked for.
+REFINE_FACTOR = 4
+_BATCH_IDS = 500
+_PLAIN = ["id", "text", "image", "file_id", "filename", "attributes"]
+#: A reader may be on an older version for that long.
+_KEEP_VERSIONS = timedelta(minutes=1)
+
+
+def open_lance(url: str) -> "LanceIndexes":
+    """The tables of `lance:///DIRECTORY`. Raises: SearchUnavailable."""
+    directory = Path(unquote(urlsplit(url).path))
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise SearchUnavailable(
+            f"vector stores cannot be kept in {directory} ({error.strerror}): name a directory "
+            "that can be written"
+        ) from None
+    return LanceIndexes(directory)
+
+
+class LanceIndexes:
+    """One table for each store."""
+
+    def __init__(self, directory: Path) -> None:
+        os.environ.setdefault("LANCE_LOG", "error")
+        self._directory = directory
+        self._database = lancedb.connect(str(directory))
+
+    def open(self, name: str, dimensions: int) -> "LanceIndex":
+        """The table of a store, made where there is none."""
+        if self._path(name).exists():
+            table = self._database.open_table(name)
+        else:
+            table = self._database.create_table(name, schema=_schema(dimensions))
+        return LanceIndex(table, self._path(name), dimensions)
+
+    def drop(self, name: str) -> None:
+        """Delete the table of a store, if there is one."""
+        if self._path(name).exists():
+            self._database.drop_table(name)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.lance"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LanceIndex:
+    """The table of one store."""
+
+    def __init__(self, table: Any, path: Path, dimensions: int) -> None:
+        self._table = table
+        self._path = path
+        self._dimensions = dimensions
+        self._lock = threading.Lock()
+        self._is_indexed = bool(self._vector_index())
+
+    def upsert(self, items: Sequence[Item]) -> None:
+        """One commit."""
+        merge = self._table.merge_insert("id")
+        merge = merge.when_matched_update_all().when_not_matched_insert_all()
+        with self._lock:
+            merge.execute(self._to_table(items))
+
+    def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
+        """One commit for a filter, or for `_BATCH_IDS` ids."""
+        if ids is None:
+            conditions = [to_sql(where)] if where is not None else []
+        else:
+            conditions = list(_id_conditions(ids))
+        with self._lock:
+            return sum(self._table.delete(each).num_deleted_rows for each in conditions)
+
+    def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
+        """By the index where there is one."""
+        return [self._search_one(vector, k, where) for vector in vectors]
+
+    def _search_one(self, vector: np.ndarray, k: int, where: Filter | None) -> list[Hit]:
+        query = self._table.search(vector).distance_type("cosine")
+        if self._is_indexed:
+            query = query.refine_factor(REFINE_FACTOR)
+        if where is not None:
+            query = query.where(to_sql(where), prefilter=True)
+        rows = query.select([*_PLAIN, "_distance"]).limit(k).to_arrow().to_pylist()
+        hits = [Hit(item=_to_item(row), score=1.0 - row["_distance"]) for row in rows]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.item.id))
+
+    def get(self, ids: Sequence[str]) -> list[Item]:
+        """By the index of ids where there is one."""
+        return [
+            item for condition in _id_conditions(ids) for item in self._read(condition, _BATCH_IDS)
+        ]
+
+    def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
+        """The ids are sorted here: Lance keeps no order."""
+        ids = self._table.search().where(f"id > {sql_text(after)}").select(["id"]).to_arrow()["id"]
+        if not len(ids):
+            return []
+        order = pc.sort_indices(ids).slice(0, limit)
+        wanted = ids.take(order).to_pylist()
+        items = {item.id: item for item in self.get(wanted)}
+        found = [items[key] for key in wanted if key in items]
+        return found if with_vectors else [_without_vector(item) for item in found]
+
+    def _read(self, condition: str, limit: int) -> list[Item]:
+        query = self._table.search().where(condition).select([*_PLAIN, "vector"]).limit(limit)
+        return [_to_item(row) for row in query.to_arrow().to_pylist()]
+
+    def stats(self) -> IndexStats:
+        """Of the version that is read, and of all files."""
+        num_bytes = sum(
+            entry.stat().st_size
+            for folder, _, names in os.walk(self._path)
+            for entry in map(Path(folder).joinpath, names)
+            if entry.exists()
+        )
+        return IndexStats(self._table.count_rows(), num_bytes)
+
+    def compact(self) -> None:
+        """Join files; index what is not indexed, once that is more than a scan should read."""
+        statistics = self._vector_index()
+        num_new = statistics.num_unindexed_rows if statistics else self._table.count_rows()
+        fragments = self._table.stats()["fragment_stats"]["num_fragments"]
+        with self._lock:
+            if num_new >= SCAN_ROWS and statistics is None:
+                self._build()
+            elif num_new >= SCAN_ROWS or fragments > MAX_FRAGMENTS:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
+
+    def _build(self) -> None:
+        config = IvfSq(distance_type="cosine", num_partitions=1)
+        self._table.create_index("vector", config=config, replace=True)
+        self._table.create_index("id", config=BTree(), replace=True)
+        self._table.wait_for_index(["vector_idx"], timedelta(minutes=10))
+        self._is_indexed = True
+
+    def _vector_index(self) -> Any:
+        names = {index.name for index in self._table.list_indices()}
+        return self._table.index_stats("vector_idx") if "vector_idx" in names else None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _to_table(self, items: Sequence[Item]) -> pa.Table:
+        vectors = np.frombuffer(b"".join(item.vector for item in items), "<f4")
+        columns = {
+            "id": [item.id for item in items],
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors), self._dimensions),
+            "text": [item.text for item in items],
+            "image": [item.image for item in items],
+            "file_id": [item.file_id for item in items],
+            "filename": [item.filename for item in items],
+            "attributes": [json.dumps(item.attributes) for item in items],
+            "filterable": pa.ExtensionArray.from_storage(
+                pa.json_(), pa.array([to_json(item.attributes) for item in items])
+            ),
+        }
+        return pa.table(columns, schema=_schema(self._dimensions))
+
+
+def _schema(dimensions: int) -> pa.Schema:
+    texts = [pa.field(name, pa.string()) for name in _PLAIN]
+    vector = pa.field("vector", pa.list_(pa.float32(), dimensions))
+    return pa.schema([texts[0], vector, *texts[1:], pa.field("filterable", pa.json_())])
+
+
+def _id_conditions(ids: Sequence[str]) -> list[str]:
+    return [
+        f"id IN ({', '.join(map(sql_text, ids[first : first + _BATCH_IDS]))})"
+        for first in range(0, len(ids), _BATCH_IDS)
+    ]
+
+
+def _to_item(row: dict[str, Any]) -> Item:
+    vector = row.get("vector")
+    return Item(
+        id=row["id"],
+        vector=b"" if vector is None else np.asarray(vector, "<f4").tobytes(),
+        text=row["text"],
+        image=row["image"],
+        file_id=row["file_id"],
+        filename=row["filename"],
+        attributes=json.loads(row["attributes"]),
+    )
+
+
+def _without_vector(item: Item) -> Item:
+    return Item(
+        id=item.id,
+        text=item.text,
+        image=item.image,
+        file_id=item.file_id,
+        filename=item.filename,
+        attributes=item.attributes,
+    )

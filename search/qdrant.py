@@ -1,0 +1,168 @@
+"""Qdrant: a server of its own, for stores beyond one machine; a collection for each store.
+
+A point's id is a UUID of the item's id, as Qdrant takes no texts. Writes wait until the server has
+them in its log.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+import numpy as np
+from qdrant_client import QdrantClient, models
+
+from search.filters import to_columns, to_qdrant
+from search.index import IndexStats, SearchUnavailable
+from shared.search import Filter, Hit, Item
+
+_IDS = uuid.UUID("6b1a3c52-7a0e-4c3f-9d0b-5b8f3a2d9e11")
+_BYTES_PER_NUMBER = 4
+_PAGE = 1000
+TIMEOUT_S = 30
+
+
+def open_qdrant(url: str) -> "QdrantIndexes":
+    """The collections of `qdrant://HOST:PORT`, or `qdrants://` for TLS; `?key=` for an API key.
+
+    Raises: SearchUnavailable.
+    """
+    parts = urlsplit(url)
+    key = parse_qs(parts.query).get("key", [None])[0]
+    scheme = "https" if parts.scheme == "qdrants" else "http"
+    address = f"{scheme}://{parts.hostname}:{parts.port or 6333}"
+    try:
+        client = QdrantClient(url=address, api_key=key, timeout=TIMEOUT_S)
+        client.get_collections()
+    except Exception as error:  # of grpc, httpx or its own, by what goes wrong
+        raise SearchUnavailable(
+            f"VLM_SEARCH__INDEX: no Qdrant answers at {parts.hostname}:{parts.port or 6333} "
+            f"({type(error).__name__}); start it, or name its address"
+        ) from None
+    return QdrantIndexes(client)
+
+
+class QdrantIndexes:
+    """One collection for each store."""
+
+    def __init__(self, client: QdrantClient) -> None:
+        self._client = client
+
+    def open(self, name: str, dimensions: int) -> "QdrantIndex":
+        """The collection of a store, made where there is none."""
+        if not self._client.collection_exists(name):
+            vectors = models.VectorParams(size=dimensions, distance=models.Distance.COSINE)
+            self._client.create_collection(name, vectors_config=vectors)
+        return QdrantIndex(self._client, name, dimensions)
+
+    def drop(self, name: str) -> None:
+        """Delete the collection of a store, if there is one."""
+        self._client.delete_collection(name)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()
+
+
+class QdrantIndex:
+    """The collection of one store."""
+
+    def __init__(self, client: QdrantClient, name: str, dimensions: int) -> None:
+        self._client = client
+        self._name = name
+        self._dimensions = dimensions
+
+    def upsert(self, items: Sequence[Item]) -> None:
+        """One request: Qdrant writes it to its log before it answers."""
+        points = [
+            models.PointStruct(
+                id=_to_uuid(item.id),
+                vector=np.frombuffer(item.vector, "<f4").tolist(),
+                payload=_to_payload(item),
+            )
+            for item in items
+        ]
+        self._client.upsert(self._name, points, wait=True)
+
+    def delete(self, ids: Sequence[str] | None = None, where: Filter | None = None) -> int:
+        """One request, and a count before it."""
+        if ids is not None:
+            has_ids = models.HasIdCondition(has_id=[_to_uuid(key) for key in ids])
+            chosen = models.Filter(must=[has_ids])
+        elif where is not None:
+            chosen = to_qdrant(where)
+        else:
+            return 0
+        num_found = self._client.count(self._name, count_filter=chosen, exact=True).count
+        if num_found:
+            self._client.delete(self._name, models.FilterSelector(filter=chosen), wait=True)
+        return num_found
+
+    def search(self, vectors: np.ndarray, k: int, where: Filter | None = None) -> list[list[Hit]]:
+        """By the server's graph, beyond what it scans."""
+        chosen = to_qdrant(where) if where is not None else None
+        asked = [
+            models.QueryRequest(query=vector.tolist(), filter=chosen, limit=k, with_payload=True)
+            for vector in vectors
+        ]
+        answers = self._client.query_batch_points(self._name, asked)
+        return [
+            sorted(
+                (Hit(item=_to_item(point), score=point.score) for point in answer.points),
+                key=lambda hit: (-hit.score, hit.item.id),
+            )
+            for answer in answers
+        ]
+
+    def get(self, ids: Sequence[str]) -> list[Item]:
+        """By their UUIDs."""
+        keys = [_to_uuid(key) for key in ids]
+        found = self._client.retrieve(self._name, keys, with_payload=True, with_vectors=True)
+        return [_to_item(point) for point in found]
+
+    def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
+        """All ids are read and sorted here: Qdrant's order is that of its UUIDs."""
+        ids: list[str] = []
+        offset: Any = None
+        while True:
+            points, offset = self._client.scroll(
+                self._name, limit=_PAGE, offset=offset, with_payload=["id"]
+            )
+            ids += [(point.payload or {})["id"] for point in points]
+            if offset is None:
+                break
+        wanted = sorted(key for key in ids if key > after)[:limit]
+        items = {item.id: item for item in self.get(wanted)}
+        found = [items[key] for key in wanted if key in items]
+        if with_vectors:
+            return found
+        return [msgspec.structs.replace(item, vector=b"") for item in found]
+
+    def stats(self) -> IndexStats:
+        """Qdrant tells no bytes: those of the vectors."""
+        num_items = self._client.count(self._name, exact=True).count
+        return IndexStats(num_items, num_items * self._dimensions * _BYTES_PER_NUMBER)
+
+    def compact(self) -> None:
+        """The server does so by itself."""
+
+    def close(self) -> None:
+        """The connection is that of all collections."""
+
+
+def _to_uuid(key: str) -> str:
+    return str(uuid.uuid5(_IDS, key))
+
+
+def _to_payload(item: Item) -> dict[str, Any]:
+    payload = msgspec.to_builtins(msgspec.structs.replace(item, vector=b""))
+    return {**payload, "filterable": to_columns(item.attributes)}
+
+
+def _to_item(point: Any) -> Item:
+    payload = {name: value for name, value in point.payload.items() if name != "filterable"}
+    item = msgspec.convert(payload, Item)
+    if point.__class__.__name__ == "ScoredPoint" or point.vector is None:
+        return item
+    return msgspec.structs.replace(item, vector=np.asarray(point.vector, "<f4").tobytes())

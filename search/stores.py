@@ -1,0 +1,523 @@
+"""What the search process does for gateways: stores of tenants, over one kind of index.
+
+A store is written by one thread at a time; readers wait for nobody. What a call has answered is on
+disk. A collection that the operator names is a read-only store that every key may search.
+"""
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from search.catalog import Catalog
+from search.flat import FlatIndex
+from search.index import IndexKind, VectorIndex
+from shared.search import (
+    FILE_ID,
+    STORE_ID,
+    AttachFile,
+    ChangeStore,
+    CreateStore,
+    DetachFile,
+    DropFile,
+    DropItems,
+    DropStore,
+    FileRecord,
+    Hit,
+    Item,
+    ListFiles,
+    ListStoreFiles,
+    ListStores,
+    PutFile,
+    PutItems,
+    Query,
+    ReadFile,
+    ReadItems,
+    ReadStore,
+    ReadStoreFile,
+    Request,
+    StoreFile,
+    StoreRecord,
+    refuse,
+)
+from shared.settings.limits import LimitSettings
+
+#: Stores whose index is kept open.
+MAX_OPEN = 64
+#: `last_active_at` is written that often; a search need not write for it.
+ACTIVE_S = 60
+#: Vectors whose length is that near to 1 are kept as they are.
+LENGTH_TOLERANCE = 1e-6
+
+logger = logging.getLogger(__name__)
+
+
+class OpenStore:
+    """The index of a store, and who writes it."""
+
+    def __init__(self, index: VectorIndex) -> None:
+        self.index = index
+        self.writing = threading.RLock()
+
+
+class Stores:
+    """All stores of one search process."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        indexes: IndexKind | None,
+        limits: LimitSettings,
+        collections: Sequence[Path] = (),
+    ) -> None:
+        """Without `indexes` it has collections alone. Raises: BadCollection."""
+        self._catalog = catalog
+        self._indexes = indexes
+        self._limits = limits
+        self._open: OrderedDict[str, OpenStore] = OrderedDict()
+        self._lock = threading.RLock()
+        self._collections = dict(map(_open_collection, collections))
+        self._background = ThreadPoolExecutor(1, "compact")
+        self._due: set[str] = set()
+        self._answers: Mapping[type[Request], Callable[[Any], Any]] = {
+            CreateStore: self._create_store,
+            ReadStore: lambda asked: self._find(asked.tenant, asked.store),
+            ListStores: self._list_stores,
+            ChangeStore: self._change_store,
+            DropStore: self._drop_store,
+            PutItems: self._put_items,
+            DropItems: self._drop_items,
+            ReadItems: self._read_items,
+            Query: self._query,
+            PutFile: self._put_file,
+            ReadFile: self._read_file,
+            ListFiles: self._list_files,
+            DropFile: self._drop_file,
+            AttachFile: self._attach_file,
+            ReadStoreFile: self._read_store_file,
+            ListStoreFiles: self._list_store_files,
+            DetachFile: self._detach_file,
+        }
+        for record in catalog.unfinished():
+            self._forget_chunks(record)
+
+    def answer(self, request: Request) -> Any:
+        """Do what is asked. Blocks. Raises: SearchError."""
+        return self._answers[type(request)](request)
+
+    def close(self) -> None:
+        """Wait for what is being written and let go of all."""
+        self._background.shutdown(cancel_futures=True)
+        for store in self._open.values():
+            with store.writing:
+                store.index.close()
+        if self._indexes is not None:
+            self._indexes.close()
+        self._catalog.close()
+
+    # Stores
+
+    def _create_store(self, asked: CreateStore) -> StoreRecord:
+        with self._lock:
+            if len(self._catalog.stores(asked.tenant)) >= self._limits.max_stores:
+                raise refuse(
+                    "full", f"This key has {self._limits.max_stores} vector stores: delete one."
+                )
+            now = _now()
+            record = StoreRecord(
+                id=STORE_ID + secrets.token_hex(16),
+                created_at=now,
+                last_active_at=now,
+                **{
+                    name: getattr(asked, name)
+                    for name in CreateStore.__struct_fields__
+                    if name != "tenant"
+                },
+            )
+            self._kind().open(record.id, record.dimensions)
+            self._catalog.put_store(asked.tenant, record)
+        return record
+
+    def _find(self, tenant: str, name: str) -> StoreRecord:
+        """A tenant's store, or a collection. Raises: SearchError."""
+        record = self._catalog.store(tenant, name)
+        if record is not None:
+            return record
+        for collection, _ in self._collections.values():
+            if name in (collection.id, collection.name):
+                return collection
+        if not name.startswith(STORE_ID):
+            for record in self._catalog.stores(tenant):
+                if record.name == name:
+                    return record
+        raise refuse("not_found", "There is no such vector store.", "vector_store_id")
+
+    def _find_writable(self, tenant: str, name: str) -> StoreRecord:
+        record = self._find(tenant, name)
+        if record.is_read_only:
+            raise refuse("read_only", "This store is a collection of files: it is only searched.")
+        return record
+
+    def _list_stores(self, asked: ListStores) -> list[StoreRecord]:
+        """A tenant's; the first page of the newest has the collections before them."""
+        found = self._catalog.list_stores(asked.tenant, asked.page)
+        page = asked.page
+        if page.after or page.before or page.is_ascending:
+            return found
+        return [record for record, _ in self._collections.values()] + found
+
+    def _change_store(self, asked: ChangeStore) -> StoreRecord:
+        with self._lock:
+            record = self._find_writable(asked.tenant, asked.store)
+            changes = {
+                name: value
+                for name, value in (("name", asked.name), ("metadata", asked.metadata))
+                if value is not None
+            }
+            record = msgspec.structs.replace(record, last_active_at=_now(), **changes)
+            self._catalog.put_store(asked.tenant, record)
+        return record
+
+    def _drop_store(self, asked: DropStore) -> bool:
+        record = self._find_writable(asked.tenant, asked.store)
+        with self._writing(record), self._lock:
+            store = self._open.pop(record.id)
+            store.index.close()
+            self._catalog.drop_store(record.id)
+            self._kind().drop(record.id)
+        return True
+
+    # Items
+
+    def _put_items(self, asked: PutItems) -> StoreRecord:
+        record = self._find_writable(asked.tenant, asked.store)
+        self._check_digest(record, asked.digest)
+        items = _normalized(asked.items, record)
+        with self._writing(record) as index:
+            self._upsert(asked.tenant, record, index, items)
+            return self._note_change(asked.tenant, record, index)
+
+    def _upsert(
+        self, tenant: str, record: StoreRecord, index: VectorIndex, items: Sequence[Item]
+    ) -> None:
+        limits, stats = self._limits, index.stats()
+        if stats.num_items + len(items) > limits.max_store_items:
+            known = len(index.get([item.id for item in items]))
+            if stats.num_items + len(items) - known > limits.max_store_items:
+                raise refuse(
+                    "full",
+                    f"A vector store holds at most {limits.max_store_items} items: delete some, or "
+                    "make another store.",
+                )
+        num_bytes = sum(len(item.vector) + len(item.text.encode()) for item in items)
+        self._check_bytes(tenant, num_bytes)
+        index.upsert(items)
+        self._compact_later(record)
+
+    def _drop_items(self, asked: DropItems) -> int:
+        record = self._find_writable(asked.tenant, asked.store)
+        with self._writing(record) as index:
+            num_deleted = index.delete(asked.ids, asked.where)
+            if num_deleted:
+                self._note_change(asked.tenant, record, index)
+                self._compact_later(record)
+        return num_deleted
+
+    def _read_items(self, asked: ReadItems) -> list[Item]:
+        record = self._find(asked.tenant, asked.store)
+        index = self._store(record).index
+        if asked.ids is None:
+            return index.page(asked.page.after, asked.page.limit + 1, asked.with_vectors)
+        found = index.get(asked.ids)
+        if asked.with_vectors:
+            return found
+        return [msgspec.structs.replace(item, vector=b"") for item in found]
+
+    def _query(self, asked: Query) -> list[Hit]:
+        record = self._find(asked.tenant, asked.store)
+        self._check_digest(record, asked.digest)
+        vectors = _check_vectors(asked.vectors, record)
+        lists = self._store(record).index.search(vectors, asked.k, asked.where)
+        if not record.is_read_only and _now() - record.last_active_at > ACTIVE_S:
+            with self._lock:
+                current = self._catalog.store(asked.tenant, record.id)
+                if current is not None:
+                    current = msgspec.structs.replace(current, last_active_at=_now())
+                    self._catalog.put_store(asked.tenant, current)
+        best: dict[str, Hit] = {}
+        for hit in (hit for hits in lists for hit in hits):
+            if hit.item.id not in best or hit.score > best[hit.item.id].score:
+                best[hit.item.id] = hit
+        return sorted(best.values(), key=lambda hit: (-hit.score, hit.item.id))[: asked.k]
+
+    # Files
+
+    def _put_file(self, asked: PutFile) -> FileRecord:
+        with self._lock:
+            num_files, _ = self._catalog.files_of(asked.tenant)
+            if num_files >= self._limits.max_files:
+                raise refuse("full", f"This key has {self._limits.max_files} files: delete one.")
+            self._check_bytes(asked.tenant, len(asked.data))
+            record = FileRecord(
+                id=FILE_ID + secrets.token_hex(16),
+                filename=asked.filename,
+                purpose=asked.purpose,
+                num_bytes=len(asked.data),
+                created_at=_now(),
+            )
+            self._catalog.put_file(asked.tenant, record, asked.data)
+        return record
+
+    def _read_file(self, asked: ReadFile) -> FileRecord:
+        record = self._catalog.file(asked.tenant, asked.file, with_data=asked.with_data)
+        if record is None:
+            raise refuse("not_found", "There is no such file.", "file_id")
+        return record
+
+    def _list_files(self, asked: ListFiles) -> list[FileRecord]:
+        return self._catalog.list_files(asked.tenant, asked.page, asked.purpose)
+
+    def _drop_file(self, asked: DropFile) -> bool:
+        if not self._catalog.drop_file(asked.tenant, asked.file):
+            raise refuse("not_found", "There is no such file.", "file_id")
+        return True
+
+    def _attach_file(self, asked: AttachFile) -> StoreFile:
+        store = self._find_writable(asked.tenant, asked.store)
+        file = self._read_file(ReadFile(tenant=asked.tenant, file=asked.file))
+        self._check_digest(store, asked.digest)
+        items = _normalized(asked.items, store)
+        record = StoreFile(
+            id=file.id,
+            store_id=store.id,
+            filename=file.filename,
+            created_at=_now(),
+            status="in_progress",
+            num_chunks=len(asked.items),
+            num_bytes=file.num_bytes,
+            max_chunk_tokens=asked.max_chunk_tokens,
+            chunk_overlap_tokens=asked.chunk_overlap_tokens,
+            attributes=asked.attributes,
+        )
+        with self._writing(store) as index:
+            before = self._catalog.store_file(store.id, file.id)
+            most = max(before.num_chunks if before else 0, record.num_chunks)
+            # What a crash leaves of it is deleted at the next start, by the larger count.
+            self._catalog.put_store_file(msgspec.structs.replace(record, num_chunks=most))
+            try:
+                self._upsert(asked.tenant, store, index, items)
+            except BaseException:
+                if before is None:
+                    self._catalog.drop_store_file(store.id, file.id)
+                else:
+                    self._catalog.put_store_file(before)
+                raise
+            if most > record.num_chunks:
+                index.delete(chunk_ids(file.id, record.num_chunks, most))
+            record = msgspec.structs.replace(record, status="completed")
+            self._catalog.put_store_file(record)
+            self._note_change(asked.tenant, store, index)
+        return record
+
+    def _read_store_file(self, asked: ReadStoreFile | DetachFile) -> StoreFile:
+        store = self._find(asked.tenant, asked.store)
+        record = self._catalog.store_file(store.id, asked.file)
+        if record is None:
+            raise refuse("not_found", "There is no such file in this vector store.", "file_id")
+        return record
+
+    def _list_store_files(self, asked: ListStoreFiles) -> list[StoreFile]:
+        store = self._find(asked.tenant, asked.store)
+        return self._catalog.list_store_files(store.id, asked.page)
+
+    def _detach_file(self, asked: DetachFile) -> bool:
+        store = self._find_writable(asked.tenant, asked.store)
+        record = self._read_store_file(asked)
+        with self._writing(store) as index:
+            self._catalog.put_store_file(msgspec.structs.replace(record, status="in_progress"))
+            index.delete(chunk_ids(record.id, 0, record.num_chunks))
+            self._catalog.drop_store_file(store.id, record.id)
+            self._note_change(asked.tenant, store, index)
+        return True
+
+    def _forget_chunks(self, record: StoreFile) -> None:
+        """The process ended while a file's chunks were written or deleted: none of them stays."""
+        logger.warning("file %s was not whole in %s: its chunks go", record.id, record.store_id)
+        tenants = self._catalog.tenant_of(record.store_id)
+        for tenant in tenants:
+            store = self._find(tenant, record.store_id)
+            with self._writing(store) as index:
+                index.delete(chunk_ids(record.id, 0, record.num_chunks))
+                self._catalog.drop_store_file(record.store_id, record.id)
+                self._note_change(tenant, store, index)
+
+    # What they share
+
+    def _kind(self) -> IndexKind:
+        """Raises: SearchError."""
+        if self._indexes is None:
+            raise refuse("read_only", "Collections alone are served here: nothing can be stored.")
+        return self._indexes
+
+    def _store(self, record: StoreRecord) -> OpenStore:
+        """The store's index, opened if it is not; the one that was not used longest is closed."""
+        if record.id in self._collections:
+            return self._collections[record.id][1]
+        with self._lock:
+            store = self._open.get(record.id)
+            if store is None:
+                store = OpenStore(self._kind().open(record.id, record.dimensions))
+                self._open[record.id] = store
+            self._open.move_to_end(record.id)
+            if len(self._open) > MAX_OPEN:
+                self._close_one()
+            return store
+
+    def _close_one(self) -> None:
+        for name, store in self._open.items():
+            if store.writing.acquire(blocking=False):
+                del self._open[name]
+                store.writing.release()
+                return
+
+    @contextmanager
+    def _writing(self, record: StoreRecord) -> Iterator[VectorIndex]:
+        """The index, while nobody else writes it. Raises: SearchError where the store has gone."""
+        store = self._store(record)
+        with store.writing:
+            if self._store(record) is not store:
+                raise refuse("not_found", "There is no such vector store.", "vector_store_id")
+            yield store.index
+
+    def _note_change(self, tenant: str, record: StoreRecord, index: VectorIndex) -> StoreRecord:
+        """Note how much the store holds now."""
+        stats = index.stats()
+        with self._lock:
+            current = self._catalog.store(tenant, record.id) or record
+            current = msgspec.structs.replace(
+                current,
+                num_items=stats.num_items,
+                num_bytes=stats.num_bytes,
+                num_files=self._catalog.num_store_files(record.id),
+                last_active_at=_now(),
+            )
+            self._catalog.put_store(tenant, current)
+        return current
+
+    def _check_bytes(self, tenant: str, num_new: int) -> None:
+        """Raises: SearchError where the key keeps too much."""
+        most = self._limits.max_key_search_bytes
+        _, num_bytes = self._catalog.files_of(tenant)
+        num_bytes += sum(record.num_bytes for record in self._catalog.stores(tenant))
+        if num_bytes + num_new > most:
+            raise refuse(
+                "full", f"This key keeps {most} bytes in files and vector stores: delete some."
+            )
+
+    def _check_digest(self, record: StoreRecord, digest: str) -> None:
+        """Raises: SearchError for vectors of another model than the store's."""
+        if digest and record.digest and digest != record.digest:
+            raise refuse(
+                "conflict",
+                "The model that is served under this name is not the one that made the vectors of "
+                "this store: make a new store.",
+                "embedding_model",
+            )
+
+    def _compact_later(self, record: StoreRecord) -> None:
+        """Compact in the background, once however much is written until then."""
+        with self._lock:
+            if record.id in self._due:
+                return
+            self._due.add(record.id)
+        self._background.submit(self._compact, record)
+
+    def _compact(self, record: StoreRecord) -> None:
+        with self._lock:
+            self._due.discard(record.id)
+            store = self._open.get(record.id)
+        if store is None:
+            return
+        try:
+            store.index.compact()
+        except Exception:
+            logger.exception("store %s cannot be compacted", record.id)
+
+
+def chunk_ids(file_id: str, first: int, last: int) -> list[str]:
+    """The ids of a file's chunks."""
+    return [f"{file_id}:{number}" for number in range(first, last)]
+
+
+def _open_collection(directory: Path) -> tuple[str, tuple[StoreRecord, OpenStore]]:
+    """A directory of `vlm embed` as a store. Raises: BadCollection."""
+    index = FlatIndex(directory)
+    manifest = index.manifest
+    identity = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+    created_at = int((directory / manifest.parts[0].name).stat().st_mtime) if manifest.parts else 0
+    record = StoreRecord(
+        id=STORE_ID + identity[:32],
+        name=directory.resolve().name,
+        created_at=created_at,
+        last_active_at=created_at,
+        model=manifest.model,
+        digest=manifest.digest,
+        dimensions=manifest.dimensions,
+        prompt=manifest.prompt,
+        num_items=manifest.num_items,
+        num_bytes=index.stats().num_bytes,
+        is_read_only=True,
+    )
+    return record.id, (record, OpenStore(index))
+
+
+def _check_vectors(vectors: Sequence[bytes], record: StoreRecord) -> np.ndarray:
+    """Of length 1. Shapes: [vectors, dimensions].
+
+    Raises: SearchError for a vector that does not fit the store, or has no direction.
+    """
+    size = record.dimensions * 4
+    for index, vector in enumerate(vectors):
+        if len(vector) != size:
+            raise refuse(
+                "invalid",
+                f"A vector has {len(vector) // 4} dimensions: send {record.dimensions}, as the "
+                "store has.",
+                str(index),
+            )
+    rows = np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), record.dimensions)
+    with np.errstate(over="ignore", invalid="ignore"):
+        lengths = np.linalg.norm(rows.astype("f8"), axis=1)
+    bad = np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
+    if len(bad):
+        raise refuse(
+            "invalid",
+            "A vector has no direction: send finite numbers that are not all zero.",
+            str(int(bad[0])),
+        )
+    if np.abs(lengths - 1).max(initial=0) < LENGTH_TOLERANCE:
+        return rows
+    return (rows / lengths[:, None]).astype("<f4")
+
+
+def _normalized(items: Sequence[Item], record: StoreRecord) -> list[Item]:
+    """The items with vectors of length 1. Raises: SearchError."""
+    rows = _check_vectors([item.vector for item in items], record)
+    return [
+        msgspec.structs.replace(item, vector=row.tobytes())
+        for item, row in zip(items, rows, strict=True)
+    ]
+
+
+def _now() -> int:
+    return int(time.time())  # noqa: TID251 (people read it)

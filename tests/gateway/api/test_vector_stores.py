@@ -1,0 +1,475 @@
+"""Vector stores over HTTP: OpenAI's client unchanged, items of our own, tenants apart, bad input named."""
+
+import asyncio
+import base64
+import json
+from array import array
+
+import openai
+import pytest
+
+from gateway.api.vector_stores import cut_chunks
+from tests.factories_gateway import make_settings, run_gateway_on_socket
+from tests.factories_images import data_url
+from tests.factories_numbers import load, run_fleet, score_of, vector_of
+from tests.factories_queue import MODEL
+from tests.factories_search import make_vectors, serve_search
+from tests.factories_worker import run_worker
+
+STORES = "/v1/vector_stores"
+KEYS = ["key-one", "key-two"]
+AS_ONE, AS_TWO = ({"authorization": f"Bearer {key}"} for key in KEYS)
+TEXTS = ["a client for redis", "how to bake bread", "ein Gedicht über Köln"]
+
+
+@pytest.fixture
+def limits():
+    return {}
+
+
+@pytest.fixture
+async def search(tmp_path, limits):
+    async with serve_search(tmp_path / "search", limits=limits) as search:
+        yield search
+
+
+@pytest.fixture
+async def gateway(ends, redis_server, search, limits):
+    changes = {"gateway": {"api_keys": KEYS}, "search": dict(search), "limits": limits}
+    async with run_fleet(ends, redis_server, **changes) as (gateway, _):
+        gateway.client.headers.update(AS_ONE)
+        yield gateway
+
+
+@pytest.fixture
+async def client(gateway):
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=KEYS[0], max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def store(gateway):
+    return (await gateway.client.post(STORES, json={"name": "mine"})).json()["id"]
+
+
+async def put(gateway, store, items, **options):
+    return await gateway.client.put(f"{STORES}/{store}/items", json={"items": items}, **options)
+
+
+async def find(gateway, store, query, **options):
+    body = {"query": query, **options}
+    return await gateway.client.post(f"{STORES}/{store}/search", json=body)
+
+
+def error_of(response):
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]
+
+
+# What is answered
+
+
+async def test_the_official_client_makes_lists_changes_and_deletes_stores(client):
+    made = [await client.vector_stores.create(name=f"store {n}") for n in range(3)]
+    first = made[0]
+    assert (first.object, first.status, first.file_counts.total) == ("vector_store", "completed", 0)
+    assert first.model_extra["embedding_model"] == MODEL
+    listed = [store.id async for store in client.vector_stores.list(limit=2)]
+    assert listed == [store.id for store in reversed(made)]
+    ascending = [store.id async for store in client.vector_stores.list(limit=2, order="asc")]
+    assert ascending == listed[::-1]
+    before = await client.vector_stores.list(before=made[0].id, limit=1)
+    assert [store.id for store in before.data] == [made[1].id]
+    changed = await client.vector_stores.update(first.id, name="other", metadata={"a": "b"})
+    read = await client.vector_stores.retrieve(first.id)
+    assert changed.name == read.name == "other"
+    assert read.metadata == {"a": "b"}
+    assert (await client.vector_stores.delete(first.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.vector_stores.retrieve(first.id)
+
+
+async def test_items_are_stored_replaced_found_read_and_deleted(gateway, store):
+    items = [
+        {"id": f"text {n}", "text": text, "attributes": {"n": n, "long": len(text) > 18}}
+        for n, text in enumerate(TEXTS)
+    ]
+    answer = (await put(gateway, store, items)).json()
+    assert (answer["num_items"], answer["store"]["num_items"]) == (3, 3)
+    answer = (await put(gateway, store, items[:1])).json()
+    assert answer["store"]["num_items"] == 3
+
+    page = (await find(gateway, store, "passage: " + TEXTS[1])).json()
+    # The mock knows no likeness: only the same words with the same prompt give the same vector.
+    assert (page["object"], page["has_more"]) == ("vector_store.search_results.page", False)
+    assert len(page["data"]) == 3
+    by_vector = await find(
+        gateway, store, {"embedding": vector_of(TEXTS[1], prompt_name="document")}
+    )
+    best = by_vector.json()["data"][0]
+    assert best["id"] == best["file_id"] == "text 1"
+    assert best["score"] == pytest.approx(1, abs=1e-5)
+    assert best["content"] == [{"type": "text", "text": TEXTS[1]}]
+    assert best["attributes"] == {"n": 1, "long": False}
+
+    url = f"{STORES}/{store}/items"
+    one = (await gateway.client.get(f"{url}/text 2", params={"include": "embedding"})).json()
+    stored = array("f", base64.b64decode(one["embedding"])).tolist()
+    assert stored == pytest.approx(vector_of(TEXTS[2], prompt_name="document"), abs=1e-6)
+    listed = (await gateway.client.get(url, params={"limit": 2})).json()
+    assert [item["id"] for item in listed["data"]] == ["text 0", "text 1"]
+    assert listed["has_more"]
+    rest = (await gateway.client.get(url, params={"after": listed["last_id"]})).json()
+    assert [item["id"] for item in rest["data"]] == ["text 2"]
+
+    async def delete(**body):
+        response = await gateway.client.request("DELETE", url, json=body)
+        return response.json()["num_deleted"]
+
+    assert await delete(ids=["text 0", "nobody"]) == 1
+    assert await delete(filters={"type": "gt", "key": "n", "value": 1}) == 1
+    left = (await gateway.client.get(url)).json()["data"]
+    assert [item["id"] for item in left] == ["text 1"]
+
+
+async def test_queries_are_embedded_with_the_models_prompt_and_joined(gateway, store):
+    vectors = {text: vector_of(text, prompt_name="query") for text in TEXTS}
+    items = [{"id": text, "text": text, "embedding": vectors[text]} for text in TEXTS]
+    await put(gateway, store, items)
+    page = (await find(gateway, store, TEXTS[:2], max_num_results=2)).json()
+    assert page["search_query"] == TEXTS[:2]
+    assert {hit["id"] for hit in page["data"]} == set(TEXTS[:2])
+    assert [hit["score"] for hit in page["data"]] == pytest.approx([1, 1], abs=1e-5)
+    few = (await find(gateway, store, TEXTS[0], ranking_options={"score_threshold": 0.99})).json()
+    assert [hit["id"] for hit in few["data"]] == [TEXTS[0]]
+
+
+async def test_images_are_items_and_queries(gateway, store):
+    red, blue = data_url(1), data_url(2)
+    stored = await put(gateway, store, [{"id": "red", "image": red}, {"id": "blue", "image": blue}])
+    assert stored.status_code == 200, stored.text
+    page = (await find(gateway, store, {"image": blue})).json()
+    assert [hit["id"] for hit in page["data"]] == ["blue", "red"]
+    assert page["data"][0]["score"] == pytest.approx(1, abs=1e-5)
+
+
+async def test_a_model_orders_what_was_found(gateway, store):
+    await put(gateway, store, [{"id": text, "text": text} for text in TEXTS])
+    page = (await find(gateway, store, "words", ranking_options={"ranker": MODEL})).json()
+    scores = {text: score_of("words", text) for text in TEXTS}
+    assert [hit["id"] for hit in page["data"]] == sorted(TEXTS, key=lambda text: -scores[text])
+    assert page["data"][0]["score"] == pytest.approx(max(scores.values()))
+
+
+async def test_the_official_client_uploads_attaches_and_searches_files(client, gateway):
+    text = "\n\n".join(f"Paragraph {n}: " + "word " * 60 for n in range(20))
+    store = await client.vector_stores.create(name="files")
+    file = await client.files.create(file=("notes.txt", text.encode()), purpose="assistants")
+    assert (file.bytes, file.filename, file.purpose) == (len(text), "notes.txt", "assistants")
+    assert (await client.files.content(file.id)).content == text.encode()
+    attached = await client.vector_stores.files.create_and_poll(
+        file.id,
+        vector_store_id=store.id,
+        attributes={"lang": "en"},
+        chunking_strategy={
+            "type": "static",
+            "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 20},
+        },
+    )
+    assert (attached.status, attached.attributes) == ("completed", {"lang": "en"})
+    content = await client.vector_stores.files.content(file.id, vector_store_id=store.id)
+    chunks = [piece.text async for piece in content]
+    assert len(chunks) > 10
+    assert all(len(chunk) <= 400 for chunk in chunks)
+    assert all(f"Paragraph {n}: " in " ".join(chunks) for n in range(20))
+    found = await client.vector_stores.search(
+        store.id, query="anything", filters={"type": "eq", "key": "lang", "value": "en"}
+    )
+    assert {(hit.file_id, hit.filename) for hit in found.data} == {(file.id, "notes.txt")}
+    again = await client.vector_stores.files.create(store.id, file_id=file.id)
+    assert again.chunking_strategy.static.max_chunk_size_tokens == 384
+    content = await client.vector_stores.files.content(file.id, vector_store_id=store.id)
+    fewer = [piece.text async for piece in content]
+    assert len(fewer) < len(chunks)
+    store = await client.vector_stores.retrieve(store.id)
+    assert (store.file_counts.completed, store.model_extra["num_items"]) == (1, len(fewer))
+    assert [f.id async for f in client.vector_stores.files.list(store.id)] == [file.id]
+    await client.vector_stores.files.delete(file.id, vector_store_id=store.id)
+    store = await client.vector_stores.retrieve(store.id)
+    assert (store.file_counts.total, store.model_extra["num_items"]) == (0, 0)
+    assert [f.id async for f in client.files.list()] == [file.id]
+    assert (await client.files.delete(file.id)).deleted
+
+
+def test_chunks_cover_a_text_and_end_where_words_do():
+    text = " ".join(f"word{n}" for n in range(2000))
+    chunks = cut_chunks(text, 100, 25)
+    assert all(len(chunk) <= 400 for chunk in chunks)
+    assert {word for chunk in chunks for word in chunk.split()[1:]} >= {
+        f"word{n}" for n in range(1, 2000)
+    }
+    assert cut_chunks("x" * 1000, 100, 0) == ["x" * 400, "x" * 400, "x" * 200]
+
+
+# What is refused
+
+
+BAD_ITEMS = [
+    ([{"id": str(n), "text": "x"} for n in range(2049)], (400, "too_many_inputs", "items")),
+    ([{"id": "a", "text": "x" * 10_000_000}], (413, "text_too_long", "items.[0].text")),
+    ([{"id": "a", "text": ""}], (400, "invalid_value", "items.[0].text")),
+    ([{"id": "a"}], (400, "invalid_value", "items.[0]")),
+    ([], (400, "invalid_value", "items")),
+    ([{"id": "", "text": "x"}], (400, "invalid_value", "items.[0].id")),
+    ([{"id": "a\0", "text": "x"}], (400, "invalid_value", "items.[0].id")),
+    ([{"id": "a", "text": "x"}] * 2, (400, "invalid_value", "items.[1].id")),
+    ([{"id": "a", "text": "word " * 600}], (400, "context_length_exceeded", "items.[0].text")),
+    ([{"id": "a", "image": "?"}], (400, "invalid_image", "items.[0].image")),
+    ([{"id": "a", "embedding": [1.0] * 63}], (400, "invalid_value", "items.[0].embedding")),
+    ([{"id": "a", "embedding": [0.0] * 64}], (400, "invalid_value", "items.[0].embedding")),
+    ([{"id": "a", "embedding": [1e39] * 64}], (400, "invalid_value", "items.[0].embedding")),
+    ([{"id": "a", "embedding": "AAA"}], (400, "invalid_value", "items.[0].embedding")),
+    ([{"id": "a", "text": "x", "attributes": {"k": "v" * 513}}], (400, "invalid_value", "items.[0].attributes")),
+    ([{"id": "a", "text": "x", "attributes": {str(n): n for n in range(17)}}], (400, "invalid_value", "items.[0].attributes")),
+    ([{"id": "a", "text": "x", "attributes": {"k": [1]}}], (400, "invalid_value", "items.[0].attributes")),
+    ([{"id": "a", "text": "x", "vector": []}], (400, "unsupported_parameter", "items.[0].vector")),
+]  # fmt: skip
+
+
+async def test_a_bad_item_is_named_and_nothing_is_stored(gateway, store):
+    for items, expected in BAD_ITEMS:
+        response = await put(gateway, store, items)
+        assert error_of(response) == expected, response.text
+        assert len(response.content) < 1000
+    fine = {"id": "fine", "text": "fine"}
+    response = await put(gateway, store, [fine, {"id": "a", "embedding": [0.0] * 64}])
+    assert error_of(response) == (400, "invalid_value", "items.[1].embedding")
+    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 0
+
+
+async def test_vectors_that_are_no_numbers_are_refused(gateway, store):
+    for number in ("nan", "inf"):
+        encoded = base64.b64encode(array("f", [float(number)] * 64).tobytes()).decode()
+        for answer, param in (
+            (await put(gateway, store, [{"id": "a", "embedding": encoded}]), "items.[0].embedding"),
+            (await find(gateway, store, {"embedding": encoded}), "query.embedding"),
+        ):
+            assert error_of(answer) == (400, "invalid_value", param)
+    body = b'{"items": [{"id": "a", "embedding": [NaN]}]}'
+    headers = {"content-type": "application/json"}
+    answer = await gateway.client.put(f"{STORES}/{store}/items", content=body, headers=headers)
+    assert error_of(answer) == (400, "invalid_json", None)
+
+
+DEEP = {"type": "eq", "key": "k", "value": "v"}
+for _ in range(9):
+    DEEP = {"type": "and", "filters": [DEEP]}
+
+
+BAD_SEARCHES = [
+    ({"query": ""}, "query"),
+    ({"query": []}, "query"),
+    ({"query": ["a", ""]}, "query"),
+    ({"query": ["a"] * 17}, "query"),
+    ({"query": {}}, "query"),
+    ({"query": {"text": "a", "embedding": [1]}}, "query"),
+    ({"query": {"image": "?"}}, "query.image"),
+    ({"query": {"embedding": [1.0]}}, "query.embedding"),
+    ({"query": "word " * 600}, "query"),
+    ({"query": ["a", "word " * 600]}, "query.[1]"),
+    ({"query": "a", "rewrite_query": True}, "rewrite_query"),
+    ({"query": "a", "max_num_results": 51}, "max_num_results"),
+    ({"query": "a", "ranking_options": {"score_threshold": 2}}, "ranking_options.score_threshold"),
+    ({"query": "a", "ranking_options": {"ranker": "nobody"}}, "ranking_options.ranker"),
+    ({"query": "a", "filters": {"type": "like", "key": "k", "value": "v"}}, "filters.type"),
+    ({"query": "a", "filters": {"type": "eq", "key": "k"}}, "filters.value"),
+    ({"query": "a", "filters": {"type": "eq", "key": "k", "value": ["v"]}}, "filters.value"),
+    ({"query": "a", "filters": {"type": "in", "key": "k", "value": "v"}}, "filters.value"),
+    ({"query": "a", "filters": {"type": "in", "key": "k", "value": ["v"] * 129}}, "filters.value"),
+    ({"query": "a", "filters": {"type": "lt", "key": "k", "value": "v"}}, "filters.value"),
+    ({"query": "a", "filters": {"type": "and", "filters": []}}, "filters"),
+    ({"query": "a", "filters": {"type": "or", "filters": [{"type": "eq", "key": "", "value": 1}]}}, "filters.filters.[0].key"),
+    ({"query": "a", "filters": DEEP}, "filters"),
+    ({"query": "a", "filters": {"type": "or", "filters": [DEEP["filters"][0]["filters"][0]] * 30}}, "filters"),
+]  # fmt: skip
+
+
+async def test_a_bad_search_is_named(gateway, store):
+    for body, param in BAD_SEARCHES:
+        response = await gateway.client.post(f"{STORES}/{store}/search", json=body)
+        assert 400 <= response.status_code < 500, response.text
+        assert response.json()["error"]["param"] == param, response.text
+
+
+QUOTES = ["o'hara", "'; DROP TABLE x; --", '"', "\\", "%", "ünï\n"]
+
+
+async def test_quotes_in_filters_find_what_they_say_and_nothing_else(gateway, store):
+    for value in QUOTES:
+        key = f"k'{value.strip()}"
+        items = [
+            {"id": f"it's {n}", "text": "x", "attributes": {key: marks}}
+            for n, marks in enumerate([value, "other", 1.5, True])
+        ]
+        assert (await put(gateway, store, items)).status_code == 200
+        for kind, expected in (("eq", {"it's 0"}), ("ne", {"it's 1", "it's 2", "it's 3"})):
+            where = {"type": kind, "key": key, "value": value}
+            page = await find(gateway, store, {"embedding": [1.0] * 64}, filters=where)
+            assert {hit["id"] for hit in page.json()["data"]} == expected
+
+
+async def test_another_tenants_ids_do_not_exist(gateway, client, store):
+    await put(gateway, store, [{"id": "secret", "text": "secret"}])
+    file = await client.files.create(file=("a.txt", b"secret"), purpose="user_data")
+    await client.vector_stores.files.create(store, file_id=file.id)
+    theirs = (await gateway.client.post(STORES, json={}, headers=AS_TWO)).json()["id"]
+    item = {"items": [{"id": "a", "text": "x"}]}
+    for method, path, body in (
+        ("GET", "", None),
+        ("POST", "", {"name": "theirs"}),
+        ("DELETE", "", None),
+        ("POST", "/search", {"query": "secret"}),
+        ("PUT", "/items", item),
+        ("GET", "/items", None),
+        ("GET", "/items/secret", None),
+        ("DELETE", "/items", {"ids": ["secret"]}),
+        ("POST", "/files", {"file_id": file.id}),
+        ("GET", "/files", None),
+        ("GET", f"/files/{file.id}", None),
+        ("GET", f"/files/{file.id}/content", None),
+        ("DELETE", f"/files/{file.id}", None),
+    ):
+        url = f"{STORES}/{store}{path}"
+        response = await gateway.client.request(method, url, json=body, headers=AS_TWO)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found"), path
+        assert "secret" not in response.text
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        url = f"/v1/files/{file.id}{path}"
+        response = await gateway.client.request(method, url, headers=AS_TWO)
+        assert response.status_code == 404
+    attach = {"file_id": file.id}
+    url = f"{STORES}/{theirs}/files"
+    response = await gateway.client.post(url, json=attach, headers=AS_TWO)
+    assert error_of(response) == (404, "not_found", "file_id")
+    listed = (await gateway.client.get(STORES, headers=AS_TWO)).json()["data"]
+    assert [entry["id"] for entry in listed] == [theirs]
+    assert (await gateway.client.get("/v1/files", headers=AS_TWO)).json()["data"] == []
+    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 2
+
+
+BAD_STORES = [
+    ({"embedding_model": "nobody"}, (404, "model_not_found", "embedding_model")),
+    ({"dimensions": 63}, (400, "invalid_value", "dimensions")),
+    ({"prompt": "nobody"}, (400, "invalid_value", "prompt")),
+    ({"name": "x" * 257}, (400, "invalid_value", "name")),
+    ({"name": "a\nb"}, (400, "invalid_value", "name")),
+    ({"metadata": {str(n): "" for n in range(17)}}, (400, "invalid_value", "metadata")),
+    ({"expires_after": {"anchor": "last_active_at", "days": 1}}, (400, "unsupported_parameter", "expires_after")),
+]  # fmt: skip
+
+
+async def test_a_bad_store_is_named(gateway):
+    for body, expected in BAD_STORES:
+        assert error_of(await gateway.client.post(STORES, json=body)) == expected
+
+
+BAD_UPLOADS = [
+    ({"files": {"file": ("a.txt", b"x" * 10_000_000)}, "data": {"purpose": "assistants"}}, (413, "text_too_long", "file")),
+    ({"files": {"file": ("a.txt", b"x")}, "data": {"purpose": "batches"}}, (400, "invalid_value", "purpose")),
+    ({"files": {"file": ("a.txt", b"x")}}, (400, "missing_field", "purpose")),
+    ({"files": {"other": ("a.txt", b"x")}, "data": {"purpose": "assistants"}}, (400, "unsupported_parameter", "other")),
+    ({"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=y"}}, (400, "invalid_form", None)),
+    ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, (415, "unsupported_media_type", None)),
+    ({"json": {}}, (415, "unsupported_media_type", None)),
+]  # fmt: skip
+
+
+async def test_a_bad_upload_is_named(gateway):
+    for form, expected in BAD_UPLOADS:
+        assert error_of(await gateway.client.post("/v1/files", **form)) == expected
+
+
+async def test_a_file_that_is_no_text_is_refused(client, gateway, store):
+    for data in (b"\xff\xfe\x00x", b"", b"  \n", b"%PDF\0"):
+        file = await client.files.create(file=("a.txt", data), purpose="assistants")
+        response = await gateway.client.post(f"{STORES}/{store}/files", json={"file_id": file.id})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "file_id"
+
+
+async def test_list_parameters_are_checked(gateway):
+    for query, param in (
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("order=x", "order"),
+        ("a=b", "a"),
+    ):
+        response = await gateway.client.get(f"{STORES}?{query}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("limits", [{"max_stores": 1, "max_files": 1, "max_store_items": 2}])
+async def test_a_key_keeps_so_much(gateway, client, store):
+    assert error_of(await gateway.client.post(STORES, json={})) == (413, "store_full", None)
+    assert (await gateway.client.post(STORES, json={}, headers=AS_TWO)).status_code == 200
+    items = [{"id": str(n), "embedding": [1.0] * 64} for n in range(3)]
+    assert (await put(gateway, store, items[:2])).status_code == 200
+    assert (await put(gateway, store, items[1:2])).status_code == 200
+    assert error_of(await put(gateway, store, items[2:])) == (413, "store_full", None)
+    await client.files.create(file=("a.txt", b"x"), purpose="assistants")
+    with pytest.raises(openai.APIStatusError, match="This key has 1 files"):
+        await client.files.create(file=("a.txt", b"x"), purpose="assistants")
+
+
+async def test_without_a_search_process_a_sentence_says_what_to_do(ends, redis_server):
+    async with run_fleet(ends, redis_server) as (gateway, _):
+        response = await gateway.client.post(STORES, json={})
+        assert error_of(response)[:2] == (404, "search_not_served")
+        assert "VLM_SEARCH__URL" in response.text
+
+
+async def test_a_search_process_that_is_away_is_a_503(ends, redis_server, tmp_path):
+    changes = {"search": {"url": f"unix://{tmp_path}/nobody"}}
+    async with run_fleet(ends, redis_server, **changes) as (gateway, _):
+        response = await gateway.client.get(STORES)
+        assert error_of(response)[:2] == (503, "service_unavailable")
+        assert response.headers["retry-after"] == "1"
+
+
+async def test_a_worker_that_dies_in_a_batch_costs_no_item(ends, redis_server, search):
+    async with run_worker(ends, "first", load=load, lease_s=0.6) as first:
+        settings = make_settings(redis_server, ends.prefix, search=dict(search))
+        async with run_gateway_on_socket(settings) as gateway:
+            store = (await gateway.client.post(STORES, json={})).json()["id"]
+            first.engine.gate.clear()
+            items = [{"id": str(n), "text": f"text {n}"} for n in range(300)]
+            writing = asyncio.create_task(put(gateway, store, items))
+            async with asyncio.timeout(10):
+                while not first.engine.added:
+                    await asyncio.sleep(0.01)
+            async with run_worker(ends, "second", load=load, lease_s=0.6) as second:
+                await first.vanish()
+                first.engine.gate.set()
+                response = await writing
+                assert second.engine.added
+    assert response.json()["store"]["num_items"] == 300
+
+
+async def test_many_writers_and_readers_at_once(gateway, store):
+    vectors = make_vectors(200, 64).tolist()
+
+    async def write(n):
+        items = [{"id": f"{n} {i}", "embedding": vectors[n * 10 + i]} for i in range(10)]
+        assert (await put(gateway, store, items)).status_code == 200
+
+    async def read(n):
+        response = await find(gateway, store, {"embedding": vectors[n]})
+        assert response.status_code == 200, response.text
+
+    await asyncio.gather(*map(write, range(20)), *map(read, range(20)))
+    page = (await find(gateway, store, {"embedding": vectors[57]}, max_num_results=1)).json()
+    assert page["data"][0]["id"] == "5 7"
+    assert json.dumps(page).count("5 7") == 3

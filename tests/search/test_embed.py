@@ -1,0 +1,256 @@
+"""`vlm embed`, `vlm store`, `vlm search`: collections from files, cut and resumed, into stores and out again."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import vlm
+from search.collection import BadCollection, Part, read_manifest, write_manifest, write_part
+from search.embed import EmbedError, LocalEmbedder, Progress, embed
+from search.flat import FlatIndex
+from shared.search import Filter
+from tests.factories_images import encoded
+from tests.factories_numbers import run_fleet, vector_of
+from tests.factories_queue import MODEL
+from tests.factories_search import make_items, serve_search
+
+TEXTS = [f"text number {n}" for n in range(50)]
+
+
+@pytest.fixture
+def embedder():
+    embedder = LocalEmbedder("mock_pooling", "")
+    yield embedder
+    embedder.close()
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    path = tmp_path / "inputs.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(vlm.app, [str(argument) for argument in arguments])
+
+
+def test_a_collection_holds_the_inputs_and_their_vectors_in_order(tmp_path, inputs, embedder):
+    told: list[Progress] = []
+    manifest = embed(
+        [inputs], tmp_path / "out", embedder, part_items=20, batch_items=7, tell=told.append
+    )
+    assert [part.num_items for part in manifest.parts] == [20, 20, 10]
+    assert (told[0].num_items, told[-1].num_items, told[-1].total) == (0, 50, 50)
+    assert len(told) == 1 + 3 + 3 + 2
+    items = list(FlatIndex(tmp_path / "out").items())
+    assert [item.text for item in items] == TEXTS
+    assert [item.id for item in items] == [str(n) for n in range(50)]
+    for item, text in zip(items, TEXTS, strict=True):
+        expected = vector_of(text, prompt_name="document")
+        assert np.frombuffer(item.vector, "<f4").tolist() == expected
+
+
+def test_a_cut_run_goes_on_after_its_last_whole_part(tmp_path, inputs, embedder, monkeypatch):
+    class Cut(Exception):
+        pass
+
+    def cut(progress: Progress) -> None:
+        if progress.num_items == 47:
+            raise Cut
+
+    whole = embed([inputs], tmp_path / "whole", embedder, part_items=20)
+    options = {"part_items": 20, "batch_items": 7}
+    with pytest.raises(Cut):
+        embed([inputs], tmp_path / "out", embedder, **options, tell=cut)
+    with pytest.raises(BadCollection, match="run it again"):
+        read_manifest(tmp_path / "out")
+    told: list[Progress] = []
+    resumed = embed([inputs], tmp_path / "out", embedder, **options, tell=told.append)
+    assert (told[0].num_before, resumed) == (40, whole)
+    # Once more: nothing is left to do.
+    monkeypatch.setattr(embedder, "embed", None)
+    assert embed([inputs], tmp_path / "out", embedder, **options) == whole
+
+
+def test_other_inputs_or_another_model_do_not_go_on_with_it(tmp_path, inputs, embedder):
+    embed([inputs], tmp_path / "out", embedder)
+    inputs.write_text("other\n")
+    with pytest.raises(EmbedError, match="another collection"):
+        embed([inputs], tmp_path / "out", embedder)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(EmbedError, match="not empty"):
+        embed([inputs], tmp_path / "full", embedder)
+
+
+def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
+    (tmp_path / "a.jsonl").write_text(
+        '{"id": "x", "body": "one", "n": 3, "ok": true, "long": "%s"}\n"two"\n' % ("y" * 600)
+    )
+    (tmp_path / "b.csv").write_text('body,lang\n"three, ""quoted""",en\n')
+    folder = tmp_path / "images" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "a.png").write_bytes(encoded(1))
+    (tmp_path / "images" / "b.jpg").write_bytes(encoded(2, format="JPEG"))
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "images"]
+    embed(paths, tmp_path / "out", embedder, text_field="body")
+    items = list(FlatIndex(tmp_path / "out").items())
+    assert [item.id for item in items] == ["x", "1", "2", "b.jpg", "deep/a.png"]
+    assert [item.text for item in items] == ["one", "two", 'three, "quoted"', "", ""]
+    assert items[0].attributes == {"n": 3.0, "ok": True}
+    assert items[2].attributes == {"lang": "en"}
+    assert len({item.vector for item in items}) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"other": "b"}', "a.jsonl:2 has no text in 'text'"),
+        ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
+        ("a.jsonl", b'{"text": "a", "id": "x"}\n{"text": "b", "id": "x"}', "the id 'x'"),
+        ("a.txt", b"\xff", "not UTF-8"),
+        ("a.txt", b"", "no input"),
+        ("a.pdf", b"x", ".jsonl"),
+        ("a.png", b"x", "a.png"),
+    ],
+)
+def test_a_bad_input_is_told_with_its_place(tmp_path, embedder, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(EmbedError, match=told.replace(".", r"\.")):
+        embed([tmp_path / name], tmp_path / "out", embedder)
+
+
+def test_damaged_files_are_refused(tmp_path, inputs, embedder):
+    embed([inputs], tmp_path / "out", embedder)
+    part = tmp_path / "out" / "part-00000.safetensors"
+    whole = part.read_bytes()
+    for damaged in (whole[:-1], whole[:100], b"\xff" * 100, b""):
+        part.write_bytes(damaged)
+        with pytest.raises(BadCollection, match="part-00000"):
+            FlatIndex(tmp_path / "out")
+    write_part(tmp_path / "out", 0, make_items(3, 64))
+    with pytest.raises(BadCollection, match="not those of its manifest"):
+        FlatIndex(tmp_path / "out")
+
+
+def test_half_precision_finds_the_same(tmp_path):
+    items = make_items(100, 32)
+    record = write_part(tmp_path, 0, items, "f16")
+    part = Part(tmp_path / record.name, 32)
+    exact = np.frombuffer(b"".join(item.vector for item in items), "<f4").reshape(100, 32)
+    assert np.abs(part.vectors.astype("f4") - exact).max() < 1e-3
+    assert part.item(7).attributes == items[7].attributes
+
+
+def test_the_commands_embed_and_search_a_directory(tmp_path, inputs):
+    out = tmp_path / "out"
+    made = run("embed", inputs, "--output", out, "--engine", "mock_pooling")
+    assert made.exit_code == 0, made.output
+    assert "50 items of mock-embeddings" in made.output
+    found = run("search", out, TEXTS[7], "--engine", "mock_pooling", "--limit", "3")
+    assert found.exit_code == 0, found.output
+    assert len(found.output.splitlines()) == 3
+    failed = run("embed", tmp_path / "nobody.txt", "--output", out, "--engine", "mock_pooling")
+    assert failed.exit_code == 1
+    assert "cannot be read" in failed.output.replace("\n", " ")
+
+
+async def test_a_collection_goes_into_a_store_and_comes_out_again(
+    tmp_path, inputs, ends, redis_server, monkeypatch
+):
+    monkeypatch.setenv("NO_PROXY", "*")
+    async with (
+        serve_search(tmp_path / "search") as settings,
+        run_fleet(ends, redis_server, search=dict(settings)) as (gateway, _),
+    ):
+        url = ("--url", gateway.url)
+        made = await asyncio.to_thread(
+            run, "embed", inputs, "--output", tmp_path / "made", "--model", MODEL, *url
+        )
+        assert made.exit_code == 0, made.output
+        loaded = await asyncio.to_thread(
+            run, "store", "load", tmp_path / "made", "--name", "s", *url
+        )
+        assert loaded.exit_code == 0, loaded.output
+        assert "50 items" in loaded.output
+        again = await asyncio.to_thread(
+            run, "store", "load", tmp_path / "made", "--name", "s", *url
+        )
+        assert again.output.split()[-4:] == loaded.output.split()[-4:]
+        found = await asyncio.to_thread(run, "search", "s", "anything", "--limit", "2", *url)
+        assert len(found.stdout.splitlines()) == 2, found.output
+        local = await asyncio.to_thread(
+            run, "search", tmp_path / "made", "anything", "--limit", "2", *url
+        )
+        assert local.stdout == found.stdout
+        monkeypatch.setattr("search.transfer._PAGE", 20)
+        exported = await asyncio.to_thread(
+            run, "store", "export", "s", "--output", tmp_path / "exported", *url
+        )
+        assert exported.exit_code == 0, exported.output
+    first = {item.id: item for item in FlatIndex(tmp_path / "made").items()}
+    second = {item.id: item for item in FlatIndex(tmp_path / "exported").items()}
+    assert first == second
+
+
+async def test_a_collection_is_a_store_that_every_key_may_search(
+    tmp_path, inputs, ends, redis_server
+):
+    embedder = LocalEmbedder("mock_pooling", "")
+    inputs.write_text("\n".join(json.dumps({"text": text, "n": n}) for n, text in enumerate(TEXTS)))
+    embed([inputs.rename(tmp_path / "inputs.jsonl")], tmp_path / "seed", embedder)
+    embedder.close()
+    where = Filter("lt", "n", 3.0)
+    assert [
+        len(hits) for hits in FlatIndex(tmp_path / "seed").search(np.eye(64)[:1], 9, where)
+    ] == [3]
+    settings = {"collections": (str(tmp_path / "seed"),), "default_store": "seed"}
+    async with (
+        serve_search(tmp_path / "search", **settings) as served,
+        run_fleet(ends, redis_server, search=dict(served), gateway={"api_keys": ["a", "b"]}) as (
+            gateway,
+            _,
+        ),
+    ):
+        client = gateway.client
+        client.headers["authorization"] = "Bearer b"
+        client.base_url = gateway.url
+        store = (await client.get("/v1/vector_stores")).json()["data"][0]
+        assert (store["name"], store["num_items"], store["is_read_only"]) == ("seed", 50, True)
+        body = {"text": "anything", "num_results": 4}
+        # The served model is called otherwise than the one that made the collection.
+        response = await client.post("/similar", json=body)
+        assert response.status_code == 404
+    manifest = read_manifest(tmp_path / "seed")
+    write_manifest(tmp_path / "seed", type(manifest)(**{**_fields(manifest), "model": MODEL}))
+    async with (
+        serve_search(tmp_path / "search", **settings) as served,
+        run_fleet(ends, redis_server, search=dict(served)) as (gateway, _),
+    ):
+        client = gateway.client
+        answer = (await client.post("/similar", json=body)).json()
+        assert len(answer["text"]) == 4
+        assert answer["text"][0].startswith("Item: text number ")
+        assert "(index: " in answer["text"][0]
+        words = await client.post("/similar", json={"keywords": ["any", "thing"]})
+        assert len(words.json()["text"]) == 10
+        for bad in ({}, {"text": ""}, {"text": "a", "keywords": "b"}):
+            assert (await client.post("/similar", json=bad)).status_code == 400
+        [store] = (await client.get("/v1/vector_stores")).json()["data"]
+        item = {"items": [{"id": "a", "text": "b"}]}
+        for method, path, body in (("PUT", "/items", item), ("DELETE", "", None), ("POST", "", {})):
+            refused = await client.request(
+                method, f"/v1/vector_stores/{store['id']}{path}", json=body
+            )
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                409,
+                "store_read_only",
+            )
+
+
+def _fields(manifest):
+    return {name: getattr(manifest, name) for name in manifest.__struct_fields__}

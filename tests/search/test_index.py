@@ -1,0 +1,186 @@
+"""Every index keeps what it has acknowledged and finds what is near, whoever is killed: one machine for all."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from search.filters import matches
+from search.index import SearchUnavailable, open_indexes
+from shared.search import Filter, Item
+from tests.fuzzing import IS_LONG
+from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess
+
+IDS = [f"id {number}'\"" for number in range(12)]
+KEYS = ("color", 'it\'s "n"')
+texts = st.sampled_from(["red", "o'hara", 'say "hi"', "", "100%_\\", "näh\n"])
+values = texts | st.booleans() | st.sampled_from([0.0, 1.0, -1.5, 1e300, 0.1])
+numbers = st.sampled_from([-2.0, 0.0, 0.1, 1.0])
+comparisons = st.one_of(
+    st.builds(Filter, st.sampled_from(["eq", "ne"]), st.sampled_from(KEYS), values),
+    st.builds(Filter, st.sampled_from(["gt", "gte", "lt", "lte"]), st.sampled_from(KEYS), numbers),
+    st.builds(
+        Filter,
+        st.sampled_from(["in", "nin"]),
+        st.sampled_from(KEYS),
+        st.lists(values, max_size=3),
+    ),
+)
+filters = st.recursive(
+    comparisons,
+    lambda inner: st.builds(
+        lambda kind, parts: Filter(kind, filters=tuple(parts)),
+        st.sampled_from(["and", "or"]),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=4,
+)
+seeds = st.integers(0, 30)
+attributes = st.dictionaries(st.sampled_from(KEYS), values, max_size=2)
+
+
+def direction(seed: int) -> np.ndarray:
+    row = np.random.default_rng(seed).standard_normal(DIMENSIONS)
+    return (row / np.linalg.norm(row)).astype("<f4")
+
+
+items = st.builds(
+    lambda key, seed, text, marks: Item(
+        id=key, vector=direction(seed).tobytes(), text=text, attributes=marks
+    ),
+    st.sampled_from(IDS),
+    seeds,
+    texts,
+    attributes,
+)
+batches = st.lists(items, min_size=1, max_size=6, unique_by=lambda item: item.id)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    kind = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(prefix="vlm-index-")
+        self.index = IndexProcess(self.kind, Path(self.folder.name) / "index")
+        self.model: dict[str, Item] = {}
+
+    @rule(batch=batches)
+    def upsert(self, batch):
+        self.index.ask("upsert", items=batch)
+        self.model |= {item.id: item for item in batch}
+
+    @rule(ids=st.lists(st.sampled_from(IDS), unique=True, max_size=4))
+    def delete(self, ids):
+        known = [key for key in ids if key in self.model]
+        assert self.index.ask("delete", ids=ids) == len(known)
+        for key in known:
+            del self.model[key]
+
+    @rule(where=filters)
+    def delete_by_filter(self, where):
+        gone = [key for key, item in self.model.items() if matches(where, item.attributes)]
+        assert self.index.ask("delete", where=where) == len(gone)
+        for key in gone:
+            del self.model[key]
+
+    @rule(seed=seeds, k=st.integers(1, 8), where=st.none() | filters)
+    def search(self, seed, k, where):
+        query = direction(seed)
+        [hits] = self.index.search(query[None], k, where)
+        scores = {
+            key: float(np.frombuffer(item.vector, "<f4") @ query)
+            for key, item in self.model.items()
+            if where is None or matches(where, item.attributes)
+        }
+        best = sorted(scores.values(), reverse=True)[:k]
+        assert [hit.score for hit in hits] == pytest.approx(best, abs=1e-5)
+        for hit in hits:
+            assert hit.score == pytest.approx(scores[hit.item.id], abs=1e-5)
+            known = self.model[hit.item.id]
+            assert (hit.item.text, hit.item.attributes) == (known.text, known.attributes)
+        assert len({hit.item.id for hit in hits}) == len(hits)
+
+    @rule()
+    def compact(self):
+        self.index.ask("compact")
+
+    @rule()
+    def reopen(self):
+        self.index.close()
+        self.index.start()
+
+    @rule()
+    def kill(self):
+        self.index.kill()
+        self.index.start()
+
+    @rule(batch=batches)
+    def kill_while_writing(self, batch):
+        self.index.begin("upsert", items=batch)
+        self.index.kill()
+        self.index.start()
+        before, after = self.model, self.model | {item.id: item for item in batch}
+        self.model = after if self.stored().keys() == after.keys() else before
+        if before.keys() == after.keys() and _same(self.stored(), after):
+            self.model = after
+
+    def stored(self) -> dict[str, Item]:
+        return {item.id: item for item in self.index.ask("page", list[Item], k=100)}
+
+    @invariant()
+    def it_holds_what_was_acknowledged(self):
+        stored = self.stored()
+        assert list(stored) == sorted(self.model)
+        assert _same(stored, self.model)
+        assert self.index.ask("count") == len(self.model)
+
+    def teardown(self) -> None:
+        self.index.close()
+        self.folder.cleanup()
+
+
+def _same(stored: dict[str, Item], model: dict[str, Item]) -> bool:
+    def comparable(item: Item):
+        vector = np.frombuffer(item.vector, "<f4").round(5).tolist()
+        return item.id, [x + 0.0 for x in vector], item.text, item.attributes
+
+    return stored.keys() == model.keys() and all(
+        comparable(stored[key]) == comparable(model[key]) for key in model
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_index_acknowledged_is_there_and_found_after_any_kill(kind):
+    run_state_machine_as_test(
+        type("Machine", (IndexMachine,), {"kind": kind}),
+        settings=settings(
+            max_examples=100 if IS_LONG else 3,
+            stateful_step_count=30 if IS_LONG else 15,
+            deadline=None,
+            database=None,
+            derandomize=not IS_LONG,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_an_index_that_is_not_there_is_told_in_a_sentence():
+    with pytest.raises(SearchUnavailable, match=r"lance://"):
+        open_indexes("mysql://somewhere")
+    with pytest.raises(SearchUnavailable, match="no Qdrant answers at"):
+        open_indexes("qdrant://127.0.0.1:9")
+
+
+def test_the_oracle_itself():
+    assert matches(Filter("eq", "a", 1.0), {"a": 1.0})
+    assert not matches(Filter("eq", "a", 1.0), {"a": True})
+    assert not matches(Filter("lt", "a", 1.0), {"a": "0"})
+    assert matches(Filter("ne", "a", 1.0), {})
+    assert matches(Filter("nin", "a", ["x"]), {"a": 2.0})
+    assert not matches(Filter("lt", "a", math.inf), {})

@@ -1,0 +1,163 @@
+"""The search process: killed while it writes, started again, asked for what it has acknowledged."""
+
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from search.stores import chunk_ids
+from shared.search import (
+    AttachFile,
+    CreateStore,
+    FileRecord,
+    Hit,
+    Item,
+    ListStoreFiles,
+    Page,
+    PutFile,
+    PutItems,
+    Query,
+    ReadItems,
+    ReadStore,
+    SearchError,
+    StoreFile,
+    StoreRecord,
+)
+from tests.factories_search import ROOT, make_items, run_search
+from tests.fuzzing import IS_LONG
+
+CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    with run_search(tmp_path_factory.mktemp("search") / "data") as process:
+        yield process
+
+
+def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
+    """A batch is there as a whole or not at all; an acknowledged one is there."""
+    store = process.ask(CREATE, StoreRecord)
+    acknowledged: list[int] = []
+    begun = threading.Event()
+
+    def write() -> None:
+        for number in range(1000):
+            items = [
+                Item(id=f"{number} {item.id}", vector=item.vector, text=item.text)
+                for item in make_items(50, seed=number)
+            ]
+            try:
+                process.ask(
+                    PutItems(tenant="t", store=store.id, digest="d", items=items), StoreRecord
+                )
+            except (httpx.HTTPError, AssertionError):
+                return
+            acknowledged.append(number)
+            if number % 3 == 2:
+                begun.set()
+
+    for _ in range(3 if IS_LONG else 1):
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert begun.wait(30)
+        process.kill()
+        writer.join(30)
+        process.start()
+        begun.clear()
+        stored: list[Item] = []
+        while True:
+            after = stored[-1].id if stored else ""
+            read = ReadItems(tenant="t", store=store.id, page=Page(limit=1000, after=after))
+            if not (page := process.ask(read, list[Item])):
+                break
+            stored += page
+        batches = {int(item.id.partition(" ")[0]) for item in stored}
+        assert set(acknowledged) <= batches
+        assert len(stored) == 50 * len(batches)
+    wanted = make_items(50, seed=acknowledged[-1])[7]
+    query = Query(tenant="t", store=store.id, digest="d", vectors=[wanted.vector], k=1)
+    [hit] = process.ask(query, list[Hit])
+    assert hit.item.id == f"{acknowledged[-1]} {wanted.id}"
+
+
+def test_a_file_whose_chunks_were_not_all_written_leaves_none(process):
+    store = process.ask(CREATE, StoreRecord)
+    file = process.ask(
+        PutFile(tenant="t", filename="a.txt", purpose="assistants", data=b"text"), FileRecord
+    )
+    chunks = [
+        Item(id=key, vector=item.vector, text=item.text, file_id=file.id)
+        for key, item in zip(chunk_ids(file.id, 0, 2000), make_items(2000), strict=True)
+    ]
+    attach = AttachFile(
+        tenant="t",
+        store=store.id,
+        file=file.id,
+        digest="d",
+        items=chunks,
+        max_chunk_tokens=800,
+        chunk_overlap_tokens=400,
+    )
+    answered = threading.Event()
+
+    def write() -> None:
+        try:
+            process.ask(attach, StoreFile)
+            answered.set()
+        except (httpx.HTTPError, AssertionError):
+            pass
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    # As soon as the catalog knows of it; the answer may be faster than the kill.
+    listing = ListStoreFiles(tenant="t", store=store.id, page=Page())
+    while not process.ask(listing, list[StoreFile]) and not answered.is_set():
+        pass
+    process.kill()
+    writer.join(30)
+    process.start()
+    files = process.ask(listing, list[StoreFile])
+    stored = process.ask(ReadStore(tenant="t", store=store.id), StoreRecord)
+    if answered.is_set():
+        assert [f.status for f in files] == ["completed"]
+        assert stored.num_items == 2000
+    else:
+        whole = [f for f in files if f.status == "completed"]
+        assert files == whole
+        assert stored.num_items == 2000 * len(whole)
+
+
+def test_a_store_outlives_a_stop_and_another_process_is_refused(process):
+    store = process.ask(CREATE, StoreRecord)
+    command = [sys.executable, "-m", "vlm", "search-node", "--url", "unix:///nowhere/s"]
+    second = subprocess.run(
+        [*command, "--data-dir", str(process.folder)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert second.returncode == 78
+    assert "another search process uses" in second.stderr
+    assert process.stop() == 0
+    process.start()
+    assert process.ask(ReadStore(tenant="t", store=store.id), StoreRecord) == store
+
+
+def test_a_process_that_others_can_reach_wants_a_token(tmp_path):
+    command = [sys.executable, "-m", "vlm", "search-node", "--url", "http://0.0.0.0:8200"]
+    refused = subprocess.run(
+        [*command, "--data-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert refused.returncode == 78
+    assert "VLM_SEARCH__TOKEN" in refused.stderr
+
+
+def test_vectors_of_another_model_are_refused(process):
+    store = process.ask(CREATE, StoreRecord)
+    for request in (
+        PutItems(tenant="t", store=store.id, digest="other", items=make_items(1)),
+        Query(tenant="t", store=store.id, digest="other", vectors=[make_items(1)[0].vector], k=1),
+    ):
+        with pytest.raises(SearchError) as refused:
+            process.ask(request, StoreRecord)
+        assert refused.value.fault.code == "conflict"
