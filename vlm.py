@@ -33,6 +33,9 @@ for command in (worker.cli.serve, gateway.cli.gateway, worker.cli.worker, gatewa
     app.command()(command)
 for command in (
     gateway.cli.status,
+    engines.cli.models,
+    engines.cli.pull,
+    engines.cli.rm,
     engines.cli.make_checkpoint,
     engines.cli.quantize,
     engines.cli.convert_gguf,
@@ -47,6 +50,7 @@ bench = typer.Typer(help="Measure parts of the system on this machine.", no_args
 bench.command("engine")(engines.cli.bench_engine)
 bench.command("peers")(engines.cli.bench_peers)
 bench.command("embeddings")(engines.cli.bench_embeddings)
+bench.command("quality")(engines.cli.bench_quality)
 bench.command("search")(search.cli.bench_search)
 bench.command("gateway")(gateway.cli.bench_gateway)
 app.add_typer(bench, name="bench")

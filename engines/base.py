@@ -189,6 +189,7 @@ class EngineStats:
     num_encoder_hits: int = 0
     encoder_cache_bytes: int = 0
     num_preemptions: int = 0
+    num_adapters: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)  #: by use: weights, kv_cache, ...
     startup_s: dict[str, float] = field(default_factory=dict)  #: by phase: load, quantize, warmup
 

@@ -1,5 +1,5 @@
 """The commands of the engine's tools: `vlm make-checkpoint`, `vlm quantize`, `vlm convert-gguf`, `vlm bench engine`, `vlm bench peers`,
-`vlm bench embeddings`.
+`vlm bench embeddings`, `vlm bench quality`, `vlm models`, `vlm pull`, `vlm rm`.
 
 Torch is loaded when one of them runs, and not before.
 """
@@ -7,9 +7,12 @@ Torch is loaded when one of them runs, and not before.
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from engines.packages.cache import FindEngine
 
 
 def make_checkpoint(
@@ -28,11 +31,18 @@ def quantize(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory; new or empty.")],
     scheme: Annotated[Literal["int8", "int4"], typer.Option(help="Bits of the decoder's weights.")],
     head: Annotated[Literal["none", "int8"], typer.Option(help="Bits of the head's.")] = "none",
+    calibrate: Annotated[
+        str,
+        typer.Option(
+            help="Keep int4 near the model on examples (GPTQ): a .jsonl file of OpenAI messages, a file "
+            "with a question a line, or `own` for texts of the model itself."
+        ),
+    ] = "none",
 ) -> None:
     """Save a checkpoint with its decoder quantized, as compressed-tensors; it loads without the original."""
     from engines.torch_backend.loading.quantize_checkpoint import run
 
-    run(source, target, scheme, head)
+    run(source, target, scheme, head, calibrate)
 
 
 def convert_gguf(
@@ -43,6 +53,46 @@ def convert_gguf(
     from engines.torch_backend.loading.convert_gguf import run
 
     run(source, target)
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """List the models that are here: built in, or in the hub's cache."""
+    from engines.packages.listing import show
+
+    show(as_json, _find_engine())
+
+
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ID", help="org/name[@revision].")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also what cannot be run on this machine.")
+    ] = False,
+) -> None:
+    """Download a model of the hub, after a look at its small files, and say whether it runs here."""
+    from engines.packages.listing import pull as run
+
+    run(model, None if force else _find_engine())
+
+
+def rm(
+    model: Annotated[str, typer.Argument(metavar="ID", help="org/name[@revision].")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a model from the hub's cache."""
+    from engines.packages.listing import remove as run
+
+    run(model, yes)
+
+
+def _find_engine() -> "FindEngine | None":
+    """What knows which engine runs a model; nobody does where torch is not installed."""
+    if find_spec("torch") is None:
+        return None
+    from engines.packages.runnable import find_engine
+
+    return find_engine
 
 
 def bench_engine(
@@ -131,3 +181,15 @@ def bench_embeddings(
     from engines.bench.embeddings import run
 
     run(shapes.split(","), rounds, as_json)
+
+
+def bench_quality(
+    model: Annotated[str, typer.Option(help="Name, directory or hub id.")] = "shapes",
+    num_texts: Annotated[int, typer.Option(min=1, help="Texts that the model draws.")] = 64,
+    num_scenes: Annotated[int, typer.Option(min=0, help="Scenes asked about; shapes only.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Measure what quantized copies of a model are worth beside it, on texts of its own; takes minutes."""
+    from engines.bench.quality import run
+
+    run(model, num_texts, num_scenes, as_json)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import SURFACES, create_operations
+from gateway.api.adapters import create_adapter_routes
 from gateway.api.models import create_model_routes
 from gateway.api.openapi import create_openapi
 from gateway.api.probes import create_probes
@@ -73,10 +74,12 @@ def create_app(
         surface.path: Endpoint(partial(services.lifecycle.serve, surface)) for surface in served
     }
     page = create_page_routes()
+    keys = KeyRing(settings.gateway.api_keys, settings.gateway.admin_keys)
+    wrong_keys = WrongKeys(settings.limits.max_wrong_keys_per_minute)
     app.add_middleware(
         GatewayMiddleware,
-        keys=KeyRing(settings.gateway.api_keys),
-        wrong_keys=WrongKeys(settings.limits.max_wrong_keys_per_minute),
+        keys=keys,
+        wrong_keys=wrong_keys,
         public_paths=PUBLIC_PATHS | {route.path for route in page},
         apis={path: endpoint.serve for path, endpoint in apis.items()},
         renders={surface.path: surface.error for surface in served},
@@ -100,6 +103,9 @@ def create_app(
     resume = Endpoint(partial(services.lifecycle.serve_stream, by_name))
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
     app.include_router(create_model_routes(services.models, settings.limits))
+    app.include_router(
+        create_adapter_routes(services.models, services.admission, keys, wrong_keys, settings)
+    )
     app.include_router(
         create_probes(
             services.admission,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import OlmoConfig, OlmoForCausalLM
+from transformers import OlmoForCausalLM, PreTrainedModel
 
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 
@@ -266,9 +266,15 @@ def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **te
     return _rewrite(directory, write, config)
 
 
-def write_text_checkpoint(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
-    """As `write_checkpoint`, of a tiny OLMo, which transformers drives."""
-    settings = OlmoConfig(
+def write_text_checkpoint(
+    directory: Path,
+    write: Write,
+    config: dict[str, Any],
+    model_class: type[PreTrainedModel] = OlmoForCausalLM,
+) -> Tensors:
+    """As `write_checkpoint`, of a tiny model of transformers', by default one that its modules compute."""
+    assert model_class.config_class is not None
+    settings = model_class.config_class(
         vocab_size=320,
         hidden_size=256,
         intermediate_size=384,
@@ -276,9 +282,9 @@ def write_text_checkpoint(directory: Path, write: Write, config: dict[str, Any])
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        architectures=["OlmoForCausalLM"],
+        architectures=[model_class.__name__],
     )
-    OlmoForCausalLM(settings).save_pretrained(directory)
+    model_class(settings).save_pretrained(directory)
     return _rewrite(directory, write, config)
 
 

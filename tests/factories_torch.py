@@ -13,9 +13,10 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.sequence import Batch
 from engines.mock.engine import MockProcessor
+from engines.torch_backend.layers.attention import PLAIN, Heads
 from engines.torch_backend.layers.quantization import Scheme, prepare_linears
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
-from engines.torch_backend.layers.rotary import RotaryTable, rotate
+from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.models.config import RopeScaling, TextConfig, VisionConfig
 from engines.torch_backend.models.llava import FAMILY, Llava, VLMConfig
 from engines.torch_backend.models.registry import FamilyModel, rename_weights
@@ -290,9 +291,9 @@ class PlainAttention:
         self.group = config.num_heads // config.num_kv_heads
         self.rotation = rotation
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         query, key, value = qkv.unflatten(1, (sum(self.sizes), -1)).split(self.sizes, dim=1)
-        query, key = (rotate(x, *self.rotation) for x in (query, key))
+        query, key = (rotate(x, *self.rotation) for x in heads.normed(query, key))
         key, value = (x.repeat_interleave(self.group, dim=1) for x in (key, value))
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), is_causal=True
@@ -303,7 +304,7 @@ class PlainAttention:
 @torch.inference_mode()
 def plain_logits(model: FamilyModel, token_ids: Tensor) -> Tensor:
     """Of one text, by the decoder alone. Shapes: (N,); returns (N, vocabulary)."""
-    text, decoder = model.config.text, model.language_model
-    rotary = RotaryTable(text, len(token_ids), torch.float32, torch.device("cpu"))
+    text, decoder = model.language_model.text, model.language_model
+    rotary = model.rotary(len(token_ids), torch.float32, torch.device("cpu"))
     attend = PlainAttention(text, rotary.at(torch.arange(len(token_ids))))
     return decoder.logits(decoder(decoder.embed(token_ids), attend))

@@ -4,9 +4,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from engines.base import (
+    Adapter,
+    AdapterLimits,
     Capabilities,
     Decode,
     Engine,
@@ -26,6 +29,7 @@ from shared.settings.tree import WorkerSettings
 from tests.factories_engine import make_mock
 from tests.factories_queue import MODEL, Ends
 from tests.factories_settings import make_group
+from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.prepare.preparer import Preprocessor
 from worker.trace import RequestTracer
@@ -54,6 +58,12 @@ class StoppableEngine(Engine):
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> EngineInput:
         return self.engine.prepare(call, images)
+
+    def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
+        return self.engine.load_adapter(directory, limits)
+
+    def unload_adapter(self, digest: str) -> None:
+        self.engine.unload_adapter(digest)
 
     def add(self, request: EngineInput) -> None:
         self.threads.add(threading.get_ident())
@@ -150,7 +160,10 @@ async def run_worker(
         assert isinstance(loaded.engine, StoppableEngine)
         stack.callback(loaded.engine.gate.set)
         blobs, registry = RedisBlobStore(ends.redis, ends.prefix), Registry(ends.redis, ends.prefix)
-        preprocessor = Preprocessor(loaded.engine, blobs, LimitSettings(), 2)
+        limits = LimitSettings()
+        adapters = WorkerAdapters(loaded.engine, loaded.card, registry, worker_settings, limits)
+        await adapters.load_own()
+        preprocessor = Preprocessor(loaded.engine, blobs, limits, 2, hold_adapter=adapters.hold)
         for close in (blobs.close, registry.close):
             stack.push_async_callback(close)
         stack.callback(preprocessor.close)
@@ -160,7 +173,7 @@ async def run_worker(
         )  # fmt: skip
         worker = Worker(
             worker_id, worker_settings, "mock",
-            loaded, thread, queue, registry, preprocessor, tracer,
+            loaded, thread, queue, registry, preprocessor, tracer, adapters,
         )  # fmt: skip
         running.append(RunningWorker(worker, loaded.engine, thread))
         try:

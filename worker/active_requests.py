@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engines.base import EngineOutput, InvalidImage, PromptTooLong, RequestError
+from engines.base import AdapterUnavailable, EngineOutput, InvalidImage, PromptTooLong, RequestError
 from shared.protocol import (
     Call,
     CallEvent,
@@ -43,6 +43,7 @@ LOOK_AGAIN_S = 0.25
 _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (CannotContinue, ErrorCode.WORKER_LOST),
     (ImageUnavailable, ErrorCode.IMAGE_UNAVAILABLE),
+    (AdapterUnavailable, ErrorCode.ADAPTER_UNAVAILABLE),
     (InvalidImage, ErrorCode.INVALID_IMAGE),
     (PromptTooLong, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     (RequestError, ErrorCode.INVALID_REQUEST),

@@ -54,6 +54,15 @@ ENGINE: SettingOptions = {
             show_default="1",
         ),
     ],
+    "worker.lora": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=PATH",
+            help="A LoRA adapter to serve as MODEL:NAME, a directory or hub id; may be repeated.",
+            show_default=False,
+        ),
+    ],
     "engine.max_num_seqs": Annotated[
         int | None,
         typer.Option("--max-num-seqs", help="Sequences that share a step.", show_default="32"),

@@ -28,6 +28,7 @@ from shared.redis.client import create_redis
 from shared.redis.outage import wait_for_redis
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.tracing import create_tracer
+from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
 from worker.health import HealthServer
 from worker.metrics import create_registry
@@ -97,7 +98,7 @@ class WorkerProcess:
             stack.callback(reached.cancel)
             loaded = await self._load_engine(stack)
             await reached
-            worker = self._create_worker(stack, loaded)
+            worker = await self._create_worker(stack, loaded)
             self._worker = worker
             # Model and libraries live as long as the process: no collection shall stop streams to
             # look at them.
@@ -169,7 +170,7 @@ class WorkerProcess:
         stack.callback(pool.close)
         return pool.decode
 
-    def _create_worker(self, stack: AsyncExitStack, loaded: LoadedEngine) -> Worker:
+    async def _create_worker(self, stack: AsyncExitStack, loaded: LoadedEngine) -> Worker:
         settings = self._settings
         assert self._engine is not None
         redis = create_redis(settings.redis)
@@ -188,12 +189,17 @@ class WorkerProcess:
         )
         blobs = RedisBlobStore(redis, prefix)
         registry = Registry(redis, prefix)
+        adapters = WorkerAdapters(
+            loaded.engine, loaded.card, registry, settings.worker, settings.limits
+        )
+        await adapters.load_own()
         preprocessor = Preprocessor(
             loaded.engine,
             blobs,
             settings.limits,
             settings.worker.preprocess_threads,
             decode=self._start_decoders(stack, loaded.engine),
+            hold_adapter=adapters.hold,
         )
         stack.callback(preprocessor.close)
         for close in (
@@ -215,6 +221,7 @@ class WorkerProcess:
             registry,
             preprocessor,
             self._create_tracer(stack, worker_id),
+            adapters,
         )
 
     def _create_tracer(self, stack: AsyncExitStack, worker_id: str) -> RequestTracer | None:

@@ -46,6 +46,7 @@ class WorkerCollector(Collector):
             "vlm_encoder_cache_hits_total": stats.num_encoder_hits,
             "vlm_encoder_cache_bytes": stats.encoder_cache_bytes,
             "vlm_preemptions_total": stats.num_preemptions,
+            "vlm_num_adapters": stats.num_adapters,
             "vlm_engine_steps_total": stats.num_steps,
             "vlm_fenced_total": self._queue.num_fenced,
         }

@@ -19,6 +19,7 @@ from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
+from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
 from worker.loops import ClaimLoops, repeat
 from worker.outbox import Outbox
@@ -45,12 +46,14 @@ class Worker:
         registry: Registry,
         preprocessor: Preprocessor,
         tracer: RequestTracer | None = None,
+        adapters: WorkerAdapters | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._settings = settings
         self._kind = kind
         self._max_num_seqs = loaded.engine.capabilities().max_num_seqs
-        self._card = loaded.card
+        self._card = loaded.card if adapters is None else adapters.card
+        self._adapters = adapters
         self._engine = engine
         self.queue = queue
         self._registry = registry
@@ -87,6 +90,7 @@ class Worker:
                     tasks.create_task(self.enforce_deadlines(), name="enforce deadlines"),
                     tasks.create_task(self.announce(), name="announce"),
                     tasks.create_task(self._engine.wait_until_broken(), name="watch engine"),
+                    tasks.create_task(self.sync_adapters(), name="sync adapters"),
                 ]
                 await self._stopping.wait()
                 _cancel(taking)
@@ -213,6 +217,17 @@ class Worker:
                 if now >= active.deadline_at:
                     code, message = ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed"
                     self.active_requests.fail(active, code, message)
+
+    async def sync_adapters(self) -> None:
+        """Hold the adapters that the fleet is told to load, and announce them at once."""
+        await repeat(self._sync_adapters_once, "sync adapters", self._settings.heartbeat_s)
+
+    async def _sync_adapters_once(self) -> None:
+        if self._adapters is not None:
+            await self._adapters.sync()
+            if (card := self._adapters.card) != self._card:
+                self._card = card
+                await self._announce_once()
 
     async def announce(self) -> None:
         """Tell the gateways that this worker is there, and how busy."""

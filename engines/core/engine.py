@@ -270,6 +270,7 @@ class BatchingEngine(Engine[EngineRequest]):
             num_encoder_hits=num_hits,
             encoder_cache_bytes=encoder_cache_bytes,
             num_preemptions=self.scheduler.num_preemptions,
+            num_adapters=len(self._adapters),
             memory_bytes=self._memory_bytes(),
             startup_s=self._startup_s,
         )

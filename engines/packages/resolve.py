@@ -5,10 +5,11 @@ Called by the loader. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` 
 everywhere.
 """
 
+import errno
 import io
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from huggingface_hub.errors import (
 from tqdm.auto import tqdm
 
 from engines.base import EngineStartError
+from engines.packages.checkpoint_json import read_json
 
 GGUF = ".gguf"  #: how names of such files end
 BUILT_IN = {"shapes": Path(__file__).parent / "shapes" / "checkpoint"}
@@ -32,7 +34,13 @@ _UNWANTED = ["[!1]*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _RESERVE_BYTES = 256 * 1024 * 1024  # disk that a download leaves to others
 
+_INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = ".safetensors"
+
 Report = Callable[[float], None]
+#: Looks at a model of which only the small files are there, and at the bytes of its weights, before these are
+#: downloaded. Raises: EngineStartError.
+Check = Callable[[Path, int], None]
 
 
 class ModelUnavailable(EngineStartError):
@@ -50,11 +58,11 @@ def default_name(model: str) -> str:
     return model.partition("@")[0]
 
 
-def resolve_model(model: str, report: Report | None = None) -> Path:
+def resolve_model(model: str, report: Report | None = None, check: Check | None = None) -> Path:
     """The directory of a built-in name, a directory, or a hub id `org/name[@revision]`; or a GGUF file.
 
     Downloads what the cache lacks; `report` is told the share of bytes, and without it a progress bar is
-    drawn. Raises: ModelUnavailable.
+    drawn. Raises: ModelUnavailable, and what `check` raises.
     """
     if model in BUILT_IN:
         return BUILT_IN[model]
@@ -62,16 +70,24 @@ def resolve_model(model: str, report: Report | None = None) -> Path:
     if model and (directory.is_dir() or (model.endswith(GGUF) and directory.is_file())):
         return directory
     if match := _HUB_ID.fullmatch(model):
-        return _fetch(match["repo"], match["revision"], report)
+        return _fetch(match["repo"], match["revision"], report, check)
     raise ModelUnavailable(
         f"model {model!r} is unknown: give a built-in name ({', '.join(BUILT_IN)}), a directory, "
         "or a hub id as org/name[@revision], such as llava-hf/llava-1.5-7b-hf"
     )
 
 
-def _fetch(repo: str, revision: str | None, report: Report | None) -> Path:
+def parse_hub_id(model: str) -> tuple[str, str | None] | None:
+    """Repository and revision of what is a hub id."""
+    match = _HUB_ID.fullmatch(model)
+    return match and (match["repo"], match["revision"])
+
+
+def _fetch(
+    repo: str, revision: str | None, report: Report | None, check: Check | None = None
+) -> Path:
     try:
-        return _download(repo, revision, report)
+        return _download(repo, revision, report, check)
     except GatedRepoError:
         raise ModelUnavailable(
             f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, "
@@ -89,19 +105,41 @@ def _fetch(repo: str, revision: str | None, report: Report | None) -> Path:
     except HfHubHTTPError as error:
         status = error.response.status_code
         raise ModelUnavailable(f"{constants.ENDPOINT} answers {status} for {repo}") from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(_cache_folder()).free
+        raise ModelUnavailable(
+            f"the disk of {constants.HF_HUB_CACHE} is full: {free / 1e9:.1f} GB are free; HF_HOME "
+            "moves the cache, vlm rm empties it"
+        ) from None
 
 
-def _download(repo: str, revision: str | None, report: Report | None) -> Path:
+def _download(repo: str, revision: str | None, report: Report | None, check: Check | None) -> Path:
     planned = _plan(repo, revision)
     if planned is None:
         return _from_cache(repo, revision)
-    if not any(file.filename.endswith(".safetensors") for file in planned):
+    names = {file.filename for file in planned}
+    if not any(name.endswith(_WEIGHTS) for name in names):
         raise ModelUnavailable(
             f"{repo} has no safetensors weights; pickled ones (.bin) are not read, because unpickling "
             "can run any code: look for a revision or a conversion with safetensors"
         )
+    if "config.json" not in names:
+        raise ModelUnavailable(
+            f"{repo} has no config.json, which says what model it is: look for a conversion to "
+            "transformers' format"
+        )
     num_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
     _check_disk(repo, num_bytes)
+    weights = [file for file in planned if file.filename.endswith(_WEIGHTS)]
+    num_left = sum(file.file_size or 0 for file in weights if file.will_download)
+    if num_left:
+        small = Path(_snapshot(repo, revision, small=True, tqdm_class=_silent()))
+        _check_index(repo, small, names)
+        if check is not None:
+            check(small, sum(file.file_size or 0 for file in weights))
+        num_bytes = num_left
     progress: dict[str, Any] = {}
     if report is not None:
         progress = {"tqdm_class": _reporting_bar(report, num_bytes)}
@@ -111,8 +149,7 @@ def _download(repo: str, revision: str | None, report: Report | None) -> Path:
 def _plan(repo: str, revision: str | None) -> list[Any] | None:
     """The files to have, with sizes and whether the cache lacks them; None if the hub cannot be asked."""
     try:
-        silent = _reporting_bar(lambda share: None, 1)
-        return _snapshot(repo, revision, dry_run=True, tqdm_class=silent)
+        return _snapshot(repo, revision, dry_run=True, tqdm_class=_silent())
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except OSError as error:  # DryRunError, or a file's size that could not be asked
@@ -135,26 +172,51 @@ def _from_cache(repo: str, revision: str | None) -> Path:
         ) from None
 
 
-def _snapshot(repo: str, revision: str | None, **options: Any) -> Any:
+def _snapshot(repo: str, revision: str | None, *, small: bool = False, **options: Any) -> Any:
     return snapshot_download(
         repo,
         revision=revision,
-        allow_patterns=_WANTED,
+        allow_patterns=[name for name in _WANTED if not (small and name.endswith(_WEIGHTS))],
         ignore_patterns=_UNWANTED,
         **options,
     )
 
 
-def _check_disk(repo: str, num_bytes: int) -> None:
+def find_missing_weights(directory: Path, names: Set[str]) -> list[str]:
+    """Files of weights that the directory's index names and that are not among `names`.
+
+    Raises: UnsupportedCheckpoint.
+    """
+    shards = read_json(directory / _INDEX_FILE).section("weight_map").values.values()
+    return sorted({shard for shard in shards if isinstance(shard, str)} - names)
+
+
+def _check_index(repo: str, small: Path, names: Set[str]) -> None:
+    if missing := find_missing_weights(small, names):
+        raise ModelUnavailable(
+            f"{repo} is not complete: it lacks {len(missing)} of the files that its {_INDEX_FILE} "
+            f"names, {missing[0]} first; look for another revision"
+        )
+
+
+def _cache_folder() -> Path:
     folder = Path(constants.HF_HUB_CACHE)
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    return folder
+
+
+def _check_disk(repo: str, num_bytes: int) -> None:
+    free = shutil.disk_usage(_cache_folder()).free
     if num_bytes + _RESERVE_BYTES > free:
         raise ModelUnavailable(
             f"{repo} needs {num_bytes / 1e9:.1f} GB of disk in {constants.HF_HUB_CACHE}, "
-            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache"
+            f"but {free / 1e9:.1f} GB are free; HF_HOME moves the cache, vlm rm empties it"
         )
+
+
+def _silent() -> type[tqdm]:
+    return _reporting_bar(lambda share: None, 1)
 
 
 def _reporting_bar(report: Report, num_bytes: int) -> type[tqdm]:

@@ -87,13 +87,8 @@ def load_encoder(
             f"{directory} has no safetensors weights; pickled ones (.bin) are not read, because "
             "unpickling can run any code"
         )
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedCheckpoint(f"config.json: {error}") from error
+    kind, config = find_kind(directory)
     sentence = read_sentence_config(directory)
-    architecture = (config.architectures or [""])[0]
-    kind = _kind(architecture, config, directory)
     model = _load_model(kind, directory, config, dtype).to(device).eval()
     text = config.text_config if kind is CLIPModel else config
     limits = (max_tokens, sentence.max_tokens, _num_positions(text))
@@ -106,6 +101,15 @@ def load_encoder(
     is_scorer = kind is AutoModelForSequenceClassification
     shorter_ones = tuple(sorted(size for size in shorter if size < config.hidden_size))
     return Encoder(model, texts, sentence, shorter_ones, is_scorer)
+
+
+def find_kind(directory: Path) -> tuple[Any, Any]:
+    """The class of transformers for a model, and its configuration. Raises: UnsupportedCheckpoint."""
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedCheckpoint(f"config.json: {error}") from error
+    return _kind((config.architectures or [""])[0], config, directory), config
 
 
 def _kind(architecture: str, config: Any, directory: Path) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.base import AdapterLimits
+from engines.base import AdapterLimits, BadAdapter
 from engines.core.runner import (
     ComputedStep,
     DeviceOutOfMemory,
@@ -141,6 +141,11 @@ class TorchRunner:
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """An adapter on the device, of files that peft wrote. Raises: BadAdapter."""
+        if self._mesh.size > 1:
+            raise BadAdapter(
+                "several devices share the model, and none of them an adapter: start the worker without "
+                "--tensor-parallel, or merge it"
+            )
         if self._loras is None:
             dtype = torch.float32 if self._ops.is_native else self._dtype
             self._loras = Loras(self.model, dtype, self.device)

@@ -40,7 +40,7 @@ class ModelObject(msgspec.Struct):
     reasoning: bool
     #: Variables of its chat template that `chat_template_kwargs` may set.
     template_options: tuple[str, ...]
-    #: Names under which variants of it are served.
+    #: Names under which the model is served with LoRA adapters.
     adapters: tuple[str, ...]
     #: Where a request says nothing, as the model's makers suggest.
     default_sampling: SamplingDefaults
@@ -51,6 +51,9 @@ class ModelObject(msgspec.Struct):
     #: Of its vectors, and what they may be cut to; absent where it makes none.
     dimensions: int | msgspec.UnsetType = msgspec.UNSET
     shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    #: Of an adapter: the model that it changes.
+    parent: str | None = None
+    root: str | None = None
     #: Of the files that decide its vectors, and the prompts that may stand before a text.
     digest: str | msgspec.UnsetType = msgspec.UNSET
     prompts: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -59,7 +62,7 @@ class ModelObject(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """The models that somebody works on first, of these the newest first."""
+    """The models that somebody works on first, then their adapters; of these the newest first."""
 
     data: list[ModelObject]
     object: str = "list"
@@ -79,20 +82,22 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
             created=card.created_at,
             max_model_len=card.max_model_len,
             supports_images=card.supports_images,
-            num_workers=models.num_workers[card.name],
+            num_workers=models.num_workers[card.queue],
             tasks=card.tasks,
             input_modalities=("text", "image") if card.supports_images else ("text",),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
             limits=_limits(card, limits),
             reasoning=bool(card.reasoning),
             template_options=card.template_options,
-            adapters=card.adapters,
+            adapters=tuple(n for n, each in models.adapters.items() if each.parent == card.name),
             default_sampling=card.sampling,
             dtype=card.dtype or None,
             quantization=card.quantization or None,
             format=card.format or None,
             dimensions=card.dimensions or msgspec.UNSET,
             shorter_dimensions=card.shorter_dimensions if card.dimensions else msgspec.UNSET,
+            parent=card.parent or None,
+            root=card.queue,
             digest=card.digest or msgspec.UNSET,
             prompts=card.prompts or msgspec.UNSET,
         )
@@ -100,18 +105,24 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
     @router.get("", operation_id="list_models")
     async def list_models() -> Response:
         """The models that the fleet serves."""
-        objects = [to_object(card) for _, card in sorted(models.cards.items())]
-        objects.sort(key=lambda model: (model.num_workers == 0, -model.created))
+        found = sorted({**models.cards, **models.adapters}.items())
+        objects = [to_object(card) for _, card in found]
+        objects.sort(key=_order)
         return _json(ModelList(objects))
 
     @router.get("/{name:path}", operation_id="retrieve_model")
     async def retrieve_model(name: str) -> Response:
         """One model."""
-        if name not in models.cards:
+        card = models.cards.get(name) or models.adapters.get(name)
+        if card is None:
             raise models.missing(name)
-        return _json(to_object(models.cards[name]))
+        return _json(to_object(card))
 
     return router
+
+
+def _order(model: ModelObject) -> tuple[bool, bool, int]:
+    return model.num_workers == 0, model.parent is not None, -model.created
 
 
 def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:

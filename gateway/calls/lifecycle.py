@@ -170,12 +170,11 @@ class Lifecycle:
         """
         with self.admission.hold_body() as held:
             request = await self._read(surface, exchange, context, held)
-            recorder.model = self.models.label(request.model)
             recorder.user = request.user
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
             card = await self.models.find(request.model)
-            recorder.model = card.name
+            recorder.model = self.models.label(card.name)
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
             plan = surface.plan(request, context, card)
@@ -186,7 +185,9 @@ class Lifecycle:
             head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:
-                return await self.resume.open(surface, request, plan, head, context, submit)
+                return await self.resume.open(
+                    surface, request, plan, head, card.queue, context, submit
+                )
             answer = surface.answer(plan.options, head)
             return Reply(surface, await submit(), answer, plan.is_streamed, plan.shows_timings)
 
@@ -220,7 +221,7 @@ class Lifecycle:
 
         Raises: InvalidRequest, Overloaded, BlobsUnavailable, QueueUnavailable.
         """
-        self.key_limits.check(card.name, context.tenant)
+        self.key_limits.check(card.queue, context.tenant)
         if not plan.images:
             return await self._queue(plan, plan.tasks, card, context, clock, resumes)
         images = await self._load_images(plan.images, clock, held)
@@ -279,13 +280,14 @@ class Lifecycle:
             Call(
                 id=f"{context.id}-{choice}",
                 reply_to=self.gateway_id,
-                model=card.name,
+                model=card.queue,
                 task=task,
                 tenant=context.tenant,
                 priority=plan.priority,
                 trace_parent=context.trace_parent,
                 wants_stream=plan.is_streamed,
                 is_resumable=resumes,
+                adapter=card.adapter,
             )
             for choice, task in enumerate(tasks)
         ]
@@ -299,7 +301,7 @@ class Lifecycle:
                 reservation=reservation,
             )
         except QueueRefused as refused:
-            raise self.key_limits.to_error(refused, card.name, context.tenant) from None
+            raise self.key_limits.to_error(refused, card.queue, context.tenant) from None
         if reservation is not None and reservation.is_refundable:
             call.when_closed(lambda _: self.refunds.add(reservation))
         return call

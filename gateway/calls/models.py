@@ -8,13 +8,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import Context
 
+from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from gateway.http.errors import ApiError, NotFound, Overloaded
-from shared.protocol import PROTOCOL_VERSION, ModelCard, explain_versions
+from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry
 from shared.redis.outage import OutageLog
@@ -23,6 +24,7 @@ _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
 _MAX_NAMES = 8  # in messages
+_MAX_ADAPTER_LABELS = 200  #: later ones count as their model: names may come and go for ever
 OTHER = "other"  #: stands for models that are not known
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class ModelDirectory:
         self.registry = registry
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
+        self.adapters: dict[str, ModelCard] = {}  #: of models, as `model:adapter`
+        self._adapter_labels: set[str] = set()
         self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
         self.num_workers: Counter[str] = Counter()  #: that take requests, by model
         self._on_models = on_models
@@ -68,6 +72,8 @@ class ModelDirectory:
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
+            live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
+            self.adapters = {card.name: card for card in _adapters(cards, live)}
             self._other_versions = others
             self.num_workers = Counter(
                 w.card.name for w in workers if w.state == "ready" and _is_spoken(w.card)
@@ -100,10 +106,10 @@ class ModelDirectory:
         Raises: NotFound; Overloaded if its workers speak another version; QueueUnavailable,
         RedisError, OSError.
         """
-        card = self.cards.get(name)
+        card = self.cards.get(name) or self.adapters.get(name)
         if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
             await self._look_again()  # it may have come this second
-            card = self.cards.get(name)
+            card = self.cards.get(name) or self.adapters.get(name)
         if card is None:
             raise self.missing(name)
         return card
@@ -141,7 +147,39 @@ class ModelDirectory:
 
     def label(self, name: str) -> str:
         """The name of a model that is known, else `other`: labels of metrics must be few."""
-        return name if name in self.cards else OTHER
+        if name in self.cards:
+            return name
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            return OTHER
+        if len(self._adapter_labels) < _MAX_ADAPTER_LABELS:
+            self._adapter_labels.add(name)
+        return name if name in self._adapter_labels else adapter.parent
+
+
+def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iterator[ModelCard]:
+    """The adapters of models: those that live workers hold, else those that the last ones held.
+
+    Of two of one name the later.
+    """
+    found: dict[str, dict[str, AdapterCard]] = {}
+    for card in live:
+        held = found.setdefault(card.name, {})
+        for adapter in card.adapters:
+            other = held.get(adapter.name)
+            if adapter.digest and (other is None or other.created_at <= adapter.created_at):
+                held[adapter.name] = adapter
+    for card in cards.values():
+        known = found.get(card.name) or {each.name: each for each in card.adapters if each.digest}
+        for name, adapter in sorted(known.items()):
+            yield replace(
+                card,
+                name=f"{card.name}:{name}",
+                created_at=adapter.created_at,
+                adapters=(),
+                parent=card.name,
+                adapter=adapter.digest,
+            )
 
 
 def _is_spoken(card: ModelCard) -> bool:

@@ -60,6 +60,12 @@ class StreamRecord(msgspec.Struct, frozen=True):
     shows_timings: bool
     #: The surface's own, of `Plan.options`.
     options: msgspec.Raw
+    queue: str = ""  #: whose calls are the request's; empty: the model's own
+
+    @property
+    def queue_model(self) -> str:
+        """The model whose queue has its call."""
+        return self.queue or self.model
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)
@@ -209,6 +215,7 @@ class Resume:
         request: Request,
         plan: Plan,
         head: AnswerHead,
+        queue: str,
         context: RequestContext,
         submit: Callable[[], Awaitable[OpenCall]],
     ) -> Reply:
@@ -226,6 +233,7 @@ class Resume:
             created=head.created,
             shows_timings=plan.shows_timings,
             options=msgspec.Raw(msgspec.json.encode(plan.options)),
+            queue=queue,
         )
         # One try after another: what a refused one forgets, no other one has just found.
         async with self._locks.setdefault(context.id, asyncio.Lock()):
@@ -233,10 +241,10 @@ class Resume:
             call = None
             if known is not None:
                 head = replace(head, created=known.created)
-                if await self._has_answer(known.model, _choice(context.id)):
-                    call = await self._follow(context.id, known.model)
+                if await self._has_answer(known.queue_model, _choice(context.id)):
+                    call = await self._follow(context.id, known.queue_model)
             if call is None:
-                call = await self._submit(context.id, head.model, submit, known is None)
+                call = await self._submit(context.id, queue, submit, known is None)
         answer = surface.answer(plan.options, head)
         return _numbered_reply(
             surface, call, answer, head, last_id, plan.is_streamed, plan.shows_timings
@@ -255,7 +263,7 @@ class Resume:
         surface = surfaces.get(record.surface)
         if surface is None:
             raise _unknown()
-        call = await self._follow(request_id, record.model)
+        call = await self._follow(request_id, record.queue_model)
         head = AnswerHead(surface.id_prefix + request_id, record.created, record.model)
         options = msgspec.json.decode(record.options, type=surface.options)
         answer = surface.answer(options, head)
@@ -353,7 +361,7 @@ class Resume:
             if record is not None:
                 return _same(record, wanted)
             # Only its own version tells whether it is the same request; it matters while it runs.
-            if await self.queue.state(wanted.model, _choice(request_id)) is not None:
+            if await self.queue.state(wanted.queue_model, _choice(request_id)) is not None:
                 break
             await self.records.forget(request_id)
         raise unavailable()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pydantic import SecretStr
 
-from gateway.http.errors import AuthenticationError
+from gateway.http.errors import AuthenticationError, Forbidden
 from shared.settings.tree import GatewaySettings, SettingsError
 
 #: Of the probes; the chat page's files are public too.
@@ -28,24 +28,39 @@ class WrongKey(AuthenticationError):
 class KeyRing:
     """The accepted keys, each with the cache salt of the tenant who holds it."""
 
-    def __init__(self, api_keys: Sequence[SecretStr]) -> None:
-        self._salts = {
-            _digest(key.get_secret_value().encode()): _tenant(key.get_secret_value().encode())
-            for key in api_keys
-        }
+    def __init__(self, api_keys: Sequence[SecretStr], admin_keys: Sequence[SecretStr] = ()) -> None:
+        """Those of operators may do all that others may, and more."""
+        keys = [key.get_secret_value().encode() for key in (*api_keys, *admin_keys)]
+        self._salts = {_digest(key): _tenant(key) for key in keys}
+        self._admins = frozenset(_tenant(key) for key in keys[len(api_keys) :])
+        self._is_open = not api_keys
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed."""
-        return not self._salts
+        """Whether no key is needed for what everybody may."""
+        return self._is_open
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         """The cache salt of the caller.
 
         Raises: AuthenticationError if no key is sent, WrongKey if no known one.
         """
-        if self.is_open:
-            return ""
+        return "" if self._is_open else self._salt(headers)
+
+    def check_admin(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """See that the caller is an operator. Raises: Forbidden, and as `authenticate` where keys are needed."""
+        if not self._admins:
+            raise Forbidden(
+                "Nobody may do this: VLM_GATEWAY__ADMIN_KEYS names no key.",
+                code="insufficient_permissions",
+            )
+        if self._salt(headers) not in self._admins:
+            raise Forbidden(
+                "This API key may not do this: send one of VLM_GATEWAY__ADMIN_KEYS.",
+                code="insufficient_permissions",
+            )
+
+    def _salt(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         values = [value for name, value in headers if name == b"authorization"]
         if not values:
             raise AuthenticationError(

@@ -110,6 +110,13 @@ class AuthenticationError(ApiError):
     type = "invalid_request_error"
 
 
+class Forbidden(ApiError):
+    """The key is known, and may not do this."""
+
+    status = 403
+    type = "invalid_request_error"
+
+
 class NotFound(ApiError):
     """No such model or path."""
 
@@ -142,6 +149,7 @@ FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
     ErrorCode.INVALID_REQUEST: (InvalidRequest, 400, None),
     ErrorCode.UNSUPPORTED_VERSION: (ServerError, 503, 1),
     ErrorCode.IMAGE_UNAVAILABLE: (ServerError, 503, 1),
+    ErrorCode.ADAPTER_UNAVAILABLE: (InvalidRequest, 409, 1),
     ErrorCode.CANCELLED: (ServerError, 503, 1),
     ErrorCode.WORKER_LOST: (ServerError, 503, 1),
     ErrorCode.DEADLINE_EXCEEDED: (ServerError, 504, None),

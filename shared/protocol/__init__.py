@@ -1,7 +1,7 @@
 """The wire between gateway and worker: calls out, events back. Everybody imports its names from here."""
 
 from shared.protocol.call import Call, Envelope, Priority
-from shared.protocol.card import THINKING_SWITCHES, ModelCard, SamplingDefaults
+from shared.protocol.card import THINKING_SWITCHES, AdapterCard, ModelCard, SamplingDefaults
 from shared.protocol.codec import (
     decode_call,
     decode_card,
@@ -51,6 +51,7 @@ from shared.protocol.version import PROTOCOL_VERSION, UnsupportedVersion, explai
 __all__ = [
     "PROTOCOL_VERSION",
     "THINKING_SWITCHES",
+    "AdapterCard",
     "BlobRef",
     "Call",
     "CallEvent",

@@ -29,6 +29,7 @@ class Call(Message, frozen=True, tag_field="version", tag=PROTOCOL_VERSION, omit
     wants_stream: bool = True
     #: It goes on without its gateway: its answer may be asked for elsewhere.
     is_resumable: bool = False
+    adapter: str = ""  #: digest of what changes the model for this call
 
 
 class Envelope(NamedTuple):

@@ -18,6 +18,16 @@ class SamplingDefaults(Report, frozen=True, omit_defaults=True):
     max_tokens: int | None = None
 
 
+class AdapterCard(Report, frozen=True, omit_defaults=True):
+    """An adapter that a worker holds, or why it does not."""
+
+    name: str
+    digest: str = ""  #: of its files; empty where it is not loaded
+    created_at: int = 0  #: epoch seconds at which the worker loaded it
+    revision: str = ""  #: of the fleet's list; empty: of the worker's own settings
+    error: str = ""
+
+
 class ModelCard(Report, frozen=True):
     """What a model can do; the gateway's `/v1/models` is made of these.
 
@@ -43,6 +53,13 @@ class ModelCard(Report, frozen=True):
     )
     always_thinks: bool = False  #: its prompts begin the thinking, whatever the request says
     template_options: tuple[str, ...] = ()  #: variables of its chat template that a request may set
+    adapters: tuple[AdapterCard, ...] = ()  #: each is served as `name:adapter`
+    parent: str = ""  #: of an adapter's card: the model that it changes, whose queue it shares
+    adapter: str = ""  #: of an adapter's card: its digest
     digest: str = ""  #: of the files that decide its vectors; empty: unknown
-    adapters: tuple[str, ...] = ()  #: names under which variants of it are served
     version: int = PROTOCOL_VERSION  #: of the protocol that its workers speak
+
+    @property
+    def queue(self) -> str:
+        """The model whose queue takes its calls."""
+        return self.parent or self.name

@@ -28,6 +28,8 @@ class ErrorCode(StrEnum):
 
     INVALID_IMAGE = "invalid_image"
     IMAGE_UNAVAILABLE = "image_unavailable"
+    #: It was unloaded or replaced after the request came.
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
     #: Gateway and worker speak different versions of the protocol.

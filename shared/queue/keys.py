@@ -108,6 +108,10 @@ class RedisKeys:
         """The card (JSON) of a model that a worker announced within the last day."""
         return f"{self.prefix}:model:{name}"
 
+    def adapters(self, model: str) -> str:
+        """Hash of the adapters that are to be loaded beside a model, by name: where each is (JSON)."""
+        return f"{self.prefix}:{{{model}}}:adapters"
+
     @property
     def models(self) -> str:
         """Set of model names whose cards may exist."""

@@ -35,6 +35,13 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     state: Literal["ready", "draining"] = "ready"
 
 
+class AdapterSource(Report, frozen=True):
+    """An adapter that every worker of a model is to load."""
+
+    path: str  #: below the directory that the workers' settings name
+    revision: str  #: new each time that it is to be loaded
+
+
 class _AnyRecord(Report, frozen=True):
     """What records of every version have."""
 
@@ -44,6 +51,7 @@ class _AnyRecord(Report, frozen=True):
 
 
 _record_decoder = msgspec.json.Decoder(WorkerRecord)
+_source_decoder = msgspec.json.Decoder(AdapterSource)
 _any_record_decoder = msgspec.json.Decoder(_AnyRecord)
 
 
@@ -89,6 +97,31 @@ class Registry:
         """The models that were served within the last day, by name."""
         found = await self._members(self._keys.models, self._keys.model, decode_card)
         return sorted(found, key=lambda card: card.name)
+
+    async def adapters(self, model: str) -> dict[str, AdapterSource]:
+        """The adapters that are to be loaded beside a model, by name."""
+        key = self._keys.adapters(model)
+        found = await retry_idempotent(lambda: self._sender.execute("HGETALL", key))
+        sources: dict[str, AdapterSource] = {}
+        for name, value in zip(found[::2], found[1::2], strict=True):
+            source = self._decode(f"{key} {name!r}", value, _source_decoder.decode)
+            if source is not None:
+                sources[name.decode(errors="replace")] = source
+        return sources
+
+    async def put_adapter(self, model: str, name: str, source: AdapterSource) -> None:
+        """Have every worker of a model load an adapter, those that come later too."""
+        key = self._keys.adapters(model)
+        await self._sender.execute("HSET", key, name, encode(source))
+        await self.keep_adapters(model)
+
+    async def keep_adapters(self, model: str) -> None:
+        """Keep the list as long as the model is known from now."""
+        await self._sender.execute("PEXPIRE", self._keys.adapters(model), to_ms(MODEL_TTL_S))
+
+    async def remove_adapter(self, model: str, name: str) -> None:
+        """Have the workers of a model unload an adapter."""
+        await self._sender.execute("HDEL", self._keys.adapters(model), name)
 
     async def _members(
         self, index: str, key_of: Callable[[str], str], decode: Callable[[bytes], Member]

@@ -30,6 +30,7 @@ _FLEET_KEYS = (
     _KEYS.worker("*"),
     _KEYS.models,
     _KEYS.model("*"),
+    _KEYS.adapters("*"),
 )
 
 GATEWAY = Rights(
@@ -44,7 +45,7 @@ GATEWAY = Rights(
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "mget", "del", "pexpire", "pttl"),
-        *("hget", "hmget", "hset", "hdel", "hlen", "lrange", "smembers", "srem"),
+        *("hget", "hgetall", "hmget", "hset", "hdel", "hlen", "lrange", "smembers", "srem"),
         *("zadd", "zrem", "zremrangebyscore", "zrevrange", "zrangebyscore"),
         *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xpending"),
     ),
@@ -54,7 +55,7 @@ WORKER = Rights(
     commands=(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),
-        *("hget", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
+        *("hget", "hgetall", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
         *("xadd", "xlen", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),

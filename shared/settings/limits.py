@@ -91,6 +91,11 @@ class LimitSettings(Group):
         default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )
 
+    max_loras: int = Field(
+        default=32, ge=0, description="LoRA adapters that a worker holds beside its model."
+    )
+    max_lora_rank: int = Field(default=64, ge=1, description="Rank of an adapter.")
+    max_lora_bytes: int = Field(default=512 * MIB, ge=1, description="Bytes of an adapter's files.")
     max_stores: int = Field(default=100, ge=0, description="Vector stores of one API key.")
     max_store_items: int = Field(default=1_000_000, ge=1, description="Items of a vector store.")
     max_files: int = Field(default=1000, ge=0, description="Files of one API key.")

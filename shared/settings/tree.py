@@ -37,6 +37,8 @@ from shared.settings.limits import LimitSettings
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[1-9][0-9]{0,4})?|[a-z][a-z0-9+.-]*://[\w.-]+")
+#: What an adapter may be called; it is served as `model:name`.
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 logger = logging.getLogger(__name__)
 
 PREFIX = "VLM_"
@@ -65,6 +67,10 @@ class GatewaySettings(Group):
         description="Accepted API keys, comma separated. None: open, on a loopback address only.",
     )
 
+    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        default=(),
+        description="API keys that may also load and unload adapters, comma separated. None: nobody may.",
+    )
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
@@ -92,7 +98,7 @@ class GatewaySettings(Group):
         "`https://app.example.com`, or `*`. None: no page of another origin.",
     )
 
-    @field_validator("api_keys", "remote_images", "cors_origins", mode="before")
+    @field_validator("api_keys", "admin_keys", "remote_images", "cors_origins", mode="before")
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
@@ -152,6 +158,40 @@ class WorkerSettings(Group):
         le=64,
         description="Processes without rights that decode images; 0: the threads do it themselves.",
     )
+
+    lora: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="LoRA adapters to load at the start, comma separated: `name=directory` or "
+        "`name=org/repo[@revision]`.",
+    )
+    lora_dir: str = Field(
+        default="",
+        description="Directory of the adapters that may be loaded at run time; empty: none.",
+    )
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def split_adapters(cls, value: Any) -> Any:
+        """Accept a comma-separated string, as environments hold it."""
+        return split_items(value)
+
+    @field_validator("lora")
+    @classmethod
+    def check_adapters(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        """Raises: ValueError for what is no `name=path`, and names that are there twice."""
+        names = [value.partition("=")[0] for value in values]
+        if not all(ADAPTER_NAME.fullmatch(n) for n in names) or any(v[-1:] in "=" for v in values):
+            raise ValueError(
+                "write NAME=PATH; a name is 1 to 64 letters, digits, dots, dashes and underscores"
+            )
+        if len(set(names)) < len(names):
+            raise ValueError("a name is there twice")
+        return values
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Those of the start: directories or hub ids by name."""
+        return dict(value.split("=", 1) for value in self.lora)
 
     @cached_property
     def heartbeat_s(self) -> float:

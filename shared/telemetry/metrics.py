@@ -105,6 +105,7 @@ WORKER_METRICS = (
     Metric("vlm_encoder_cache_hits_total", "counter", "Images found there."),
     Metric("vlm_encoder_cache_bytes", "gauge", "Bytes of image features kept."),
     Metric("vlm_preemptions_total", "counter", "Sequences whose blocks were taken back."),
+    Metric("vlm_num_adapters", "gauge", "LoRA adapters that are loaded."),
     Metric("vlm_engine_steps_total", "counter", "Forward passes."),
     Metric("vlm_memory_bytes", "gauge", "Memory by use.", ("use",)),
     Metric("vlm_startup_seconds", "gauge", "Time of each phase of the worker's start.", ("phase",)),

@@ -258,10 +258,11 @@ CALLED = {
             RedisBlobStore.open,
         ),
         *(Registry.workers, Registry.models, Registry._members),
+        *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
     ),
     "worker": (
         *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
-        *(Registry.announce, Registry.withdraw),
+        *(Registry.announce, Registry.withdraw, Registry.adapters, Registry.keep_adapters),
     ),
 }
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own

@@ -8,6 +8,7 @@ It must not know the queue.
 import asyncio
 import hashlib
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engines.base import (
@@ -64,8 +65,11 @@ class Preprocessor:
         num_threads: int,
         max_cache_bytes: int = MAX_PIXEL_CACHE_BYTES,
         decode: Decode = decode_image,
+        hold_adapter: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
+        """`hold_adapter` is called with the digest of an adapter before a call that has it is prepared."""
         self._engine = engine
+        self._hold_adapter = hold_adapter
         self._prepares_quickly = engine.capabilities().prepares_quickly
         self._tasks = engine.capabilities().tasks
         self._blobs = blobs
@@ -100,7 +104,11 @@ class Preprocessor:
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))
         )
-        call = EngineCall(engine_id, task, tenant, request.priority, output_token_ids)
+        if request.adapter and self._hold_adapter is not None:
+            await self._hold_adapter(request.adapter)
+        call = EngineCall(
+            engine_id, task, tenant, request.priority, output_token_ids, request.adapter
+        )
         if self._prepares_quickly and num_chars <= MAX_INLINE_CHARS:
             return self._engine.prepare(call, images)
         return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))

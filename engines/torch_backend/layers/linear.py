@@ -183,6 +183,16 @@ class Linear:
         self._unadapted: tuple[Product, Product] | None = None
 
     @property
+    def is_bound(self) -> bool:
+        """Whether an operator computes all maps at once."""
+        return self.product is not self._plain
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether something is added to every product."""
+        return self._unadapted is not None
+
+    @property
     def is_whole(self) -> bool:
         """Whether `product` alone computes all that a call does."""
         return self._mesh.size == 1 and (self.product.takes_before or not self._before)

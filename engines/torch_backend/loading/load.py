@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from engines.core.engine import BatchingEngine
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
@@ -51,7 +53,13 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     dtype = choose_dtype(settings.dtype, device)
     with phases.measure("download"):
         report = phases.tell("download") if progress else None
-        directory = open_checkpoint(resolve_model(settings.model, report))
+        check = partial(
+            check_model,
+            device=device,
+            quantization=settings.quantization,
+            num_devices=settings.tensor_parallel,
+        )
+        directory = open_checkpoint(resolve_model(settings.model, report, check))
     sampling = read_sampling_defaults(directory, settings.generation_config)
     kernels = None
     if device.type == "cpu":

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,35 @@ class PublishedLinears:
         self._forms["float"] += 1
         weights = self._reader.read(linear)
         return weights.numbers(torch.float32) if isinstance(weights, Integers) else weights
+
+    def restore(self, model: nn.Module, numbers: dict[str, Tensor], dtype: torch.dtype) -> int:
+        """Put integers in place of numbers, where our own program turned out to compute what was read as such.
+
+        `numbers` are those that were read, by stored names; scales are of `dtype`. Returns: bytes that it spares.
+        """
+        places = {
+            name.rpartition("layers.")[2]: name
+            for name, module in model.named_modules()
+            if isinstance(module, LinearWeights) and "layers." in name
+        }
+        spared = 0
+        for linear in self.linears:
+            path, layout = places.get(linear.name.rpartition("layers.")[2]), self.layout(linear)
+            if path is None or layout.form == "float":
+                continue
+            layer: Any = model.get_submodule(path)
+            known = numbers[f"{linear.name}.weight"]
+            same = known.to(layer.weight)
+            if layout.shape != layer.whole_shape or not torch.equal(layer.weight, same):
+                continue  # a tower's, say
+            del numbers[f"{linear.name}.weight"]
+            stored = self.put(linear, model, path, dtype)
+            parts = {name.removeprefix(f"{linear.name}."): x for name, x in stored.items()}
+            model.get_submodule(path).load_state_dict(parts, strict=False, assign=True)
+            self._forms["float"] -= 1
+            spared += known.nbytes - layout.num_bytes(dtype)
+        self._forms += Counter()  # without those that there are none of
+        return spared
 
     def drop_zero_biases(self, stored: list[StoredTensor], model: nn.Module) -> list[StoredTensor]:
         """All but biases of zeros that the model does not have: quantizers write them to every map."""

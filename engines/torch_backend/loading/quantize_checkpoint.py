@@ -6,7 +6,7 @@ One tensor after another is read, rounded and written, so that memory stays at o
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
     QuantizedLinear,
 )
+from engines.torch_backend.loading.calibration import Target, calibrate
 from engines.torch_backend.loading.formats.compressed_tensors import to_config, to_parts
 from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.published import find_layer, find_published
@@ -32,13 +33,14 @@ from engines.torch_backend.loading.stored_tensors import (
     MAX_SHARD_BYTES,
     TensorWriter,
     list_tensors,
+    new_directory,
 )
 from engines.torch_backend.loading.weights import build_empty
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import find_family
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_HEAD = "re:.*lm_head"
+_HEAD, _DECODER = "re:.*lm_head", "Linear"  # as `config_groups` call them
 
 
 def quantize_checkpoint(
@@ -47,15 +49,18 @@ def quantize_checkpoint(
     scheme: str,
     *,
     head: str = "none",
+    examples: str = "none",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[int, int]:
-    """Write the quantized copy of a checkpoint; `progress` is told the share of numbers done, 0..1.
+    """Write the quantized copy of a checkpoint; `progress` is told the share of it done, 0..1.
 
-    `head` is "int8" for an output head in 8 bits, too. `config.json` comes last: what was interrupted is no
-    checkpoint. Returns: bytes of the weights before and after.
+    `head` is "int8" for an output head in 8 bits, too; `examples` are those of `calibrate`, for int4. `target` is
+    there when all is written, and not before. Returns: bytes of the weights before and after.
     Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
+    if examples != "none" and scheme != "int4":
+        raise UnsupportedCheckpoint(f"--calibrate {examples}: is for --scheme int4, not {scheme}")
     family, config = find_family(source)
     rename = partial(family.rename, config=config)
     published, stored = find_published(source, list_tensors(source), torch.device("cpu"), rename)
@@ -65,40 +70,73 @@ def quantize_checkpoint(
     names = [tensor.name for tensor in stored] + [f"{linear.name}.weight" for linear in linears]
     model = build_empty(family, config, SCHEMES[scheme], torch.float32)
     layers = _Layers(model, rename, head, names)
-    target.mkdir(parents=True, exist_ok=True)
-    if any(target.iterdir()):
-        raise FileExistsError(f"{target} is not empty")
-    writer = TensorWriter(target, max_shard_bytes)
-    total = sum(item.num_values for item in (*stored, *linears))
-    done = 0
-    groups: dict[str, Integers] = {}  # an example of each
-
-    def write(name: str, value: Tensor, dtype: torch.dtype) -> None:
-        kind = layers.targets.get(name)
-        if kind is None:
-            writer.add(name, value if value.dtype == dtype else value.to(dtype))
-            return
-        if kind == _HEAD or scheme == "int8":
-            integers = round_int8(value, dtype)
+    with new_directory(target) as made:
+        report = progress or (lambda share: None)
+        calibrated: dict[str, Integers] = {}
+        if examples != "none":
+            dtypes = {x.name: x.float_dtype for x in stored}
+            targets = {
+                name: Target(layers.path(name), dtypes.get(name) or torch.float16)
+                for name, kind in layers.targets.items()
+                if kind == _DECODER
+            }
+            size, share = layers.group_size, 0.9
+            calibrated = calibrate(source, examples, targets, size, lambda x: report(x * share))
         else:
-            integers = round_int4(value, dtype, layers.group_size)
-        groups.setdefault(kind, integers)
-        for part, tensor in to_parts(integers, dtype).items():
-            writer.add(f"{name.removesuffix('.weight')}.{part}", tensor)
-
-    for tensor in stored:
-        value = tensor.map()
-        write(tensor.name, value, value.dtype)
-        done += tensor.num_values
-        _tell(progress, done / total)
-    for linear in linears:
-        assert published is not None
-        write(f"{linear.name}.weight", published.read_numbers(linear), published.dtype)
-        done += linear.num_values
-        _tell(progress, done / total)
-    writer.close()
-    _copy_text_files(source, target, to_config(groups, layers.ignored()))
+            share = 0.0
+        writer = _Writer(made, max_shard_bytes, layers, scheme, calibrated)
+        total = sum(item.num_values for item in (*stored, *linears))
+        done = 0
+        for tensor in stored:
+            value = tensor.map()
+            writer.write(tensor.name, value, value.dtype)
+            done += tensor.num_values
+            report(share + (1 - share) * done / total)
+        for linear in linears:
+            assert published is not None
+            writer.write(f"{linear.name}.weight", published.read_numbers(linear), published.dtype)
+            done += linear.num_values
+            report(share + (1 - share) * done / total)
+        writer.close()
+        _copy_text_files(source, made, to_config(writer.groups, layers.ignored()))
     return _weight_bytes(source), _weight_bytes(target)
+
+
+class _Writer:
+    """Weights into files, in few bits where they are a target."""
+
+    def __init__(
+        self,
+        directory: Path,
+        max_shard_bytes: int,
+        layers: "_Layers",
+        scheme: str,
+        calibrated: Mapping[str, Integers],
+    ) -> None:
+        self.groups: dict[str, Integers] = {}  #: an example of each
+        self._tensors = TensorWriter(directory, max_shard_bytes)
+        self._layers = layers
+        self._scheme = scheme
+        self._calibrated = calibrated
+
+    def write(self, name: str, value: Tensor, dtype: torch.dtype) -> None:
+        """A weight, of numbers of this type. Raises: OSError."""
+        kind = self._layers.targets.get(name)
+        if kind is None:
+            self._tensors.add(name, value if value.dtype == dtype else value.to(dtype))
+            return
+        integers = self._calibrated.get(name)
+        if integers is None and (kind == _HEAD or self._scheme == "int8"):
+            integers = round_int8(value, dtype)
+        elif integers is None:
+            integers = round_int4(value, dtype, self._layers.group_size)
+        self.groups.setdefault(kind, integers)
+        for part, tensor in to_parts(integers, dtype).items():
+            self._tensors.add(f"{name.removesuffix('.weight')}.{part}", tensor)
+
+    def close(self) -> None:
+        """Write the rest. Raises: OSError."""
+        self._tensors.close()
 
 
 class _Layers:
@@ -117,7 +155,7 @@ class _Layers:
         self.targets: dict[str, str] = {}
         for name in names:
             self._sort(name)
-        if "Linear" not in self.targets.values():
+        if _DECODER not in self.targets.values():
             kind = type(model).__name__
             raise UnsupportedCheckpoint(f"a {kind} has no linear maps that can be quantized yet")
         if self._has_int8_head and _HEAD not in self.targets.values():
@@ -132,11 +170,15 @@ class _Layers:
         if isinstance(layer, LinearWeights) and path.endswith("lm_head") and self._has_int8_head:
             self.targets[name] = _HEAD
         elif isinstance(layer, QuantizedLinear):
-            self.targets[name] = "Linear"
+            self.targets[name] = _DECODER
             if isinstance(layer, Int4Linear):
                 self.group_size = min(self.group_size, layer.group_size)
         elif isinstance(layer, nn.Linear) or not isinstance(renamed, str):
             self._kept.append(path)
+
+    def path(self, name: str) -> str:
+        """Of the layer in the model that a weight is for."""
+        return str(self._rename(name)).removesuffix(".weight")
 
     def ignored(self) -> list[str]:
         """Patterns of the linear maps that stay as they are, whatever comes before them in a name."""
@@ -148,11 +190,6 @@ class _Layers:
             tail = "\\.".join(parts[1:]) if new is None else re.escape(new)
             patterns[f"re:.*{tail}$" if new in (None, parts[-1]) else f"re:.*{tail}\\..*"] = None
         return list(patterns)
-
-
-def _tell(progress: Callable[[float], None] | None, share: float) -> None:
-    if progress is not None:
-        progress(share)
 
 
 def _copy_text_files(source: Path, target: Path, quantization: dict[str, Any]) -> None:
@@ -170,7 +207,7 @@ def _weight_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in {tensor.file for tensor in list_tensors(directory)})
 
 
-def run(model: str, target: Path, scheme: str, head: str = "none") -> None:
+def run(model: str, target: Path, scheme: str, head: str = "none", examples: str = "none") -> None:
     """The command: `quantize_checkpoint` under a progress bar. Raises: SystemExit with the reason."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"{model} to {scheme}", total=1.0)
@@ -181,6 +218,7 @@ def run(model: str, target: Path, scheme: str, head: str = "none") -> None:
                 target,
                 scheme,
                 head=head,
+                examples=examples,
                 progress=lambda share: bar.update(task, completed=share),
             )
         except (ModelUnavailable, UnsupportedCheckpoint, OSError) as error:

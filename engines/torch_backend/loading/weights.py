@@ -198,6 +198,8 @@ def load_model(
         reader = WeightReader(model, rename, None, torch.device("cpu"), None)
     read = _read_all(reader, stored, published, progress or (lambda share: None))
     model = model.take(read, family, device, dtype, kept)
+    if published is not None and model.converts_weights:
+        linear_bytes -= published.restore(model, read, torch.float32 if kept else dtype)
     read.clear()
     if published is not None:
         published.finish(model, linear_bytes)

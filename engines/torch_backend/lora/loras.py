@@ -27,7 +27,6 @@ from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
-from engines.torch_backend.parallel.mesh import WHOLE
 
 #: Of paths to the decoder in checkpoints of any age. Others lead to a tower, a projector or a head.
 _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
@@ -88,16 +87,12 @@ class Loras:
     """The adapters of one model."""
 
     def __init__(self, model: FamilyModel, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of products. Raises: BadAdapter if no layers of the model can be adapted."""
+        """`dtype` is that of products."""
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._decoder = model.language_model if isinstance(model.language_model, Llama) else None
         self._sites = list(_find_sites(layers))
-        if any(getattr(part, "share", WHOLE).mesh.size > 1 for part in layers.modules()):
-            raise BadAdapter(
-                "the model is shared by several devices, and adapters are not: merge it"
-            )
         self._shapes = {
             name: shape
             for site in self._sites

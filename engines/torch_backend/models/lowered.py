@@ -84,6 +84,7 @@ class LoweredModel(FamilyModel):
             front.inner.set_submodule(stack_name, self._inputs)
             front.inner.set_output_embeddings(nn.Identity())
             _convert(front.inner, dtype)
+            front.specs = {}  # which know the layers that are not needed any more
             self.front = front
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:

@@ -1,6 +1,9 @@
 """Model names become directories; the hub is a server on this machine that speaks its API."""
 
+import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from engines.base import UnsupportedCheckpoint
 from engines.packages import resolve as module
 from engines.packages.resolve import ModelUnavailable, default_name, resolve_model
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
@@ -166,6 +170,64 @@ def test_too_little_disk_is_told_with_the_numbers_before_anything_is_downloaded(
     with pytest.raises(ModelUnavailable, match=r"needs 0\.0 GB of disk .* GB are free; HF_HOME"):
         resolve_model(REPO)
     assert hub.downloads == []
+
+
+def add_repository(hub: Hub, source: Path, directory: Path, *left_out: str) -> Path:
+    """A repository with the files of another, but some."""
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*left_out))
+    hub.repositories["acme/other"] = Repository({"main": directory})
+    return directory
+
+
+def test_a_repository_without_a_configuration_is_refused_before_anything_is_downloaded(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    add_repository(hub, checkpoint, tmp_path / "other", "config.json")
+
+    with pytest.raises(ModelUnavailable, match=r"acme/other has no config\.json"):
+        resolve_model("acme/other")
+    assert hub.downloads == []
+
+
+def test_a_repository_that_lacks_weights_of_its_index_is_refused_before_weights_are_downloaded(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = add_repository(hub, checkpoint, tmp_path / "other")
+    files = [f"model-{i}-of-3.safetensors" for i in (1, 2, 3)]
+    index = {"weight_map": {f"weight {name}": name for name in files}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "model.safetensors").rename(directory / files[0])
+
+    with pytest.raises(ModelUnavailable, match=r"lacks 2 of .* names, model-2-of-3\.safetensors"):
+        resolve_model("acme/other")
+    assert files[0] not in hub.downloads
+
+
+def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+
+    def check(directory: Path, num_weight_bytes: int) -> None:
+        assert read_config(directory).text.hidden_size == 64
+        seen.append(num_weight_bytes)
+        raise UnsupportedCheckpoint("not here")
+
+    with pytest.raises(UnsupportedCheckpoint, match="not here"):
+        resolve_model(REPO, check=check)
+    assert seen == [(checkpoint / "model.safetensors").stat().st_size]
+    assert "model.safetensors" not in hub.downloads
+    assert resolve_model(REPO) is not None
+    assert resolve_model(REPO, check=check) is not None  # all is there
+
+
+def test_a_disk_that_fills_up_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_check_index", fill)
+    with pytest.raises(ModelUnavailable, match=r"is full: .* GB are free; HF_HOME .* vlm rm"):
+        resolve_model(REPO)
 
 
 def test_the_usual_environment_variables_are_obeyed(hub: Hub, tmp_path: Path) -> None:

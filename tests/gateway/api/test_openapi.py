@@ -81,6 +81,7 @@ async def test_every_limit_of_a_request_is_in_the_document(document, changes):
         "max_batch_",
         "max_header",
         "max_wrong_",
+        "max_lora",
         "max_store",
         "max_file",
     )

@@ -93,6 +93,7 @@ ELSEWHERE = (
     "max_input",
     "max_documents",
     "max_wrong_",
+    "max_lora",
 )
 
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from gateway.http.errors import NotFound
-from shared.protocol import BlobRef, ModelCard, SamplingDefaults
+from shared.protocol import AdapterCard, BlobRef, ModelCard, SamplingDefaults
 from shared.queue.registry import WorkerRecord
 from shared.redis.link import RedisLink
 from tests.factories_gateway import (
@@ -390,13 +390,15 @@ async def test_models_are_listed_and_shown(gateway):
         "dtype": None,
         "quantization": None,
         "format": None,
+        "parent": None,
+        "root": "tiny",
     }
 
 
 async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_prefix):
     card = ModelCard(
         "text", CARD.created_at, 512, 1000, supports_images=False, sampling=SamplingDefaults(0.6, top_k=20),
-        dtype="bfloat16", quantization="gptq", format="safetensors", adapters=("text:poet",),
+        dtype="bfloat16", quantization="gptq", format="safetensors", adapters=(AdapterCard("poet", "0a"),),
     )  # fmt: skip
     settings = make_settings(redis_server, redis_prefix)
     async with (
@@ -404,7 +406,7 @@ async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_p
         run_gateway_on_socket(settings) as gateway,
         openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
     ):
-        [listed] = (await client.models.list()).data
+        listed, adapter = (await client.models.list()).data
         shown = (await client.models.retrieve("text")).model_dump()
     assert listed.model_dump() == shown
     assert shown["input_modalities"] == ["text"]
@@ -414,6 +416,10 @@ async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_p
         "bfloat16", "gptq", "safetensors",
     )  # fmt: skip
     assert shown["adapters"] == ["text:poet"]
+    assert (
+        adapter.model_dump().items()
+        >= {"id": "text:poet", "parent": "text", "root": "text"}.items()
+    )
 
 
 async def test_models_with_a_worker_come_first_and_the_newest_of_them(redis_server, redis_prefix):

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch_backend.kv_cache import KVCachePool
 from engines.torch_backend.layers.attention import AttentionPlan, paged_attention
+from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.layers.visible_attention import Scores, Visible, visible_attention
 from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
 from engines.torch_backend.ops.registry import Ops
@@ -165,6 +166,38 @@ class Whole:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How the first channels of queries and keys are turned, in halves. Shapes: cos, sin (1, N, width)."""
+
+    cos: Tensor
+    sin: Tensor
+    width: int
+
+    def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As operators take them: the minus of a half is in the sines. Shapes: returns two (N, 1, width)."""
+        left, right = self.sin[0].to(dtype).chunk(2, dim=-1)
+        return self.cos[0].to(dtype)[:, None], torch.cat([-left, right], dim=-1)[:, None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: (N, heads, D), kept."""
+        turned = rotate(x[..., : self.width], *self.tables(x.dtype))
+        return (
+            turned
+            if self.width == x.shape[-1]
+            else torch.cat([turned, x[..., self.width :]], dim=-1)
+        )
+
+
+def split_rotated(
+    qkv: Tensor, heads: tuple[int, int], rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a joined product. Shapes: (N, (H + 2 K) D); returns (N, H, D), two (N, K, D)."""
+    sizes = [heads[0], heads[1], heads[1]]
+    query, key, value = qkv.view(len(qkv), sum(sizes), -1).split(sizes, dim=1)
+    return (query, key, value) if rotation is None else (rotation(query), rotation(key), value)
+
+
 class PagedStep:
     """What all layers of a step share."""
 
@@ -184,7 +217,8 @@ class PagedStep:
         places = [torch.arange(s.num_computed, s.num_context) for s in plan.spans]
         self.places = torch.cat(places).to(device)  #: of each new token in its sequence
         self._visible: dict[tuple[int | None, int | None, bool], Visible] = {}
-        self._kernels: dict[tuple[int, int, int], Callable[[int, Tensor], Tensor]] = {}
+        #: with the rotation, so that no other comes to have its id
+        self._kernels: dict[Any, tuple[Callable[[int, Tensor], Tensor], Rotation | None]] = {}
 
     def visible(self, spec: LayerSpec) -> Visible:
         """What tokens see in such a layer."""
@@ -209,25 +243,38 @@ class PagedStep:
         self, pool: KVCachePool, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """By our operator, where there is a kernel. Shapes: (N, H, D), two (N, K, D); returns (N, H, D)."""
-        num_heads, num_kv_heads, width = query.shape[1], key.shape[1], query.shape[2]
         if not self._ops.uses("step_attention"):
             return paged_attention(pool, self.plan, layer, query, key, value).view_as(query)
-        shape = (num_heads, num_kv_heads, width)
-        if shape not in self._kernels:
-            self._kernels[shape] = self._kernel(pool, shape, query)
-        joined = torch.cat([query, key, value], dim=1).flatten(1)
-        return self._kernels[shape](layer, joined.float()).to(query.dtype).view_as(query)
+        joined = torch.cat([query, key, value], dim=1).flatten(1).float()
+        heads = (query.shape[1], key.shape[1])
+        out = self.attend_joined(pool, layer, joined, heads, None, query.dtype)
+        return out.to(query.dtype).view_as(query)
 
-    def _kernel(
-        self, pool: KVCachePool, shape: tuple[int, int, int], like: Tensor
-    ) -> Callable[[int, Tensor], Tensor]:
-        """Queries and keys come rotated: no angle is left to turn."""
-        text = TextConfig(
-            vocab_size=1, hidden_size=shape[0] * shape[2], intermediate_size=1, num_layers=1,
-            num_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2], max_position_embeddings=1,
-        )  # fmt: skip
-        still = like.new_ones(len(self.places), 1, shape[2])
-        return self._ops["step_attention"](text, pool, self.plan, (still, torch.zeros_like(still)))
+    def attend_joined(
+        self,
+        pool: KVCachePool,
+        layer: int,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        rotation: "Rotation | None",
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """By our operator, in an engine of that type. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
+        width = qkv.shape[1] // (heads[0] + 2 * heads[1])
+        key = (*heads, width, rotation and id(rotation.cos))
+        if key not in self._kernels:
+            text = TextConfig(
+                vocab_size=1, hidden_size=heads[0] * width, intermediate_size=1, num_layers=1,
+                num_heads=heads[0], num_kv_heads=heads[1], head_dim=width, max_position_embeddings=1,
+            )  # fmt: skip
+            if rotation is None:
+                still = torch.ones(len(qkv), 1, width, dtype=dtype, device=qkv.device)
+                tables = still, torch.zeros_like(still)
+            else:
+                tables = rotation.tables(dtype)
+            create = self._ops["step_attention"]
+            self._kernels[key] = create(text, pool, self.plan, tables), rotation
+        return self._kernels[key][0](layer, qkv)
 
 
 class PagedLayer:
@@ -253,7 +300,7 @@ class PagedLayer:
         assert step is not None
         pool = step.pools[self._pool]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if spec.is_plain and not (spec.sees_images and step.wholes):
+        if self._is_plain:
             width = pool.head_dim
             scale = spec.scale * width**0.5  # kernels scale by the width that they see
             query = query if abs(scale - 1) < 1e-9 else query * scale
@@ -263,6 +310,36 @@ class PagedLayer:
         scores = Scores(spec.scale, spec.softcap, options.get("s_aux"))
         seen = step.visible(spec)
         return visible_attention(pool, self._place, seen, query, key, value, scores)[None]
+
+    @property
+    def _is_plain(self) -> bool:
+        assert self.step is not None
+        return self.spec.is_plain and not (self.spec.sees_images and self.step.wholes)
+
+    def attend(
+        self,
+        module: nn.Module,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        rotation: Rotation | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """For queries and keys that are not rotated yet, in a model of that type; `qkv` is changed.
+
+        Shapes: (N, (H + 2 K) D); returns (N, H D).
+        """
+        spec, step = self.spec, self.step
+        assert step is not None
+        pool = step.pools[self._pool]
+        is_whole = rotation is None or rotation.width == spec.key_dim
+        if not (self._is_plain and is_whole and pool.head_dim == spec.key_dim == spec.value_dim):
+            parts = split_rotated(qkv.to(dtype), heads, rotation)
+            query, key, value = (x.transpose(0, 1)[None] for x in parts)
+            return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
+        scale = spec.scale * pool.head_dim**0.5
+        if abs(scale - 1) >= 1e-9:
+            qkv[:, : heads[0] * spec.key_dim] *= scale
+        return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -1,5 +1,8 @@
 """The linear maps of transformers' decoder layers by our operators, in few bits if asked."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +17,7 @@ class OperatorLinear(nn.Module):
     def __init__(self, weights: nn.Module) -> None:
         super().__init__()
         self.weights = weights
+        self.siblings: Siblings | None = None
         self._linear = Linear(self, "weights")
         self._dtype: torch.dtype | None = None
 
@@ -24,8 +28,41 @@ class OperatorLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (..., K); returns (..., N)."""
+        if self.siblings is not None and not self._linear.is_adapted:
+            found = self.siblings.compute(self, x)
+            if found is not None:
+                return found
         rows = x.reshape(-1, x.shape[-1])
         return self._linear(rows.to(self._dtype)).to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+class Siblings:
+    """Maps that were seen to read one tensor: the first of them to be given one computes it with all."""
+
+    def __init__(self, members: Sequence[OperatorLinear], ops: Ops, dtype: torch.dtype) -> None:
+        self._members = members
+        owner = nn.ModuleList(member.weights for member in members)
+        self._linear = Linear(owner, *map(str, range(len(members))))
+        self._linear.bind(ops, dtype)
+        self._widths = [_num_outputs(member.weights) for member in members]
+        self._input: Tensor | None = None
+        self._outputs: dict[OperatorLinear, Tensor] = {}
+        for member in members:
+            member.siblings = self if self._linear.is_bound else None
+
+    def compute(self, member: OperatorLinear, x: Tensor) -> Tensor | None:
+        """One's output; None where it is to compute it alone. Shapes: (..., K); returns (..., N)."""
+        if self._input is not x or member not in self._outputs:
+            if x.shape[:-1].numel() > self._linear.product.max_tokens:
+                return None
+            rows = x.reshape(-1, x.shape[-1])
+            parts = self._linear(rows.float()).split(self._widths, dim=1)
+            shaped = [part.to(x.dtype).contiguous().unflatten(0, x.shape[:-1]) for part in parts]
+            self._input, self._outputs = x, dict(zip(self._members, shaped, strict=True))
+        output = self._outputs.pop(member)
+        if not self._outputs:
+            self._input = None
+        return output
 
 
 def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch.dtype) -> int:
@@ -54,14 +91,31 @@ def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch
     return num_quantized
 
 
-def use_operators(model: nn.Module, layers: str, ops: Ops, dtype: torch.dtype) -> None:
-    """Compute the maps within `layers` by operators, where there are kernels for their weights."""
+def use_operators(
+    model: nn.Module,
+    names: Sequence[str],
+    siblings: Sequence[Sequence[str]],
+    ops: Ops,
+    dtype: torch.dtype,
+) -> None:
+    """Compute the maps of these names by operators, where there are kernels, and those of a group at once."""
     if ops.uses("linear_float", "cpu"):
-        for name in linears_within(model, layers):
-            model.set_submodule(name, OperatorLinear(model.get_submodule(name)))
+        for name in names:
+            module = model.get_submodule(name)
+            if type(module) is nn.Linear:
+                model.set_submodule(name, OperatorLinear(module))
     for module in model.modules():
         if isinstance(module, OperatorLinear):
+            module.siblings = None
             module.bind(ops, dtype)
+    for group in siblings if ops.is_native else ():
+        members = [model.get_submodule(name) for name in group]
+        Siblings([each for each in members if isinstance(each, OperatorLinear)], ops, dtype)
+
+
+def _num_outputs(weights: nn.Module) -> int:
+    found: Any = getattr(weights, "num_outputs", None) or weights.out_features
+    return found
 
 
 def linears_within(model: nn.Module, layers: str) -> list[str]:

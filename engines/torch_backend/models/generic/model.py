@@ -29,8 +29,13 @@ from engines.torch_backend.models.generic.attention import (
     Whole,
 )
 from engines.torch_backend.models.generic.config import GenericConfig
+from engines.torch_backend.models.generic.fused import Fused, Recognised, Watched
 from engines.torch_backend.models.generic.image_form import ImageForm
-from engines.torch_backend.models.generic.linears import quantize_linears, use_operators
+from engines.torch_backend.models.generic.linears import (
+    linears_within,
+    quantize_linears,
+    use_operators,
+)
 from engines.torch_backend.models.generic.masks import check_masks, find_sight
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import largest_difference
@@ -85,6 +90,9 @@ class GenericModel(FamilyModel):
         self._mixers: list[Mixer] = []
         self._form: ImageForm | None = None
         self._states = SequenceStates()
+        self._watched: Watched | None = None
+        self._fused: Fused | None = None
+        self._calls_head = False
 
     # -- loading
     def take(
@@ -102,6 +110,7 @@ class GenericModel(FamilyModel):
         first = _loading_dtype(weights, dtype, kept) if self._lowers else dtype
         self._make(weights, device, first)
         if not self._lowers:
+            self._recognise(device)
             return self
         name = self.config.model_class.__name__
         try:
@@ -113,6 +122,7 @@ class GenericModel(FamilyModel):
             return lowered
         if first != dtype:
             self._make(weights, device, dtype)
+        self._recognise(device)
         return self
 
     def _make(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
@@ -129,7 +139,9 @@ class GenericModel(FamilyModel):
                 module.forward = mixer
                 self._mixers.append(mixer)
         self.num_position_rows = len(self._probing_positions())
-        self.specs = self._probe(device)
+        self._watched = Watched()
+        with self._watched.watching(self.inner):
+            self.specs = self._probe(device)
         check_masks(self.inner, list(self.specs.values()))
         if self.config.takes_images:
             sight = find_sight(self.inner)
@@ -137,6 +149,18 @@ class GenericModel(FamilyModel):
                 module: replace(spec, sees_images=sight is None or spec.kind in sight)
                 for module, spec in self.specs.items()
             }
+
+    @torch.inference_mode()
+    def _recognise(self, device: torch.device) -> None:
+        """Find what operators compute: on a CPU, whose kernels are for it."""
+        watched, self._watched = self._watched, None
+        head = self.inner.get_output_embeddings()
+        assert watched is not None
+        self._calls_head = type(head) is nn.Linear and watched.call(head) is not None
+        if device.type == "cpu":
+            found = Recognised.of(self.inner, self._layers_name, self.specs, watched)
+            self._fused = Fused(found)
+            logger.info("our operators compute %s", found.counts() or "no module of transformers")
 
     def find_arguments(self) -> None:
         """Note what the model's forward pass takes by name."""
@@ -238,7 +262,13 @@ class GenericModel(FamilyModel):
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
         self._ops = ops
-        use_operators(self.inner, self._layers_name, ops, dtype)
+        names = linears_within(self.inner, self._layers_name)
+        if self._calls_head:
+            head = self.inner.get_output_embeddings()
+            names += [name for name, module in self.inner.named_modules() if module is head]
+        use_operators(self.inner, names, self._fused.siblings if self._fused else (), ops, dtype)
+        if self._fused:
+            self._fused.bind(ops, dtype)
 
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """The linear maps of the decoder's layers; the head, a tower and experts in one tensor stay as they are."""
@@ -366,10 +396,14 @@ class GenericModel(FamilyModel):
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
         """The model with transformers' own attention for a while."""
         self._text._attn_implementation_internal = self._own_attention
+        if self._fused:
+            self._fused.remove()
         try:
             yield self.inner
         finally:
             self._text._attn_implementation_internal = NAME
+            if self._fused:
+                self._fused.put()
 
 
 def _loading_dtype(

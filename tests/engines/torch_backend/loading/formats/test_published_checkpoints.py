@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import CompressedTensorsConfig, LlavaForConditionalGeneration
+from transformers import (
+    CompressedTensorsConfig,
+    LlavaForConditionalGeneration,
+    Qwen3ForCausalLM,
+)
 
 from engines.torch_backend.layers.linear import Reordered
 from engines.torch_backend.layers.quantization import SCHEMES
@@ -75,7 +79,9 @@ def linears(model: nn.Module) -> list[nn.Module]:
     return [m for n, m in layers.named_modules() if n.endswith("_proj")]
 
 
-def expected_logits(directory: Path, weights: dict[str, Tensor]) -> Tensor:
+def expected_logits(
+    directory: Path, weights: dict[str, Tensor], model_class: Any = LlavaForConditionalGeneration
+) -> Tensor:
     """transformers', of the weights that a checkpoint stands for."""
     plain = directory.with_name("plain")
     plain.mkdir()
@@ -85,7 +91,7 @@ def expected_logits(directory: Path, weights: dict[str, Tensor]) -> Tensor:
     del config["quantization_config"]
     (plain / "config.json").write_text(json.dumps(config))
     save_file(weights, plain / "model.safetensors")
-    theirs = LlavaForConditionalGeneration.from_pretrained(plain, dtype=torch.float32)
+    theirs = model_class.from_pretrained(plain, dtype=torch.float32)
     with torch.inference_mode():
         return theirs(input_ids=TOKEN_IDS[None]).logits[0]
 
@@ -329,3 +335,22 @@ def test_models_that_transformers_drives_have_what_the_integers_stand_for(
 
     found = model.inner.state_dict()
     assert all(torch.equal(found[n].float(), value) for n, value in weights.items())
+
+
+@pytest.mark.parametrize("mode", ["off", "fast"])
+@pytest.mark.parametrize("name", ["gptq desc_act", "awq", "packed ordered", "w8a8", "fp8 blocks"])
+def test_a_lowered_decoder_keeps_the_integers(
+    name: str, mode: CpuKernels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = formats.write_text_checkpoint(tmp_path / "q", *ALL[name], Qwen3ForCausalLM)
+    expected = expected_logits(tmp_path / "q", weights, Qwen3ForCausalLM)
+
+    with caplog.at_level(logging.INFO):
+        model = load(tmp_path / "q", mode)
+
+    logits = plain_logits(model, TOKEN_IDS)
+    assert (logits - expected).norm() < (1e-4 if mode == "off" else 0.02) * expected.norm()
+    form = "dequantized" if name in FLOAT else "as int8" if name in INT8 else "as int4"
+    assert f"14 quantized linear maps (14 {form}" in caplog.text
+    are_plain = [isinstance(m, nn.Linear) for m in linears(model)]
+    assert are_plain == [name in FLOAT] * 14

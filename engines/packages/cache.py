@@ -1,0 +1,152 @@
+"""Models that the cache of the Hugging Face hub holds: listed and removed.
+
+Called by the command line.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+
+from engines.base import EngineStartError
+from engines.packages.checkpoint_json import read_json
+from engines.packages.resolve import BUILT_IN, find_missing_weights, parse_hub_id
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
+
+#: Which engine runs a model on this machine, given its directory and the bytes of its weights.
+#: Raises: EngineStartError, which says why none does.
+FindEngine = Callable[[Path, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """One revision of a model. Units: bytes on disk."""
+
+    name: str
+    revision: str  #: its names, else its commit; empty for what has none
+    num_bytes: int
+    format: str
+    source: str  #: `hub` or `built in`
+    directory: Path
+    file_names: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of its weights in safetensors."""
+        return sum(file.stat().st_size for file in self.directory.glob("*.safetensors"))
+
+    def explain(self, find_engine: FindEngine) -> tuple[bool, str]:
+        """Whether an engine runs it here, and which one, or why not."""
+        try:
+            if missing := find_missing_weights(self.directory, self.file_names):
+                return False, (
+                    f"it lacks {len(missing)} files of weights, {missing[0]} first: vlm pull {self.name}"
+                )
+            if not any(name.endswith(".safetensors") for name in self.file_names):
+                return False, f"no safetensors weights are there: vlm pull {self.name}"
+            return True, find_engine(self.directory, self.num_weight_bytes)
+        except EngineStartError as problem:
+            return False, str(problem)
+
+
+class NotCached(EngineStartError):
+    """The cache has no such model; the message says what it has."""
+
+
+def list_models() -> list[CachedModel]:
+    """Built-in models, then those of the hub's cache by name."""
+    built_in = [
+        _describe(name, "", directory, _names_in(directory), _size_of(directory), "built in")
+        for name, directory in BUILT_IN.items()
+    ]
+    found = [
+        _describe(
+            repo.repo_id,
+            ",".join(sorted(revision.refs)) or revision.commit_hash[:12],
+            revision.snapshot_path,
+            frozenset(file.file_name for file in revision.files),
+            revision.size_on_disk,
+            "hub",
+        )
+        for repo in _scan()
+        for revision in sorted(repo.revisions, key=lambda revision: -revision.last_modified)
+    ]
+    return [*built_in, *sorted(found, key=lambda model: model.name)]
+
+
+def remove(model: str, confirm: Callable[[str], bool]) -> int | None:
+    """Take a model, or one revision of it as `org/name@revision`, out of the cache.
+
+    `confirm` is asked with a sentence. Returns: bytes that are free now; None where it declined.
+    Raises: NotCached, which says what could be removed.
+    """
+    parsed = parse_hub_id(model)
+    if model in BUILT_IN or parsed is None:
+        raise NotCached(
+            f"{model!r} is no model of the hub's cache: name one as org/name[@revision]"
+        )
+    name, revision = parsed
+    repos = [repo for repo in _scan() if repo.repo_id == name]
+    commits = [
+        found.commit_hash
+        for repo in repos
+        for found in repo.revisions
+        if revision is None or _is_called(found, revision)
+    ]
+    if not commits:
+        known = ", ".join(sorted({found.name for found in list_models() if found.source == "hub"}))
+        raise NotCached(f"{constants.HF_HUB_CACHE} has no {model}; it has: {known or 'nothing'}")
+    strategy = scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*commits)
+    size = format_bytes(strategy.expected_freed_size)
+    if not confirm(f"Remove {model} from {constants.HF_HUB_CACHE}, {size}?"):
+        return None
+    strategy.execute()
+    return strategy.expected_freed_size
+
+
+def format_bytes(count: int) -> str:
+    """A size for people."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _scan() -> list[CachedRepoInfo]:
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return []
+    return [repo for repo in repos if repo.repo_type == "model"]
+
+
+def _is_called(found: CachedRevisionInfo, revision: str) -> bool:
+    return revision in found.refs or (len(revision) >= 7 and found.commit_hash.startswith(revision))
+
+
+def _describe(
+    name: str, revision: str, directory: Path, names: frozenset[str], num_bytes: int, source: str
+) -> CachedModel:
+    return CachedModel(
+        name, revision, num_bytes, _format_of(directory, names), source, directory, names
+    )
+
+
+def _format_of(directory: Path, names: frozenset[str]) -> str:
+    """What its weights are stored as, and how they are quantized."""
+    suffixes = {Path(name).suffix for name in names}
+    stored = next((suffix[1:] for suffix in _WEIGHTS if suffix in suffixes), "no weights")
+    try:
+        quantization = read_json(directory / "config.json").section("quantization_config")
+    except EngineStartError:
+        return stored
+    method = quantization.get("quant_method")
+    return f"{stored}, {method[:32]}" if isinstance(method, str) else stored
+
+
+def _names_in(directory: Path) -> frozenset[str]:
+    return frozenset(file.name for file in directory.iterdir() if file.is_file())
+
+
+def _size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

@@ -1,0 +1,550 @@
+"""Modules of transformers whose work our operators do at once, recognised by what they compute and never by name.
+
+One call of the model is watched: which linear maps read one tensor, where queries, keys and values come from, what a
+gate is. From that follows what a module may compute. It is believed once it gives what the module's own forward pass
+gives for random numbers; what is not stays transformers'.
+
+Shape letters: N tokens, C width, H query heads, K key/value heads, D head width, E value width.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.torch_backend.layers.linear import Linear, Stream
+from engines.torch_backend.layers.norm import RMSNorm
+from engines.torch_backend.models.generic.attention import LayerSpec, Rotation, split_rotated
+from engines.torch_backend.models.generic.linears import OperatorLinear
+from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.registry import Ops
+
+#: Of random inputs of a norm: a wrong epsilon shows in small ones.
+_SIZES = (1e-3, 1.0, 30.0)
+#: Differences allowed to a module's own forward pass, as a share of its result.
+_TOLERANCE = 1e-5
+_FAR = 10**6
+_Tensors = list[Tensor]
+
+
+# -- what is seen of one call of the model
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a module was given, and gave."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def input(self) -> Any:
+        """The hidden states, however they were passed."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+    def again(self, module: nn.Module, x: Tensor, **others: Any) -> Tensor:
+        """The module's own result for another input, and for tokens far from a sequence's start."""
+        kwargs = {name: _far(value) for name, value in self.kwargs.items()} | others
+        args = (x, *self.args[1:]) if self.args else ()
+        if not args:
+            kwargs["hidden_states"] = x
+        return _first(module.forward(*args, **kwargs))
+
+
+class Watched:
+    """The calls of all modules in one forward pass, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self._calls: dict[nn.Module, list[Call]] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Note them for a while."""
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._calls.setdefault(module, []).append(Call(args, kwargs, output))
+
+        handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def call(self, module: nn.Module) -> Call | None:
+        """A module's only one; None if there were none or several."""
+        calls = self._calls.get(module, [])
+        return calls[0] if len(calls) == 1 else None
+
+    def within(self, module: nn.Module) -> list[tuple[str, nn.Module, Call]]:
+        """The modules right within one that were called once."""
+        names = {child: name for name, child in module.named_children()}
+        called = [(child, self.call(child)) for child in self._calls if child in names]
+        return [(names[child], child, call) for child, call in called if call is not None]
+
+    def siblings(self, module: nn.Module) -> list[list[str]]:
+        """Names of linear maps right within a module that read one tensor, two or more at a time."""
+        groups: dict[int, list[str]] = {}
+        for name, child, call in self.within(module):
+            if type(child) is nn.Linear:
+                groups.setdefault(id(call.input), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+
+# -- norms
+class Norm:
+    """Stands for the forward pass of an RMS norm."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Shapes: (..., C), kept."""
+        return self.norm(hidden_states)
+
+
+def find_norm(module: nn.Module) -> RMSNorm | None:
+    """What a module computes, if that is x over its root mean square times its weight, or one more than that."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if [*state] != ["weight"] or state["weight"].dim() != 1:
+        return None
+    weight = state["weight"].detach()
+    for eps in {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}:
+        for gain in (weight, (1 + weight.float()).to(weight.dtype)):
+            norm = RMSNorm(len(weight), eps).requires_grad_(False)
+            norm.weight.data = gain
+            inputs = [size * _random(1, 2, len(weight)) for size in _SIZES]
+            if all(_gives(lambda x=x: [module(x)], [norm(x)]) for x in inputs):
+                return norm
+    return None
+
+
+# -- feed-forwards
+@dataclass(frozen=True, slots=True)
+class GatedParts:
+    """A feed-forward of a gate: names of its maps, of which one may hold gate and values."""
+
+    module: nn.Module
+    inputs: tuple[str, ...]
+    output: str
+    gate: Callable[[Tensor], Tensor]
+
+    def build(self) -> "Gated":
+        """For inputs that are normalised already."""
+        return Gated(self, self.module)
+
+
+class Gated:
+    """Stands for the forward pass of a gated feed-forward."""
+
+    def __init__(self, parts: GatedParts, owner: nn.Module, norm: RMSNorm | None = None) -> None:
+        """`owner` is the module that it stands for, or the layer, with a norm before."""
+        self.gate_up = _linear(owner, parts.module, parts.inputs, Before(norm=norm))
+        self.down = _linear(owner, parts.module, (parts.output,), Before(gate=parts.gate))
+        self.linears = (self.gate_up, self.down)
+        self.dtype: torch.dtype | None = None
+
+    def __call__(self, x: Tensor, **_: Any) -> Tensor:
+        """Shapes: (1, N, C), kept."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self.down(self.gate_up(rows.to(self.dtype or x.dtype))).to(x.dtype).view(x.shape)
+
+
+def find_gated(module: nn.Module, watched: Watched) -> GatedParts | None:
+    """A module's parts, if it computes down(act(gate(x)) * up(x))."""
+    call = watched.call(module)
+    children = watched.within(module)
+    linears = [(name, each) for name, child, each in children if type(child) is nn.Linear]
+    others = [child for _, child, _ in children if type(child) is not nn.Linear]
+    if call is None or len(others) != 1 or len(linears) not in (2, 3) or not _is_flat(call):
+        return None
+    *inputs, (output, last) = linears
+    if any(each.input is not call.input for _, each in inputs) or last.output is not call.output:
+        return None
+    names = [name for name, _ in inputs]
+    x = _random(*call.input.shape).to(call.input)
+    expected = [call.again(module, x)]
+    gate = _known_activation(others[0])
+    for order in (names, names[::-1]) if len(names) > 1 else (names,):
+        parts = GatedParts(module, tuple(order), output, gate)
+        if _gives(lambda parts=parts: [parts.build()(x)], expected):
+            return parts
+    return None
+
+
+def _known_activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """As kernels know it, or the module itself."""
+    x = _random(1, 256) * 3
+    return F.silu if _gives(lambda: [module(x)], [F.silu(x)]) else module
+
+
+# -- attention
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """An attention layer: names of its maps, its norms of queries and keys, and the channels that are rotated."""
+
+    module: nn.Module
+    spec: LayerSpec
+    inputs: tuple[str, ...]
+    output: str
+    norms: tuple[
+        tuple[int, nn.Module, bool], ...
+    ]  #: which of (q, k, v), the module, whether head by head
+    rotated: int
+
+    def build(self) -> "Attention":
+        """For inputs that are normalised already."""
+        return Attention(self, self.module)
+
+
+class Attention:
+    """Stands for the forward pass of an attention layer."""
+
+    def __init__(
+        self, parts: AttentionParts, owner: nn.Module, norm: RMSNorm | None = None
+    ) -> None:
+        """`owner` is the module that it stands for, or the layer, with a norm before."""
+        self._parts = parts
+        self._module: Any = parts.module
+        spec = parts.spec
+        self._norms, self._rotated = parts.norms, parts.rotated
+        self._heads = (spec.num_heads, spec.num_kv_heads)
+        self._widths = [n * spec.key_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
+        self.qkv = _linear(owner, parts.module, parts.inputs, Before(norm=norm))
+        self.out = _linear(owner, parts.module, (parts.output,))
+        self.linears = (self.qkv, self.out)
+        self.dtype: torch.dtype | None = None
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        """Shapes: (1, N, C), kept."""
+        x = hidden_states
+        mixed = self.mix(self.qkv(x[0].to(self.dtype or x.dtype)), options, x.dtype)
+        return self.out(mixed).to(x.dtype)[None], None
+
+    def mix(self, qkv: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """Attention itself. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
+        for place, norm, is_by_head in self._norms:
+            part = qkv.split(self._widths, dim=1)[place]
+            shape = (1, len(qkv), -1, self._parts.spec.key_dim) if is_by_head else (1, *part.shape)
+            part.copy_(norm(part.reshape(shape)).view(part.shape))
+        rotation = None
+        if self._rotated:
+            cos, sin = options["position_embeddings"]
+            rotation = Rotation(cos, sin, self._rotated)
+        return self._module.pages.attend(self._module, qkv, self._heads, rotation, dtype)
+
+
+def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> AttentionParts | None:
+    """A layer's parts, if it computes q, k and v of its input, norms them, rotates halves, attends and maps the result."""
+    call = watched.call(module)
+    plain = (spec.has_sinks, spec.shares, spec.key_dim != spec.value_dim) == (False, None, False)
+    if call is None or not plain or not _is_flat(call):
+        return None
+    children = watched.within(module)
+    linears = [(name, each) for name, child, each in children if type(child) is nn.Linear]
+    inputs = [(name, each) for name, each in linears if each.input is call.input]
+    outputs = [name for name, each in linears if each.output is _first(call.output)]
+    if len(inputs) not in (1, 3) or len(outputs) != 1 or len(inputs) + 1 != len(linears):
+        return None
+    norms = []
+    for _, child, each in children:
+        if type(child) is nn.Linear:
+            continue
+        places = [n for n, (_, other) in enumerate(inputs) if _is_view(each.input, other.output)]
+        if len(places) != 1 or len(inputs) != 3:
+            return None
+        norms.append((places[0], find_norm(child) or child, each.input.dim() == 4))
+    angles: Any = call.kwargs.get("position_embeddings")
+    widths, given = [0], {}
+    if _are_angles(angles):
+        widths, given = [angles[0].shape[-1], 0], {"position_embeddings": _random_angles(angles)}
+    x = _random(*call.input.shape).to(call.input)
+    recorder: Any = _Recorder(spec)
+    pages, module.pages = module.pages, recorder
+    try:
+        expected = [call.again(module, x, **given), *recorder.take()]
+        names = tuple(name for name, _ in inputs)
+        for width in widths:
+            parts = AttentionParts(module, spec, names, outputs[0], tuple(norms), width)
+            if _gives(lambda p=parts: [p.build()(x, **given)[0], *recorder.take()], expected):
+                return parts
+    finally:
+        module.pages = pages
+    return None
+
+
+class _Recorder:
+    """In place of pages: keeps queries, keys and values, and answers by random numbers."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self._spec = spec
+        self._kept: _Tensors = []
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any
+    ) -> Tensor:
+        self._kept = [query, key, value]
+        heads, width = self._spec.num_heads, self._spec.value_dim
+        return _random(1, query.shape[2], heads, width).to(query)
+
+    def attend(
+        self,
+        module: nn.Module,
+        qkv: Tensor,
+        heads: Any,
+        rotation: Rotation | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        parts = split_rotated(qkv.to(dtype), heads, rotation)
+        query, key, value = (x[None].transpose(1, 2) for x in parts)
+        return self(module, query, key, value, None, {})[0].flatten(1).to(qkv.dtype)
+
+    def take(self) -> _Tensors:
+        kept, self._kept = self._kept, []
+        return kept
+
+
+# -- whole layers
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """A layer of attention and feed-forward, each on the normalised stream and added to it."""
+
+    module: nn.Module
+    attention: AttentionParts
+    gated: GatedParts
+    norms: tuple[RMSNorm, RMSNorm]
+
+    def build(self) -> "Layer":
+        """Norms and sums within the products."""
+        return Layer(self)
+
+
+class Layer:
+    """Stands for the forward pass of a layer."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        self._attention = Attention(parts.attention, parts.module, parts.norms[0])
+        self._gated = Gated(parts.gated, parts.module, parts.norms[1])
+        self.linears = (*self._attention.linears, *self._gated.linears)
+        self.dtype: torch.dtype | None = None
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **options: Any) -> Tensor:
+        """Shapes: (1, N, C), kept."""
+        x, attention, gated = hidden_states, self._attention, self._gated
+        rows = x[0].to(self.dtype or x.dtype, copy=True)
+        stream = Stream(rows, is_own=True)
+        mixed = attention.mix(attention.qkv(stream), options, x.dtype)
+        attention.out(mixed, add_to=stream)
+        gated.down(gated.gate_up(stream), add_to=stream)
+        return stream.tensor().to(x.dtype)[None]
+
+
+def find_layer(
+    module: nn.Module,
+    watched: Watched,
+    attentions: dict[nn.Module, AttentionParts],
+    gated: dict[nn.Module, GatedParts],
+) -> LayerParts | None:
+    """A layer's parts, if it computes y = x + attention(norm(x)), then y + feed_forward(norm(y))."""
+    call = watched.call(module)
+    children = watched.within(module)
+    if call is None or not isinstance(call.output, Tensor) or len(children) != 4:
+        return None
+    (_, first, one), (_, attention, two), (_, second, three), (_, mlp, four) = children
+    chain = one.input is call.input and two.input is one.output and four.input is three.output
+    if not chain or attention not in attentions or mlp not in gated or not _is_flat(call):
+        return None
+    angles: list[Any] = [each.kwargs.get("position_embeddings") for each in (call, two)]
+    norms = find_norm(first), find_norm(second)
+    if angles[0] is not angles[1] or norms[0] is None or norms[1] is None:
+        return None
+    parts = LayerParts(module, attentions[attention], gated[mlp], (norms[0], norms[1]))
+    given = {"position_embeddings": _random_angles(angles[0])} if _are_angles(angles[0]) else {}
+    x = 0.05 * _random(*call.input.shape).to(call.input)  # small beside what is added to it
+    pages: Any = attention.pages
+    recorder: Any = _Recorder(attentions[attention].spec)
+    attention.pages = recorder
+    try:
+        expected = [call.again(module, x, **given), *recorder.take()]
+        if _gives(lambda: [parts.build()(x, **given), *recorder.take()], expected):
+            return parts
+    finally:
+        attention.pages = pages
+    return None
+
+
+# -- all of a model
+@dataclass(frozen=True)
+class Recognised:
+    """What is known of a model's modules, each by the least of which it is a part."""
+
+    norms: dict[nn.Module, RMSNorm]
+    gated: dict[nn.Module, GatedParts]
+    attentions: dict[nn.Module, AttentionParts]
+    layers: dict[nn.Module, LayerParts]
+    siblings: list[list[str]]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, layers: str, specs: dict[nn.Module, LayerSpec], watched: Watched
+    ) -> "Recognised":
+        """Look at the modules within `layers`, and at norms wherever they are."""
+        names = {m: name for name, m in model.named_modules() if name.startswith(f"{layers}.")}
+        modules = list(names)
+        norms = {m: norm for m in model.modules() if (norm := _norm_of(m, watched)) is not None}
+        gated = {m: parts for m in modules if (parts := find_gated(m, watched)) is not None}
+        attentions = {
+            module: parts
+            for module, spec in specs.items()
+            if (parts := find_attention(module, spec, watched)) is not None
+        }
+        found = {m: find_layer(m, watched, attentions, gated) for m in modules}
+        siblings = [
+            [f"{names[m]}.{child}" for child in group]
+            for m in modules
+            if m not in gated and m not in attentions
+            for group in watched.siblings(m)
+        ]
+        return cls(
+            norms, gated, attentions, {m: p for m, p in found.items() if p is not None}, siblings
+        )
+
+    @property
+    def whole(self) -> dict[nn.Module, Any]:
+        """The largest modules: a layer for its attention and feed-forward."""
+        parts = {p.module for x in self.layers.values() for p in (x.attention, x.gated)}
+        found = {**self.gated, **self.attentions, **self.layers}
+        return {module: each for module, each in found.items() if module not in parts}
+
+    def counts(self) -> str:
+        """For the log."""
+        return ", ".join(
+            f"{len(found)} {name}"
+            for name in ("layers", "attentions", "gated", "norms")
+            if (found := getattr(self, name))
+        )
+
+
+def _norm_of(module: nn.Module, watched: Watched) -> RMSNorm | None:
+    call = watched.call(module)
+    if call is None or call.kwargs or len(call.args) != 1 or not isinstance(call.output, Tensor):
+        return None
+    return find_norm(module)
+
+
+class Fused:
+    """The forward passes of a model's recognised modules, by our operators or, for a while, by transformers."""
+
+    def __init__(self, found: Recognised) -> None:
+        self._found = found
+        self._forwards: dict[nn.Module, Any] = {}
+
+    @property
+    def siblings(self) -> list[list[str]]:
+        """Names of linear maps that read one tensor, in modules that stay transformers'."""
+        return self._found.siblings
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on, if they are kernels."""
+        self.remove()
+        self._forwards.clear()
+        if not ops.is_native:
+            return
+        self._forwards |= {module: Norm(norm) for module, norm in self._found.norms.items()}
+        for module, parts in self._found.whole.items():
+            forward = self._forwards[module] = parts.build()
+            forward.dtype = torch.float32  # of what kernels are given
+            for linear in forward.linears:
+                linear.bind(ops, dtype)
+        self.put()
+
+    def put(self) -> None:
+        """In place of the modules' own."""
+        for module, forward in self._forwards.items():
+            module.forward = forward  # pyright: ignore
+
+    def remove(self) -> None:
+        """The modules' own again."""
+        for module in self._forwards:
+            module.__dict__.pop("forward", None)
+
+
+# -- small things
+def _linear(
+    owner: nn.Module, module: nn.Module, names: tuple[str, ...], before: Before | None = None
+) -> Linear:
+    """Maps by their names in a module, which lies in their owner, and where they may have been replaced."""
+    path = next(name for name, each in owner.named_modules() if each is module)
+    paths = [f"{path}.{name}" if path else name for name in names]
+    held = [isinstance(module.get_submodule(name), OperatorLinear) for name in names]
+    placed = [f"{x}.weights" if is_it else x for x, is_it in zip(paths, held, strict=True)]
+    return Linear(owner, *placed, before=before)
+
+
+def _far(value: Any) -> Any:
+    """Positions of tokens as large ones: what depends on them is more than what is looked for here."""
+    is_count = isinstance(value, Tensor) and value.dtype == torch.long
+    return value + _FAR if is_count else value
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _is_flat(call: Call) -> bool:
+    """Whether it is of one run of tokens, and is given nothing that it could leave results in."""
+    given = [*call.args, *call.kwargs.values()]
+    is_plain = all(
+        x is None or isinstance(x, Tensor | tuple | bool | int | float | str) for x in given
+    )
+    return (
+        is_plain
+        and isinstance(call.input, Tensor)
+        and call.input.dim() == 3
+        and len(call.input) == 1
+    )
+
+
+def _is_view(x: Any, of: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.data_ptr() == of.data_ptr() and x.numel() == of.numel()
+
+
+def _are_angles(given: Any) -> bool:
+    """Whether it is cosines and sines of all tokens. Shapes: two (1, N, R)."""
+    return (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and all(isinstance(x, Tensor) and x.dim() == 3 and len(x) == 1 for x in given)
+    )
+
+
+def _random_angles(like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Halves turn alike."""
+    half = 3 * _random(1, like[0].shape[1], like[0].shape[2] // 2)
+    angles = torch.cat([half, half], dim=-1)
+    return angles.cos().to(like[0]), angles.sin().to(like[0])
+
+
+def _random(*shape: int) -> Tensor:
+    """The same ones for a shape, without touching the random state."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _gives(compute: Callable[[], Iterable[Tensor]], expected: _Tensors) -> bool:
+    """Whether it computes this, but for rounding; what fails computes something else."""
+    try:
+        found = list(compute())
+    except Exception:  # shapes that do not fit, in whatever way
+        return False
+    return len(found) == len(expected) and all(map(_are_equal, found, expected))
+
+
+def _are_equal(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(expected.dtype).eps)
+    difference = (found.float() - expected.float()).norm()
+    return bool(difference <= tolerance * expected.float().norm())

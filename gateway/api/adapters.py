@@ -1,0 +1,249 @@
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: what the fleet holds beside its models.
+
+For keys of operators alone. The workers do it, each of them; the answer waits until all have.
+
+Source: vLLM, "LoRA Adapters".
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from secrets import token_hex
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import Meta
+from redis.exceptions import RedisError
+
+from gateway.api.fields import invalid
+from gateway.calls.models import ModelDirectory
+from gateway.http.admission import Admission
+from gateway.http.auth import KeyRing, WrongKey
+from gateway.http.body import JsonBody, T, read_body
+from gateway.http.context import SCOPE_KEY
+from gateway.http.errors import InvalidRequest, NotFound, Overloaded, ServerError, unavailable
+from gateway.http.wrong_keys import WrongKeys
+from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard
+from shared.queue.api import QueueUnavailable
+from shared.queue.registry import AdapterSource
+from shared.settings.limits import MAX_MODEL_CHARS
+from shared.settings.tree import ADAPTER_NAME, Settings
+
+_POLL_S = 0.1
+_MAX_PATH_CHARS = 1024
+_MAX_LOAD_S = 120.0
+
+AdapterName = Annotated[str, Meta(pattern=f"^(?:{ADAPTER_NAME.pattern})$")]
+logger = logging.getLogger(__name__)
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: AdapterName
+    lora_int_id: int | None = None  #: vLLM's own number of it; changes nothing
+    #: Which of several models; ours, in the word of vLLM's `--lora-modules`.
+    base_model_name: Annotated[str, Meta(max_length=MAX_MODEL_CHARS)] | None = None
+
+
+class LoadAdapter(UnloadAdapter, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /v1/load_lora_adapter`."""
+
+    lora_path: Annotated[str, Meta(min_length=1, max_length=_MAX_PATH_CHARS)]
+    load_inplace: bool = False  #: whether it may take the place of another of that name
+
+
+class FleetAdapters:
+    """Has the workers of a model load and unload, and sees what comes of it."""
+
+    def __init__(
+        self, models: ModelDirectory, max_loras: int, timeout_s: float = _MAX_LOAD_S
+    ) -> None:
+        self._models = models
+        self._registry = models.registry
+        self._max_loras = max_loras
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+
+    async def load(self, wanted: LoadAdapter) -> None:
+        """Raises: ApiError, RedisError."""
+        name = wanted.lora_name
+        async with self._lock:
+            model = await self._base_model(wanted.base_model_name)
+            listed = await self._listed(model, name)
+            before = listed.get(name)
+            if before is not None and not wanted.load_inplace:
+                raise invalid("lora_name", "it is loaded; unload it, or send load_inplace: true")
+            if before is None and len(listed) >= self._max_loras:
+                raise invalid("lora_name", f"{self._max_loras} adapters are loaded; unload one")
+            source = AdapterSource(wanted.lora_path, token_hex(8))
+            await self._registry.put_adapter(model, name, source)
+            try:
+                await self._wait(model, lambda held: _is_loaded(held.get(name), source))
+            except BaseException:
+                await self._undo(model, name, before)
+                raise
+        logger.info("the adapter %s:%s is loaded", model, name)
+
+    async def unload(self, wanted: UnloadAdapter) -> None:
+        """Raises: ApiError, RedisError."""
+        name = wanted.lora_name
+        async with self._lock:
+            model = await self._base_model(wanted.base_model_name)
+            if name not in await self._listed(model, name):
+                raise NotFound(
+                    "The adapter is not loaded: GET /v1/models lists those that are.",
+                    param="lora_name",
+                    code="model_not_found",
+                )
+            await self._registry.remove_adapter(model, name)
+            await self._wait(model, lambda held: name not in held)
+        logger.info("the adapter %s:%s is unloaded", model, name)
+
+    async def _base_model(self, name: str | None) -> str:
+        """The model that is meant. Raises: InvalidRequest, and as `ModelDirectory.find`."""
+        if name is not None:
+            return (await self._models.find(name)).queue
+        names = [card.name for card in self._models.cards.values() if "generate" in card.tasks]
+        if len(names) != 1:
+            raise invalid("base_model_name", "several models are served, or none; name one")
+        return names[0]
+
+    async def _listed(self, model: str, name: str) -> dict[str, AdapterSource]:
+        """The fleet's list. Raises: InvalidRequest for a name that is of the workers' settings."""
+        for card in await self._workers(model):
+            if any(each.name == name and not each.revision for each in card.adapters):
+                raise invalid("lora_name", "the settings of the workers name it; change it there")
+        return await self._registry.adapters(model)
+
+    async def _workers(self, model: str) -> list[ModelCard]:
+        """The cards of those that take requests. Raises: Overloaded if there are none."""
+        workers = await self._registry.workers()
+        cards = [w.card for w in workers if w.card.name == model and w.state == "ready"]
+        cards = [card for card in cards if card.version == PROTOCOL_VERSION]
+        if not cards:
+            message = "No worker of the model is there: start one, then retry."
+            raise Overloaded("no_worker", message, code="no_worker", retry_after_s=5)
+        return cards
+
+    async def _wait(self, model: str, is_done: Callable[[dict[str, AdapterCard]], bool]) -> None:
+        """Until all workers have done it. Raises: ApiError."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            cards = await self._workers(model)
+            states = [is_done({each.name: each for each in card.adapters}) for card in cards]
+            if all(states):
+                await self._models.refresh()
+                return
+            if time.monotonic() > until:
+                raise ServerError(
+                    "Not all workers did it in time; their logs say why.",
+                    status=504,
+                    code="deadline_exceeded",
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _undo(self, model: str, name: str, before: AdapterSource | None) -> None:
+        if before is None:
+            await self._registry.remove_adapter(model, name)
+        else:
+            await self._registry.put_adapter(model, name, before)
+
+
+def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
+    """Raises: InvalidRequest if a worker could not."""
+    if card is None or card.revision != source.revision:
+        return False
+    if card.error:
+        raise InvalidRequest(
+            f"A worker cannot load the adapter: {card.error}.",
+            param="lora_path",
+            code="invalid_value",
+        )
+    return True
+
+
+def create_adapter_routes(
+    models: ModelDirectory,
+    admission: Admission,
+    keys: KeyRing,
+    wrong_keys: WrongKeys,
+    settings: Settings,
+) -> APIRouter:
+    """The two operations."""
+    adapters = FleetAdapters(models, settings.limits.max_loras)
+    router = APIRouter(tags=["models"])
+    loads, unloads = JsonBody(LoadAdapter), JsonBody(UnloadAdapter)
+
+    async def read(request: Request, body: JsonBody[T]) -> T:
+        """Raises: ApiError."""
+        try:
+            keys.check_admin(request.scope["headers"])
+        except WrongKey:
+            host, _ = request.scope.get("client") or ("", 0)
+            wrong_keys.count(host)
+            raise
+        with admission.hold_body() as held:
+            context, limits = request.scope[SCOPE_KEY], settings.limits
+            timeout_s = settings.gateway.body_timeout_s
+            return body.decode(
+                await read_body(request.receive, context, held, limits, timeout_s=timeout_s)
+            )
+
+    @router.post(
+        "/v1/load_lora_adapter",
+        operation_id="load_lora_adapter",
+        response_class=Response,
+        openapi_extra=_describe(LoadAdapter),
+    )
+    async def load_lora_adapter(request: Request) -> Response:
+        """Have every worker of a model hold a LoRA adapter; it is served as `model:lora_name`."""
+        wanted = await read(request, loads)
+        await _asked(adapters.load(wanted))
+        return _told(wanted.lora_name, "added")
+
+    @router.post(
+        "/v1/unload_lora_adapter",
+        operation_id="unload_lora_adapter",
+        response_class=Response,
+        openapi_extra=_describe(UnloadAdapter),
+    )
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Let go of a LoRA adapter; answers that have begun with it are completed."""
+        wanted = await read(request, unloads)
+        await _asked(adapters.unload(wanted))
+        return _told(wanted.lora_name, "removed")
+
+    return router
+
+
+async def _asked(operation: Any) -> None:
+    try:
+        await operation
+    except (QueueUnavailable, RedisError, OSError):
+        raise unavailable() from None
+
+
+def _told(name: str, what: str) -> Response:
+    return Response(f"Success: LoRA adapter '{name}' {what} successfully.", media_type="text/plain")
+
+
+def _describe(body: type) -> dict[str, Any]:
+    _, schemas = msgspec.json.schema_components([body])
+    content = {"application/json": {"schema": schemas[body.__name__]}}
+    errors = ("400", "403", "404", "503", "504")
+    return {
+        "requestBody": {"required": True, "content": content},
+        "responses": {status: {"description": _ERRORS[status]} for status in errors},
+    }
+
+
+_ERRORS = {
+    "400": "The adapter cannot be loaded; the message says why.",
+    "403": "The key is not an operator's.",
+    "404": "There is no such adapter or model.",
+    "503": "No worker of the model is there, or no Redis.",
+    "504": "Not all workers did it in time.",
+}

@@ -1,0 +1,197 @@
+"""What our operators compute of transformers' modules: recognised by what it computes, equal to the module, or left."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+)
+
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.generic import fused
+from engines.torch_backend.models.generic.family import GenericFamily
+from engines.torch_backend.models.generic.linears import OperatorLinear, Siblings
+from engines.torch_backend.models.generic.model import GenericModel
+from engines.torch_backend.models.hf_config import read_fields
+from engines.torch_backend.ops.registry import cpu_ops
+from engines.torch_backend.runner import TorchRunner
+from engines.torch_backend.settings import TorchSettings
+from tests.engines.torch_backend.models.family_table import FAMILIES, Family, text, write_checkpoint
+
+CPU = torch.device("cpu")
+GENERIC = GenericFamily(lowers=False)
+LLAMA = text("Llama", "Llama")
+needs_kernels = pytest.mark.skipif(
+    not cpu_ops("fast").is_native, reason="there are no C++ kernels here"
+)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, scheme: str = "") -> GenericModel:
+    config = GENERIC.check(read_fields(directory))
+    ops = cpu_ops("fast")
+    model = load_model(directory, GENERIC, config, CPU, dtype, SCHEMES.get(scheme), ops=ops)
+    assert isinstance(model, GenericModel)
+    return model
+
+
+def start(model: GenericModel, dtype: torch.dtype = torch.float32) -> TorchRunner:
+    settings = TorchSettings(num_kv_blocks=64, block_size=4)
+    return TorchRunner(model, settings, CPU, dtype, ops=cpu_ops("fast"))
+
+
+def recognised(model: GenericModel) -> fused.Recognised:
+    assert model._fused is not None
+    return model._fused._found
+
+
+def family(name: str) -> Family:
+    return next(each for each in FAMILIES if each.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "attentions", "gated"),
+    [
+        ("Llama", 2, 2, 2),
+        ("Qwen3", 2, 2, 2),  # norms of queries and keys
+        (
+            "Phi-3",
+            0,
+            2,
+            2,
+        ),  # one matrix for all three, and for gate and values; dropouts in its layers
+        ("Gemma 2", 0, 2, 2),  # gains of one more, norms behind, a gate that is no SiLU
+        ("StableLM", 0, 2, 2),  # some channels are rotated
+        ("Granite", 0, 2, 2),  # its layers scale what they add
+        ("Cohere 2", 0, 1, 2),  # neighbours are rotated, and nothing in every other layer
+        ("GPT-NeoX", 0, 0, 0),
+        ("Gemma 3n, text", 0, 0, 4),  # its layers leave keys in what they are given
+        ("Qwen2.5-VL", 2, 2, 2),
+    ],
+)
+def test_modules_are_recognised_by_what_they_compute(
+    name: str, layers: int, attentions: int, gated: int, tmp_path: Path
+) -> None:
+    write_checkpoint(family(name), tmp_path)
+    found = recognised(load(tmp_path))
+    assert (len(found.layers), len(found.attentions), len(found.gated)) == (
+        layers,
+        attentions,
+        gated,
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-H1"])
+def test_scores_by_kernels_are_those_of_the_plain_modules(
+    name: str, precision: str, tmp_path: Path
+) -> None:
+    write_checkpoint(family(name), tmp_path)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = load(tmp_path, dtype, precision)
+    model.verify(start(model, dtype), "always")
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_tokens", [1, 7, 100])
+@pytest.mark.parametrize("kind", ["norms", "gated"])
+def test_a_fast_module_gives_what_the_plain_one_gives(
+    kind: str, num_tokens: int, tmp_path: Path
+) -> None:
+    write_checkpoint(family("Gemma 2"), tmp_path)
+    model = load(tmp_path)
+    start(model)
+    for module in getattr(recognised(model), kind):
+        width = next(p.shape[-1] for p in module.parameters())
+        width = 64 if kind == "gated" else width
+        x = torch.randn(1, num_tokens, width)
+        with torch.inference_mode():
+            torch.testing.assert_close(
+                module(x), type(module).forward(module, x), atol=2e-5, rtol=1e-4
+            )
+
+
+@needs_kernels
+def test_maps_that_read_one_tensor_are_computed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(family("Falcon-H1"), tmp_path)
+    model = load(tmp_path)
+    start(model)
+    mlp: Any = model.inner.get_submodule("model.layers.0.feed_forward")
+    plain: Any = nn.Linear.forward
+    x = torch.randn(1, 3, 64)
+    calls = []
+    compute = Siblings.compute
+
+    def note(self: Siblings, member: OperatorLinear, given: torch.Tensor) -> torch.Tensor | None:
+        calls.append(given is self._input)
+        return compute(self, member, given)
+
+    monkeypatch.setattr(Siblings, "compute", note)
+    with torch.inference_mode():
+        up, gate = mlp.up_proj(x), mlp.gate_proj(x)
+        expected = [plain(each.weights, x) for each in (mlp.up_proj, mlp.gate_proj)]
+        assert calls == [False, True]
+        for found, wanted in zip((up, gate), expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+        other = x.clone()
+        mlp.up_proj(x)
+        torch.testing.assert_close(mlp.gate_proj(other), expected[1], atol=1e-5, rtol=1e-4)
+
+
+def _double_the_late(self: Any, hidden_states: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+    """An attention that depends on more than it was seen to do."""
+    scale = torch.where(position_ids > 100, 2.0, 1.0)[..., None]
+    return _ATTENTION(self, hidden_states * scale, **kwargs)
+
+
+def _halve_what_is_added(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+    return hidden_states + 0.5 * (_LAYER(self, hidden_states, **kwargs) - hidden_states)
+
+
+def _cube_the_gate(self: Any, x: Any) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) ** 3 * self.up_proj(x))
+
+
+def _leave_the_mean_in(self: Any, x: Any) -> Any:
+    return F.layer_norm(x, x.shape[-1:], self.weight)
+
+
+_ATTENTION: Any = LlamaAttention.forward
+_LAYER: Any = LlamaDecoderLayer.forward
+
+
+@pytest.mark.parametrize(
+    ("module", "forward", "kind"),
+    [
+        (LlamaAttention, _double_the_late, "attentions"),
+        (LlamaDecoderLayer, _halve_what_is_added, "layers"),
+        (LlamaMLP, _cube_the_gate, "gated"),
+        (LlamaRMSNorm, _leave_the_mean_in, "norms"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_computes_something_else_is_left_to_the_module(
+    module: type[nn.Module],
+    forward: Callable[..., Any],
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "forward", forward)
+    write_checkpoint(LLAMA, tmp_path)
+    model = load(tmp_path)
+    found = recognised(model)
+    assert not getattr(found, kind)
+    assert not found.layers
+    model.verify(start(model), "always")

@@ -1,0 +1,299 @@
+"""Adapters of a fleet: named at the start or loaded by an operator, asked for by `model:adapter`, on whichever worker."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from httpx import Response
+
+from engines.base import LoadedEngine
+from engines.registry import create_engine
+from shared.settings.tree import SettingsError
+from tests.factories_gateway import RunningGateway, make_body, make_settings, run_gateway_on_socket
+from tests.factories_queue import MODEL, Ends
+from tests.factories_worker import run_worker
+
+KEY, ADMIN = ({"authorization": f"Bearer {key}"} for key in ("sk-client", "sk-admin"))
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where adapters may be loaded from."""
+    for name in ("sql", "poet"):
+        write(tmp_path / "adapters" / name, name)
+    write(tmp_path / "elsewhere", "elsewhere")
+    return tmp_path / "adapters"
+
+
+def write(directory: Path, content: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "of": content}))
+    return directory
+
+
+@pytest.fixture
+async def gateway(redis_server: str, redis_prefix: str) -> AsyncIterator[RunningGateway]:
+    keys = {"api_keys": ("sk-client",), "admin_keys": ("sk-admin",)}
+    settings = make_settings(redis_server, redis_prefix, gateway=keys)
+    async with run_gateway_on_socket(settings) as gateway:
+        gateway.client.headers.update(KEY)
+        yield gateway
+
+
+@asynccontextmanager
+async def serving(gateway: RunningGateway, ends: Ends, worker_id: str = "w", **options: Any):
+    """A worker that the gateway knows."""
+    async with run_worker(ends, worker_id, **options) as worker:
+        await until(gateway, lambda: MODEL in gateway.services.models.cards)
+        yield worker
+
+
+async def until(gateway: RunningGateway, is_true: Any) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.02)
+            await gateway.services.models.refresh()
+
+
+async def ask(gateway: RunningGateway, model: str = MODEL, **more: Any) -> Response:
+    return await gateway.chat(make_body(model=model, temperature=0, max_tokens=5, **more))
+
+
+def text(answer: Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def load(gateway: RunningGateway, name: str, path: str, **more: Any) -> Response:
+    body = {"lora_name": name, "lora_path": path, **more}
+    return await gateway.client.post(LOAD, json=body, headers=ADMIN)
+
+
+async def unload(gateway: RunningGateway, name: str) -> Response:
+    return await gateway.client.post(UNLOAD, json={"lora_name": name}, headers=ADMIN)
+
+
+async def test_an_adapter_of_the_settings_is_listed_and_answers_by_its_name(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends, lora=(f"sql={directory / 'sql'}",)):
+        answer = await ask(gateway, f"{MODEL}:sql")
+        assert text(answer) != text(await ask(gateway))
+        assert answer.json()["model"] == f"{MODEL}:sql"
+        listed = (await gateway.client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == [MODEL, f"{MODEL}:sql"]
+        assert listed[0]["adapters"] == [f"{MODEL}:sql"]
+        assert listed[1]["parent"] == listed[1]["root"] == MODEL
+        assert listed[1]["num_workers"] == 1
+        one = (await gateway.client.get(f"/v1/models/{MODEL}:sql")).json()
+        assert one == listed[1]
+        refused = await unload(gateway, "sql")
+        assert refused.status_code == 400
+        assert "the settings of the workers name it" in refused.json()["error"]["message"]
+        missing = await ask(gateway, f"{MODEL}:other")
+        assert missing.status_code == 404
+
+
+async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    options = {"lora_dir": str(directory)}
+    async with serving(gateway, ends, "w1", **options), serving(gateway, ends, "w2", **options):
+        plain = text(await ask(gateway))
+        loaded = await load(gateway, "sql", "sql")
+        assert (loaded.status_code, loaded.text) == (
+            200,
+            "Success: LoRA adapter 'sql' added successfully.",
+        )
+        answers = await asyncio.gather(*(ask(gateway, f"{MODEL}:sql") for _ in range(8)))
+        [changed] = {text(answer) for answer in answers}
+        assert changed != plain
+        assert (await load(gateway, "poet", str(directory / "poet"))).status_code == 200
+        assert text(await ask(gateway, f"{MODEL}:poet")) not in (plain, changed)
+        again = await load(gateway, "sql", "poet")
+        assert again.status_code == 400
+        assert again.json()["error"]["param"] == "lora_name"
+        assert text(await ask(gateway, f"{MODEL}:sql")) == changed
+        replaced = await load(gateway, "sql", "poet", load_inplace=True)
+        assert replaced.status_code == 200
+        assert text(await ask(gateway, f"{MODEL}:sql")) == text(await ask(gateway, f"{MODEL}:poet"))
+        removed = await unload(gateway, "sql")
+        assert removed.text == "Success: LoRA adapter 'sql' removed successfully."
+        gone = await ask(gateway, f"{MODEL}:sql")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await unload(gateway, "sql")).status_code == 404
+        assert text(await ask(gateway)) == plain
+
+
+async def test_a_worker_that_starts_later_has_what_was_loaded(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    options = {"lora_dir": str(directory)}
+    async with serving(gateway, ends, "early", **options):
+        await load(gateway, "sql", "sql")
+        expected = text(await ask(gateway, f"{MODEL}:sql"))
+    async with serving(gateway, ends, "late", **options):
+        assert text(await ask(gateway, f"{MODEL}:sql")) == expected
+
+
+async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    options = {"lora_dir": str(directory), "lease_s": 1.0, "mock": {"num_output_tokens": 20}}
+    body = {"max_tokens": 20}
+    async with serving(gateway, ends, "first", **options) as first:
+        await load(gateway, "sql", "sql")
+        expected = text(await gateway.chat(make_body(model=f"{MODEL}:sql", temperature=0, **body)))
+        first.engine.steps_left = 8
+        asked = asyncio.create_task(
+            gateway.chat(make_body(model=f"{MODEL}:sql", temperature=0, **body))
+        )
+        async with asyncio.timeout(20):
+            while first.engine.gate.is_set():
+                await asyncio.sleep(0.01)
+        await first.vanish()
+        async with serving(gateway, ends, "second", **options):
+            assert text(await asked) == expected
+
+
+async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    """It is never answered by the model without it."""
+    options = {"lora_dir": str(directory), "max_num_seqs": 1}
+    async with serving(gateway, ends, **options) as worker:
+        await load(gateway, "sql", "sql")
+        worker.engine.steps_left = 1
+        first = asyncio.create_task(ask(gateway, f"{MODEL}:sql"))
+        async with asyncio.timeout(20):
+            while worker.engine.gate.is_set():
+                await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(ask(gateway, f"{MODEL}:sql", user="another"))
+        async with asyncio.timeout(20):
+            while await ends.num_open() < 2:
+                await asyncio.sleep(0.01)
+        assert (await unload(gateway, "sql")).status_code == 200
+        worker.engine.steps_left = None
+        worker.engine.gate.set()
+        assert (await first).status_code == 200
+        refused = await waiting
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            409,
+            "adapter_unavailable",
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "param", "reason"),
+    [
+        ("sql", "../elsewhere", "lora_path", "leads out of the workers' directory"),
+        ("sql", "/etc", "lora_path", "leads out of the workers' directory"),
+        ("sql", ".", "lora_path", "leads out of the workers' directory"),
+        ("sql", "nothing", "lora_path", "is no directory"),
+        ("sql", "empty", "lora_path", "there is no adapter_config.json"),
+        ("a:b", "sql", "lora_name", "lora_name"),
+        ("", "sql", "lora_name", "lora_name"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused_in_a_sentence(
+    gateway: RunningGateway, ends: Ends, directory: Path, name: str, path: str, param: str, reason: str
+):  # fmt: skip
+    (directory / "empty").mkdir()
+    async with serving(gateway, ends, lora_dir=str(directory)):
+        refused = await load(gateway, name, path)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == param
+        assert reason in error["message"]
+        assert "/" not in error["message"].replace("/v1", "")
+        assert (await load(gateway, "sql", "sql")).status_code == 200
+
+
+async def test_a_link_out_of_the_directory_is_refused(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    (directory / "link").symlink_to(directory.parent / "elsewhere")
+    async with serving(gateway, ends, lora_dir=str(directory)):
+        refused = await load(gateway, "sql", "link")
+        assert "leads out" in refused.json()["error"]["message"]
+
+
+async def test_without_a_directory_nothing_is_loaded_at_run_time(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends):
+        refused = await load(gateway, "sql", str(directory / "sql"))
+        assert refused.status_code == 400
+        assert "VLM_WORKER__LORA_DIR" in refused.json()["error"]["message"]
+
+
+async def test_a_failed_replacement_leaves_what_was_there(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends, lora_dir=str(directory)):
+        await load(gateway, "sql", "sql")
+        expected = text(await ask(gateway, f"{MODEL}:sql"))
+        assert (await load(gateway, "sql", "nothing", load_inplace=True)).status_code == 400
+        async with asyncio.timeout(20):
+            while (await ask(gateway, f"{MODEL}:sql")).status_code != 200:
+                await asyncio.sleep(0.02)
+        assert text(await ask(gateway, f"{MODEL}:sql")) == expected
+
+
+@pytest.mark.parametrize("path", [LOAD, UNLOAD])
+async def test_an_ordinary_key_may_not(gateway: RunningGateway, ends: Ends, path: str):
+    body = {"lora_name": "sql", "lora_path": "sql"}
+    refused = await gateway.client.post(path, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        403,
+        "insufficient_permissions",
+    )
+    wrong = {"authorization": "Bearer sk-wrong"}
+    assert (await gateway.client.post(path, json=body, headers=wrong)).status_code == 401
+
+
+async def test_an_open_gateway_lets_operators_alone_load(redis_server: str, redis_prefix: str):
+    settings = make_settings(redis_server, redis_prefix, gateway={"admin_keys": ("sk-admin",)})
+    async with run_gateway_on_socket(settings) as gateway:
+        body = {"lora_name": "sql", "lora_path": "sql"}
+        assert (await gateway.client.post(LOAD, json=body)).status_code == 401
+        assert (await gateway.client.get("/v1/models")).status_code == 200
+        refused = await gateway.client.post(LOAD, json=body, headers=ADMIN)
+        assert refused.status_code == 400
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as gateway:
+        refused = await gateway.client.post(LOAD, json=body, headers=ADMIN)
+        assert "VLM_GATEWAY__ADMIN_KEYS" in refused.json()["error"]["message"]
+        assert refused.status_code == 403
+
+
+async def test_a_resumable_answer_goes_on_by_its_adapter(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends, lora=(f"sql={directory / 'sql'}",)):
+        key = {**KEY, "idempotency-key": "once"}
+        body = make_body(model=f"{MODEL}:sql", temperature=0, max_tokens=5)
+        first, second = [await gateway.chat(body, headers=key) for _ in range(2)]
+        assert text(first) == text(second) == text(await ask(gateway, f"{MODEL}:sql"))
+        assert first.json()["id"] == second.json()["id"]
+        assert second.json()["model"] == f"{MODEL}:sql"
+
+
+async def test_an_engine_without_adapters_says_so(gateway: RunningGateway, ends: Ends, directory: Path):  # fmt: skip
+    def load_numbers() -> LoadedEngine:
+        return create_engine({"kind": "mock_pooling", "served_name": MODEL})
+
+    async with serving(gateway, ends, load=load_numbers, lora_dir=str(directory)):
+        refused = await load(gateway, "sql", "sql", base_model_name=MODEL)
+        assert "takes no adapters" in refused.json()["error"]["message"]
+
+
+async def test_a_bad_adapter_of_the_settings_stops_the_start(ends: Ends, tmp_path: Path):
+    with pytest.raises(SettingsError, match="VLM_WORKER__LORA: sql: there is no adapter_config"):
+        async with run_worker(ends, lora=(f"sql={tmp_path}",)):
+            pass

@@ -1,0 +1,170 @@
+"""The adapters that a worker holds: those of its settings, and those that the fleet is told to load.
+
+The fleet's list is in Redis. Each worker looks there with its heartbeat and loads and unloads what differs; what came
+of it stands in the card that it announces. A call whose adapter is not here yet makes it look at once.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+from redis.exceptions import RedisError
+
+from engines.base import AdapterLimits, AdapterUnavailable, BadAdapter, Engine, EngineStartError
+from shared.protocol import AdapterCard, ModelCard
+from shared.queue.registry import AdapterSource, Registry
+from shared.settings.limits import LimitSettings
+from shared.settings.tree import SettingsError, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a name stands for here; without a source it is of the settings."""
+
+    card: AdapterCard
+    source: AdapterSource | None = None
+
+
+class WorkerAdapters:
+    """The adapters beside one engine's model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        card: ModelCard,
+        registry: Registry,
+        settings: WorkerSettings,
+        limits: LimitSettings,
+    ) -> None:
+        self._engine = engine
+        self._model_card = card
+        self._registry = registry
+        self._own = settings.adapters
+        self._directory = settings.lora_dir
+        self._max_count = limits.max_loras
+        self._limits = AdapterLimits(limits.max_lora_rank, limits.max_lora_bytes)
+        self._held: dict[str, _Held] = {}
+        self._lock = asyncio.Lock()
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's, with what is held."""
+        if not self._held:
+            return self._model_card
+        return replace(self._model_card, adapters=tuple(held.card for held in self._held.values()))
+
+    async def load_own(self) -> None:
+        """Load what the settings name. Raises: SettingsError."""
+        if len(self._own) > self._max_count:
+            raise SettingsError(
+                f"VLM_WORKER__LORA: {len(self._own)} adapters, and VLM_LIMITS__MAX_LORAS is {self._max_count}"
+            )
+        for name, path in self._own.items():
+            try:
+                directory = await asyncio.to_thread(_resolve, path)
+                self._held[name] = _Held(await self._load(name, directory))
+            except (BadAdapter, EngineStartError) as error:
+                raise SettingsError(f"VLM_WORKER__LORA: {name}: {error}") from None
+
+    async def sync(self, *, tries_again: bool = False) -> None:
+        """Load and unload what the fleet's list has otherwise. Raises: RedisError.
+
+        What could not be loaded is only tried again if it is said so.
+        """
+        async with self._lock:
+            wanted = await self._registry.adapters(self._model_card.name)
+            if not wanted and len(self._held) == len(self._own):
+                return
+            await self._registry.keep_adapters(self._model_card.name)
+            for name, held in list(self._held.items()):
+                if held.source is not None and name not in wanted:
+                    self._drop(name)
+            for name, source in wanted.items():
+                held = self._held.get(name)
+                is_as_told = held is not None and held.source in (None, source)
+                if not is_as_told or (tries_again and held is not None and held.card.error):
+                    await self._replace(name, source)
+
+    async def hold(self, digest: str) -> None:
+        """See that an adapter is loaded that a call has. Raises: AdapterUnavailable."""
+        if self._holds(digest):
+            return
+        try:
+            await self.sync(tries_again=True)
+        except RedisError as error:
+            logger.warning("cannot look for an adapter: %s", error)
+        if not self._holds(digest):
+            raise AdapterUnavailable(
+                "The adapter was unloaded or replaced after the request came; send it again.",
+                "model",
+            )
+
+    def _holds(self, digest: str) -> bool:
+        return any(held.card.digest == digest for held in self._held.values())
+
+    async def _replace(self, name: str, source: AdapterSource) -> None:
+        """Have what a name stands for now, or the reason why not."""
+        is_new = name not in self._held
+        try:
+            if is_new and len(self._held) >= self._max_count:
+                raise BadAdapter(
+                    f"{self._max_count} adapters are loaded, and no more may be (VLM_LIMITS__MAX_LORAS)"
+                )
+            card = await self._load(name, self._within(source.path), source.revision)
+        except BadAdapter as error:
+            logger.warning("cannot load the adapter %s: %s", name, error)
+            card = AdapterCard(name, revision=source.revision, error=str(error))
+        except Exception:  # the worker serves on without it
+            logger.exception("cannot load the adapter %s", name)
+            error = "it cannot be loaded; the log of the worker says why"
+            card = AdapterCard(name, revision=source.revision, error=error)
+        self._drop(name)
+        self._held[name] = _Held(card, source)
+
+    async def _load(self, name: str, directory: Path, revision: str = "") -> AdapterCard:
+        """Raises: BadAdapter."""
+        started_at = time.monotonic()
+        adapter = await asyncio.to_thread(self._engine.load_adapter, directory, self._limits)
+        logger.info(
+            "loaded the adapter %s: rank %d, %.1f MB, %.1f s",
+            name, adapter.rank, adapter.num_bytes / 1e6, time.monotonic() - started_at,
+        )  # fmt: skip
+        return AdapterCard(name, adapter.digest, int(time.time()), revision)  # noqa: TID251
+
+    def _within(self, path: str) -> Path:
+        """Where a path leads. Raises: BadAdapter if not below the directory of the settings."""
+        if not self._directory:
+            raise BadAdapter(
+                "adapters are loaded at run time where VLM_WORKER__LORA_DIR names a directory"
+            )
+        root = Path(self._directory).resolve()
+        found = (root / path).resolve()
+        if not found.is_relative_to(root) or found == root:
+            raise BadAdapter("lora_path leads out of the workers' directory (VLM_WORKER__LORA_DIR)")
+        if not found.is_dir():
+            raise BadAdapter(
+                "lora_path is no directory in the workers' directory (VLM_WORKER__LORA_DIR)"
+            )
+        return found
+
+    def _drop(self, name: str) -> None:
+        """Forget a name, and what it stood for unless another name does."""
+        held = self._held.pop(name, None)
+        if held is not None and held.card.digest and not self._holds(held.card.digest):
+            self._engine.unload_adapter(held.card.digest)
+            logger.info("unloaded the adapter %s", name)
+
+
+def _resolve(path: str) -> Path:
+    """A directory, or a hub id's. Raises: EngineStartError."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    from engines.packages.resolve import resolve_model  # noqa: PLC0415 (the hub's client is slow to import)
+
+    return resolve_model(path)
