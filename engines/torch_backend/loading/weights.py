@@ -192,6 +192,8 @@ def load_model(
         stored = published.drop_zero_biases(stored, model)
         linear_bytes = sum(reader.num_linear_bytes(x, published) for x in published.linears)
     needed = sum(map(reader.num_bytes, stored)) + linear_bytes
+    if model.converts_weights:
+        needed //= mesh.size  # of what members share, which is not known yet
     num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
     check_memory(needed * num_sharing, device, dtype, scheme)
     if model.converts_weights:

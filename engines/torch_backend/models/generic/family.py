@@ -4,7 +4,6 @@ from pathlib import Path
 
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.models.causal_lm import TEMPLATE
-from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig, find_class, read_config
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.processor import MultimodalProcessor, TextOnly
@@ -35,14 +34,8 @@ class GenericFamily:
         return read_config(config, model_class)
 
     def build(self, config: GenericConfig, mesh: Mesh) -> GenericModel:
-        """The model, still without modules: transformers makes them with the weights.
-
-        Raises: UnsupportedCheckpoint.
-        """
-        if mesh.size > 1:
-            name = config.model_class.__name__
-            raise UnsupportedCheckpoint(f"{name} cannot be shared by {mesh.size} devices yet")
-        return GenericModel(config, self._lowers)
+        """The model, still without modules: transformers makes them with the weights."""
+        return GenericModel(config, self._lowers, mesh)
 
     def rename(self, name: str, config: GenericConfig) -> str:
         """Names are transformers' to read."""

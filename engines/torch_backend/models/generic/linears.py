@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import WHOLE
+from engines.torch_backend.parallel.tp_plan import share_of, whole_weight
 
 
 class OperatorLinear(nn.Module):
@@ -72,17 +74,21 @@ def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch
     for name in names:  # one after another: nothing here keeps what is replaced
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
+        whole, share = whole_weight(linear), share_of(linear)
         with torch.device("meta"):
             shape = LinearWeights(
-                linear.in_features,
-                linear.out_features,
+                whole.shape[1],
+                whole.shape[0],
                 bias=linear.bias is not None,
                 precision=Precision.SCHEME,
+                share=share,
             )
         if not scheme.fits(shape.whole_shape):
             continue
         quantized = scheme.create_linear(shape, dtype)
-        parts = scheme.quantize(linear.weight.detach(), dtype)
+        quantized.share = WHOLE  # whoever holds it joins what members compute
+        numbers = scheme.quantize(whole.to(linear.weight.device), dtype)
+        parts = {part: share.cut(part, value) for part, value in numbers.items()}
         if linear.bias is not None:
             parts["bias"] = linear.bias.detach()
         quantized.load_state_dict(parts, assign=True)

@@ -51,6 +51,8 @@ from engines.torch_backend.models.registry import (
 )
 from engines.torch_backend.multimodal.transformers_images import PositionHooks, ProcessedImage
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh
+from engines.torch_backend.parallel.tp_plan import forget_wholes, share_model
 
 logger = logging.getLogger(__name__)
 _PROBE_TOKENS = (1, 2)
@@ -76,9 +78,11 @@ class GenericModel(FamilyModel):
     speed_path = "generic"
     inner: PreTrainedModel
 
-    def __init__(self, config: GenericConfig, lowers: bool = True) -> None:
+    def __init__(self, config: GenericConfig, lowers: bool = True, mesh: Mesh = SINGLE) -> None:
+        """Members of a mesh share the decoder, by transformers' own modules; rank 0 encodes images."""
         super().__init__()
-        self._lowers = lowers
+        self._lowers = lowers and mesh.size == 1
+        self._mesh = mesh
         self.config = config
         self.language_model = None
         self.specs: dict[nn.Module, LayerSpec] = {}  #: of layers of attention, in their order
@@ -127,7 +131,13 @@ class GenericModel(FamilyModel):
 
     def _make(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Have the model in that precision, and find out what its layers ask for."""
-        self.inner = self._load(weights, device, dtype).requires_grad_(False).eval()
+        is_shared = self._mesh.size > 1
+        place = torch.device("cpu") if is_shared else device  # whole, it may be too large
+        self.inner = self._load(weights, place, dtype).requires_grad_(False).eval()
+        if is_shared:
+            share_model(self.inner, self._mesh)
+            inner: Any = self.inner
+            inner.to(device)
         self.find_arguments()
         text = self._text
         self._own_attention = text._attn_implementation
@@ -152,12 +162,12 @@ class GenericModel(FamilyModel):
 
     @torch.inference_mode()
     def _recognise(self, device: torch.device) -> None:
-        """Find what operators compute: on a CPU, whose kernels are for it."""
+        """Find what operators compute: on a CPU, whose kernels are for it, and where no part is another member's."""
         watched, self._watched = self._watched, None
         head = self.inner.get_output_embeddings()
         assert watched is not None
         self._calls_head = type(head) is nn.Linear and watched.call(head) is not None
-        if device.type == "cpu":
+        if device.type == "cpu" and self._mesh.size == 1:
             found = Recognised.of(self.inner, self._layers_name, self.specs, watched)
             self._fused = Fused(found)
             logger.info("our operators compute %s", found.counts() or "no module of transformers")
@@ -262,6 +272,7 @@ class GenericModel(FamilyModel):
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
         self._ops = ops
+        forget_wholes(self.inner)
         names = linears_within(self.inner, self._layers_name)
         if self._calls_head:
             head = self.inner.get_output_embeddings()
@@ -381,7 +392,7 @@ class GenericModel(FamilyModel):
         name = self.config.model_class.__name__
         if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
-        difference = largest_difference(runner, self, self.config.text.vocab_size)
+        difference = largest_difference(runner, self.config.text.vocab_size)
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
         if self._is_rounded:  # what is near to a half is rounded this way or that
             limit = max(limit, _LARGEST_ROUNDED)
@@ -391,6 +402,20 @@ class GenericModel(FamilyModel):
                 f"{name} cannot be run over pages: its scores differ from transformers' own by {difference:.1e} of "
                 f"their deviation, and {limit:.1e} is allowed"
             )
+
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
+        """Scores by transformers' own attention. Shapes: (N,); returns (N, V)."""
+        ids, positions = token_ids[None], torch.arange(len(token_ids), device=token_ids.device)
+        with self.as_transformers_does() as plain:
+            return plain(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0]
+
+    def image_form(self) -> bytes:
+        """The form of features, for ranks that encode none."""
+        return b"" if self._form is None else self._form.to_bytes()
+
+    def take_image_form(self, form: bytes) -> None:
+        """Read features in rank 0's form."""
+        self._form = ImageForm.from_bytes(form)
 
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:

@@ -17,19 +17,16 @@ CHUNK = 9
 NUM_DRAWN = 3
 
 
-def largest_difference(runner: Any, model: Any, vocab_size: int) -> float:
+def largest_difference(runner: Any, vocab_size: int) -> float:
     """The largest difference of scores, as a share of their standard deviation."""
     sequences = _make_sequences(runner, vocab_size)
     found = _draw(runner, sequences)
     worst = 0.0
-    with model.as_transformers_does() as plain:
-        for sequence in sequences:
-            ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
-            positions = torch.arange(ids.shape[1], device=runner.device)[None]
-            scores = plain(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-            theirs = scores[sequence.num_prompt_tokens - 1 :].float()
-            ours = torch.stack(found[sequence.request_id]).float()
-            worst = max(worst, float((ours - theirs).abs().max() / theirs.std()))
+    for sequence in sequences:
+        scores = runner.plain_logits(torch.tensor(sequence.token_ids[:-1]))
+        theirs = scores[sequence.num_prompt_tokens - 1 :].float()
+        ours = torch.stack(found[sequence.request_id]).float()
+        worst = max(worst, float((ours - theirs).abs().max() / theirs.std()))
     return worst
 
 

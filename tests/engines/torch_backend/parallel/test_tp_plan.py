@@ -1,0 +1,70 @@
+"""Every model of transformers' that has a plan of what devices share: several ranks give the tokens of one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engines.core.request import EngineRequest
+from engines.torch_backend.models.config import UnsupportedCheckpoint
+from shared.protocol import SamplingParams
+from tests.contract.test_model_family import ask
+from tests.engines.torch_backend import ways
+from tests.engines.torch_backend.models import family_table
+from tests.engines.torch_backend.models.family_table import FAMILIES, Family
+from tests.engines.torch_backend.models.test_families import QUESTIONS, make_requests
+from tests.engines.torch_backend.parallel.threads import SharedModel
+
+ALL = bool(os.environ.get("FAMILIES_ALL"))
+QUICK = ("OLMo 2", "Qwen3-MoE", "Qwen3-VL", "Gemma 3")
+#: Those of which transformers says no plan; every other has to be shared.
+WITHOUT_PLAN = frozenset({
+    "StableLM", "GPT-2", "GPT-OSS", "Falcon-H1", "Bamba", "LFM2",
+})  # fmt: skip
+SHARED = [f for f in FAMILIES if (ALL or f.name in QUICK) and f.name not in WITHOUT_PLAN]
+
+
+def requests_for(family: Family, shared: SharedModel) -> list[EngineRequest]:
+    if family.create_processor is None:
+        return make_requests()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = {name: ask(shared.processor, question) for name, question in QUESTIONS.items()}
+    return [
+        EngineRequest(name, prompt.token_ids, params, prompt.images, positions=prompt.positions)
+        for name, prompt in prompts.items()
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4] if ALL else [2])
+@pytest.mark.parametrize("family", SHARED, ids=lambda family: family.name)
+def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: Family, size: int) -> None:
+    family_table.write_checkpoint(family, tmp_path)
+    whole = SharedModel(tmp_path, 1)
+    with whole.running() as start:
+        expected = ways.run_batched(start, requests_for(family, whole))
+
+    shared = SharedModel(tmp_path, size)
+    with shared.running() as start:
+        for way in (ways.run_beside_smooth_streams, ways.run_taken_over):
+            assert way(start, requests_for(family, shared)) == expected, way.__name__
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"] if ALL else ["int8"])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5-VL"] if ALL else ["Qwen2.5-VL"])
+def test_ranks_in_few_bits_give_the_tokens_of_one(tmp_path: Path, name: str, scheme: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    family_table.write_checkpoint(family, tmp_path)
+    whole, shared = (SharedModel(tmp_path, size, scheme) for size in (1, 2))
+    with whole.running() as start:
+        expected = ways.run_batched(start, requests_for(family, whole))
+    with shared.running() as start:
+        assert ways.run_batched(start, requests_for(family, shared)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_PLAN) if ALL else ["GPT-2"])
+def test_a_model_without_a_plan_is_refused(tmp_path: Path, name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    family_table.write_checkpoint(family, tmp_path)
+
+    with pytest.raises(UnsupportedCheckpoint, match=r"cannot be shared by 2 devices.*--workers"):
+        SharedModel(tmp_path, 2)
