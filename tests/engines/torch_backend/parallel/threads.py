@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Barrier
+from threading import Barrier, Lock
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from engines.core.engine import BatchingEngine
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.models.generic.family import GenericFamily
+from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.multimodal.processor import TorchProcessor, create_processor
 from engines.torch_backend.parallel.leader import Leader, follow
@@ -81,10 +83,28 @@ def make_processor(directory: Path) -> TorchProcessor:
     )
 
 
+_loading = Lock()
+
+
+class _OneByOne(GenericModel):
+    """Transformers loads one model at a time: it changes what all threads share."""
+
+    def _load(self, *args: Any) -> Any:
+        with _loading:
+            return super()._load(*args)
+
+
+class _Family(GenericFamily):
+    def build(self, config: Any, mesh: Mesh) -> GenericModel:
+        return _OneByOne(config, mesh=mesh)
+
+
 def load_part(directory: Path, mesh: Mesh, scheme: str | None) -> Any:
     chosen = SCHEMES[scheme] if scheme else None
-    found = find_family(directory)
-    return load_model(directory, *found, CPU, torch.float32, chosen, mesh=mesh)
+    family, config = find_family(directory)
+    if isinstance(family, GenericFamily):
+        family = _Family()
+    return load_model(directory, family, config, CPU, torch.float32, chosen, mesh=mesh)
 
 
 @dataclass
