@@ -297,7 +297,7 @@ class BatchingEngine(Engine[EngineRequest]):
         if num_prompt_tokens + 1 > self.max_model_len:
             raise PromptTooLong(
                 f"the model's maximum context length is {self.max_model_len} tokens; the prompt has"
-                f" {num_prompt_tokens} tokens and leaves no room for output"
+                f" {num_prompt_tokens} tokens{_of_images(request)} and leaves no room for output"
             )
         if request.request_id in self._generations:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -433,6 +433,12 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
+
+
+def _of_images(request: EngineRequest) -> str:
+    """How many tokens of a prompt are its images', in words, where there are any."""
+    count = sum(image.num_tokens for image in request.images)
+    return f", {count} of them of its images," if count else ""
 
 
 def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:

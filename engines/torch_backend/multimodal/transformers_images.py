@@ -123,13 +123,16 @@ class TransformersImages:
             made, [text] = self._processor._process_images([image], **self._options)
         except Exception as error:  # each processor refuses in a way of its own
             reason = " ".join(str(error).split())[:200]
-            raise InvalidImage(f"The model cannot take this image: {reason}") from error
+            raise _unfit(image, reason) from error
         inputs = {
             name: made[name].contiguous() if isinstance(made[name], Tensor) else made[name]
             for name in made
             if name in self._wanted
         }
-        return ProcessedImage(inputs, str(text), str(text).count(self._slot))
+        num_slots = str(text).count(self._slot)
+        if num_slots == 0:
+            raise _unfit(image, "it comes to no tokens")
+        return ProcessedImage(inputs, str(text), num_slots)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """What the processor puts in the placeholder's stead."""
@@ -153,6 +156,13 @@ class TransformersImages:
     def _count_tokens(self) -> int:
         """Slots of a large image."""
         return self._process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE))).num_slots
+
+
+def _unfit(image: Image.Image, reason: str) -> InvalidImage:
+    return InvalidImage(
+        f"The model cannot take an image of {image.width} x {image.height} pixels; send one that is "
+        f"neither tiny nor narrow. Its processor says: {reason}"
+    )
 
 
 def _load_processor(directory: Path) -> ProcessorMixin:
