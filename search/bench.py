@@ -116,7 +116,7 @@ def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries
                     f"{index.stats().num_bytes / 1e6:.0f}",
                 )  # fmt: skip
                 index.close()
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def _measure(

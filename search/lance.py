@@ -6,6 +6,7 @@ are newer than the index are scanned too, so a search always sees what was ackno
 would take minutes to build, and find less for the time of such a scan.
 """
 
+import heapq
 import json
 import os
 import threading
@@ -19,7 +20,6 @@ from urllib.parse import unquote, urlsplit
 import lancedb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from lancedb.index import BTree, IvfSq
 
 from search.filters import sql_text, to_json, to_sql
@@ -128,10 +128,7 @@ class LanceIndex:
     def page(self, after: str, limit: int, with_vectors: bool = False) -> list[Item]:
         """The ids are sorted here: Lance keeps no order."""
         ids = self._table.search().where(f"id > {sql_text(after)}").select(["id"]).to_arrow()["id"]
-        if not len(ids):
-            return []
-        order = pc.sort_indices(ids).slice(0, limit)
-        wanted = ids.take(order).to_pylist()
+        wanted = heapq.nsmallest(limit, ids.to_pylist())
         items = {item.id: item for item in self.get(wanted)}
         found = [items[key] for key in wanted if key in items]
         return found if with_vectors else [_without_vector(item) for item in found]

@@ -32,10 +32,11 @@ def open_qdrant(url: str) -> "QdrantIndexes":
     key = parse_qs(parts.query).get("key", [None])[0]
     scheme = "https" if parts.scheme == "qdrants" else "http"
     address = f"{scheme}://{parts.hostname}:{parts.port or 6333}"
+    client = QdrantClient(url=address, api_key=key, timeout=TIMEOUT_S, check_compatibility=False)
     try:
-        client = QdrantClient(url=address, api_key=key, timeout=TIMEOUT_S)
         client.get_collections()
     except Exception as error:  # of grpc, httpx or its own, by what goes wrong
+        client.close()
         raise SearchUnavailable(
             f"VLM_SEARCH__INDEX: no Qdrant answers at {parts.hostname}:{parts.port or 6333} "
             f"({type(error).__name__}); start it, or name its address"

@@ -20,7 +20,7 @@ import pytest
 from loadtest.fleet import ROOT, free_port
 
 PROJECT = f"vlm-test-{os.getpid()}"
-PROFILES = "shapes,gpu,metrics"
+PROFILES = "shapes,gpu,metrics,search"
 WITHIN_S = 120.0
 BUILD_S = 600.0
 PAUSE_S = 0.2

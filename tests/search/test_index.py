@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from search.bench import make_items, make_vectors
 from search.filters import matches
 from search.index import SearchUnavailable, open_indexes
+from search.lance import LanceIndexes
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
 from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess
@@ -168,6 +170,33 @@ def test_what_an_index_acknowledged_is_there_and_found_after_any_kill(kind):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_an_index_in_8_bits_finds_the_nearest_of_twenty_thousand(tmp_path):
+    vectors = make_vectors(20_000, 32, 1)
+    index = LanceIndexes(tmp_path).open("store", 32)
+    index.upsert(make_items(vectors[:18_000]))
+    index.compact()
+    index.upsert(make_items(vectors)[18_000:])  # newer than what is indexed
+    assert _recall(index, vectors, make_vectors(50, 32, 2)) >= 0.97
+    index.upsert(make_items(vectors[:200]))
+    assert index.stats().num_items == 20_000
+    assert index.delete(["7", "19999"]) == 2
+    index.compact()
+    kept = np.delete(vectors, [7, 19_999], axis=0)
+    names = np.delete(np.arange(20_000), [7, 19_999])
+    assert _recall(index, kept, make_vectors(50, 32, 3), names) >= 0.97
+
+
+def _recall(index, vectors, queries, names=None) -> float:
+    names = np.arange(len(vectors)) if names is None else names
+    found = index.search(queries, 10)
+    nearest = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
+    shares = [
+        len({hit.item.id for hit in hits} & {str(n) for n in names[row]})
+        for hits, row in zip(found, nearest, strict=True)
+    ]
+    return sum(shares) / len(shares) / 10
 
 
 def test_an_index_that_is_not_there_is_told_in_a_sentence():
