@@ -273,8 +273,8 @@ def write_text_checkpoint(
     model_class: type[PreTrainedModel] = OlmoForCausalLM,
 ) -> Tensors:
     """As `write_checkpoint`, of a tiny model of transformers', by default one that its modules compute."""
-    assert model_class.config_class is not None
-    settings = model_class.config_class(
+    create: Any = model_class.config_class
+    settings = create(
         vocab_size=320,
         hidden_size=256,
         intermediate_size=384,

@@ -157,7 +157,7 @@ class Llama(nn.Module):
         self._chain = None
         if ops.uses("decoder_chain") and all(linear.is_whole for linear in linears):
             products = [
-                LayerProducts(*(part.product for part in layer.linears), layer.self_attn.heads)
+                LayerProducts(*(p.product for p in layer.linears), heads=layer.self_attn.heads)
                 for layer in layers
             ]
             self._chain = ops["decoder_chain"](products)

@@ -37,6 +37,7 @@ from engines.torch_backend.ops.step_attention.reference import create_attention
 _LARGEST_DIFFERENCE = 1e-3
 _TRIAL_TOKENS = (1, 5, 2, 7, 3, 4, 9, 6)
 _BLOCK_SIZE = 4
+_LARGE = 2**29  # parameters, of which more are not all computed twice at the start
 _TABLE_ROWS = 1 << 13  # positions whose angles are computed at once
 #: What the front may hand to a decoder without saying anything but tokens and their positions.
 _PLAIN_INPUTS = frozenset({
@@ -526,7 +527,7 @@ def _noting_stream(inputs: list[Tensor]) -> Callable[..., None]:
 
 @torch.inference_mode()
 def _compare(seen: _Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
-    """Have both compute each layer, in float32."""
+    """Have both compute each layer, in float32; of a large model each kind of layer, and the last."""
     text, device = decoder.text, seen.positions.device
     num_tokens = seen.positions.shape[1]
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
@@ -539,8 +540,16 @@ def _compare(seen: _Observed, decoder: Llama, rotary: Rotary, stack: Any) -> Non
     table = rotary.table(int(positions.max()) + 1, loaded, device)
     rotation = tuple(x.float() for x in table.at(positions))
     attend = create_attention(text, pool, plan, (rotation[0], rotation[1]))
-    pairs = zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
+    pairs: list[tuple[Any, Any, Any]] = list(
+        zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
+    )
+    is_large = sum(x.numel() for x in stack.parameters()) > _LARGE
+    kinds: set[str] = set()
     for number, (theirs, ours, (args, kwargs)) in enumerate(pairs):
+        kind = f"{_kind_of(theirs)} {ours.self_attn.heads.window}"
+        if is_large and kind in kinds and number < len(pairs) - 1:
+            continue
+        kinds.add(kind)
         same = theirs if loaded == torch.float32 else deepcopy(theirs).float()
         args, kwargs = _widened(args), _widened(kwargs)
         output = same(*args, **kwargs)
@@ -548,12 +557,24 @@ def _compare(seen: _Observed, decoder: Llama, rotary: Rotary, stack: Any) -> Non
         x = _stream((args, kwargs))[0]
         stream = Stream(x)
         ours(stream, attend)
-        added = (output - x).std()
-        difference = float((stream.tensor() - output).abs().max() / added)
+        rounding = 8 * torch.finfo(torch.float32).eps * output.abs()
+        excess = ((stream.tensor() - output).abs() - rounding).max()
+        difference = float(excess / (output - x).std())
         if not difference <= _LARGEST_DIFFERENCE:
             raise BeyondOurProgram(
                 f"layer {number} makes something else of the same, by {difference:.1e} of what it adds"
             )
+
+
+def _kind_of(layer: nn.Module) -> str:
+    """Types of a layer's modules, and all plain values that they hold but its number."""
+    return repr([
+        (name, type(module), {
+            n: x for n, x in sorted(vars(module).items())
+            if isinstance(x, bool | int | float | str) and n != "layer_idx"
+        })
+        for name, module in layer.named_modules()
+    ])  # fmt: skip
 
 
 def _stream(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:

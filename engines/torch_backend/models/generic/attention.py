@@ -7,7 +7,7 @@ No masks are made for that name: what a token sees is the engine's to know.
 Shape letters: N new tokens, H query heads, K key/value heads, D key width, E value width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch_backend.kv_cache import KVCachePool
-from engines.torch_backend.layers.attention import AttentionPlan, paged_attention
+from engines.torch_backend.layers.attention import PLAIN, AttentionPlan, Heads, paged_attention
 from engines.torch_backend.layers.rotary import rotate
 from engines.torch_backend.layers.visible_attention import Scores, Visible, visible_attention
 from engines.torch_backend.models.config import TextConfig, UnsupportedCheckpoint
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.ops.step_attention.reference import Attend
 
 NAME = "vlm_fleet_pages"
 #: What layers pass beside queries, keys and values, and the engine knows or may leave aside.
@@ -62,8 +63,13 @@ class LayerSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens see all before them, by plain scores: what kernels compute."""
-        return (self.window, self.chunk, self.softcap, self.has_sinks) == (None, None, None, False)
+        """Whether tokens see all before them, or a window, by plain scores: what kernels compute."""
+        return (self.chunk, self.softcap, self.has_sinks) == (None, None, False)
+
+    @property
+    def form(self) -> Heads:
+        """As kernels are told of it."""
+        return PLAIN if self.window is None else Heads(window=self.window)
 
     def within(self, max_model_len: int) -> "LayerSpec":
         """As it is for sequences that are never longer: what they cannot leave is no limit."""
@@ -218,7 +224,7 @@ class PagedStep:
         self.places = torch.cat(places).to(device)  #: of each new token in its sequence
         self._visible: dict[tuple[int | None, int | None, bool], Visible] = {}
         #: with the rotation, so that no other comes to have its id
-        self._kernels: dict[Any, tuple[Callable[[int, Tensor], Tensor], Rotation | None]] = {}
+        self._kernels: dict[Any, tuple[Attend, Rotation | None]] = {}
 
     def visible(self, spec: LayerSpec) -> Visible:
         """What tokens see in such a layer."""
@@ -239,15 +245,26 @@ class PagedStep:
             self._visible[key] = Visible(self.plan, self.pools[0].block_size, first, last)
         return self._visible[key]
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is one of our operator."""
+        return self._ops.uses("step_attention")
+
     def attend_plainly(
-        self, pool: KVCachePool, layer: int, query: Tensor, key: Tensor, value: Tensor
+        self,
+        pool: KVCachePool,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        form: Heads = PLAIN,
     ) -> Tensor:
         """By our operator, where there is a kernel. Shapes: (N, H, D), two (N, K, D); returns (N, H, D)."""
-        if not self._ops.uses("step_attention"):
+        if not self.has_kernel:
             return paged_attention(pool, self.plan, layer, query, key, value).view_as(query)
         joined = torch.cat([query, key, value], dim=1).flatten(1).float()
         heads = (query.shape[1], key.shape[1])
-        out = self.attend_joined(pool, layer, joined, heads, None, query.dtype)
+        out = self.attend_joined(pool, layer, joined, heads, None, query.dtype, form)
         return out.to(query.dtype).view_as(query)
 
     def attend_joined(
@@ -258,6 +275,7 @@ class PagedStep:
         heads: tuple[int, int],
         rotation: "Rotation | None",
         dtype: torch.dtype,
+        form: Heads = PLAIN,
     ) -> Tensor:
         """By our operator, in an engine of that type. Shapes: (N, (H + 2 K) D); returns (N, H D)."""
         width = qkv.shape[1] // (heads[0] + 2 * heads[1])
@@ -274,7 +292,7 @@ class PagedStep:
                 tables = rotation.tables(dtype)
             create = self._ops["step_attention"]
             self._kernels[key] = create(text, pool, self.plan, tables), rotation
-        return self._kernels[key][0](layer, qkv)
+        return self._kernels[key][0](layer, qkv, form)
 
 
 class PagedLayer:
@@ -305,7 +323,7 @@ class PagedLayer:
             scale = spec.scale * width**0.5  # kernels scale by the width that they see
             query = query if abs(scale - 1) < 1e-9 else query * scale
             query, key, value = (_widened(x, width) for x in (query, key, value))
-            out = step.attend_plainly(pool, self._place, query, key, value)
+            out = step.attend_plainly(pool, self._place, query, key, value, spec.form)
             return out[None, ..., : spec.value_dim]
         scores = Scores(spec.scale, spec.softcap, options.get("s_aux"))
         seen = step.visible(spec)
@@ -314,7 +332,9 @@ class PagedLayer:
     @property
     def _is_plain(self) -> bool:
         assert self.step is not None
-        return self.spec.is_plain and not (self.spec.sees_images and self.step.wholes)
+        is_seen = self.spec.window is None or self.step.has_kernel
+        is_whole = self.spec.sees_images and self.step.wholes
+        return self.spec.is_plain and is_seen and not is_whole
 
     def attend(
         self,
@@ -339,7 +359,7 @@ class PagedLayer:
         scale = spec.scale * pool.head_dim**0.5
         if abs(scale - 1) >= 1e-9:
             qkv[:, : heads[0] * spec.key_dim] *= scale
-        return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype)
+        return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype, spec.form)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from engines.torch_backend import runner
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models import causal_lm
+from engines.torch_backend.models import causal_lm, lowered
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
@@ -112,14 +112,34 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_is_found(
 def test_it_computes_as_the_native_family_does(tmp_path: Path) -> None:
     """The same program with the same weights, by transformers' angles."""
     write_checkpoint(LLAMA, tmp_path)
-    lowered, _ = load(tmp_path)
+    model, _ = load(tmp_path)
     native = load_model(
         tmp_path, causal_lm.FAMILY, causal_lm.FAMILY.check(read_fields(tmp_path)), CPU, torch.float32
     )  # fmt: skip
     shape = native.language_model.text
-    assert lowered.language_model.text == replace(shape, rope_theta=10000.0, rope_scaling=None)
-    scores = [_scores(model, "fast") for model in (lowered, native)]
+    assert model.language_model.text == replace(shape, rope_theta=10000.0, rope_scaling=None)
+    scores = [_scores(each, "fast") for each in (model, native)]
     torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
+
+
+def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowered, "_LARGE", 0)
+    write_checkpoint(LLAMA, tmp_path / "alike")
+    assert load(tmp_path / "alike")[0].speed_path == "lowered"
+    path, line = path_of(text("SmolLM3", "SmolLM3", num_hidden_layers=6), tmp_path, caplog)
+    assert path == "generic"
+    assert "layer 3 makes something else" in line
+
+
+@pytest.mark.parametrize("kernels", ["fast", "off"])
+def test_keys_and_values_may_be_in_int8(kernels: Any, tmp_path: Path) -> None:
+    write_checkpoint(text("Mistral", "Mistral", sliding_window=8, head_dim=16), tmp_path)
+    model, _ = load(tmp_path)
+    scores = [_scores(model, kernels, kv_dtype=kind) for kind in ("auto", "int8")]
+    assert not torch.equal(*scores)
+    assert (scores[0] - scores[1]).norm() < 0.02 * scores[0].norm()
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -136,8 +156,8 @@ def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_
     torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
 
 
-def _scores(model: FamilyModel, kernels: Any) -> torch.Tensor:
-    settings = TorchSettings(num_kv_blocks=64, block_size=4)
+def _scores(model: FamilyModel, kernels: Any, **changes: Any) -> torch.Tensor:
+    settings = TorchSettings(num_kv_blocks=64, block_size=4, **changes)
     started = TorchRunner(model, settings, CPU, torch.float32, ops=cpu_ops(kernels))
     return torch.cat([score(started, request) for request in make_requests()])
 
