@@ -70,8 +70,10 @@ def create_app(
     operations = create_operations(
         services.lifecycle, services.search, settings.limits, settings.search.default_store
     )
+    surface_of = {path: each for each in served for path in (each.path, *each.aliases)}
     apis = {
-        surface.path: Endpoint(partial(services.lifecycle.serve, surface)) for surface in served
+        path: Endpoint(partial(services.lifecycle.serve, surface))
+        for path, surface in surface_of.items()
     }
     page = create_page_routes()
     keys = KeyRing(settings.gateway.api_keys, settings.gateway.admin_keys)
@@ -82,7 +84,7 @@ def create_app(
         wrong_keys=wrong_keys,
         public_paths=PUBLIC_PATHS | {route.path for route in page},
         apis={path: endpoint.serve for path, endpoint in apis.items()},
-        renders={surface.path: surface.error for surface in served},
+        renders={path: surface.error for path, surface in surface_of.items()},
     )
     if settings.gateway.cors_origins:  # added last: it answers before keys are asked for
         app.add_middleware(

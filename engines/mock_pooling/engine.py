@@ -82,7 +82,7 @@ class MockPoolingModel:
                     task.param(index),
                 )
             words = part.token_ids
-        words = self._fit(words, task.truncate, task.param(index))
+        words = self._fit(words, task.truncate, task.param(index), task.max_tokens)
         return Row(_Content(repr(words).encode(), size, task.is_normalized), max(1, len(words)))
 
     def _pair(self, task: Rerank, index: int) -> Row:
@@ -91,8 +91,10 @@ class MockPoolingModel:
         words = self._fit([*query, "\n", *document], task.truncate, task.param(index))
         return Row(_Content(repr(words).encode(), 0, not task.is_raw), len(words))
 
-    def _fit(self, words: Sequence[Any], truncate: Truncate, param: str) -> Sequence[Any]:
-        most = self.max_model_len
+    def _fit(
+        self, words: Sequence[Any], truncate: Truncate, param: str, max_tokens: int | None = None
+    ) -> Sequence[Any]:
+        most = min(self.max_model_len, max_tokens or self.max_model_len)
         if len(words) > most and truncate == "none":
             raise PromptTooLong(
                 f"The input has {len(words)} tokens: send at most {most}, or truncate.", param

@@ -75,7 +75,8 @@ class Texts:
             name = task.prompt_name or self._config.default_prompt
             prompt = self._config.prompts[name] if name else ""
             encoding = self._tokenizer.encode(prompt + part.text, add_special_tokens=False)
-            room = self.max_tokens - self._tokenizer.num_special_tokens_to_add(False)
+            num_special = self._tokenizer.num_special_tokens_to_add(False)
+            room = max(0, self._most(task) - num_special)
             self._cut(encoding, room, task.truncate, param)
             encoding = self._tokenizer.post_process(encoding)
             return Words(encoding.ids, encoding.type_ids, *options)
@@ -85,10 +86,10 @@ class Texts:
             raise InvalidRequest(
                 f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", param
             )
-        if len(ids) > self.max_tokens:
+        if len(ids) > (most := self._most(task)):
             if task.truncate == "none":
                 raise self._too_long(len(ids), param)
-            ids = ids[-self.max_tokens :] if task.truncate == "start" else ids[: self.max_tokens]
+            ids = ids[-most:] if task.truncate == "start" else ids[:most]
         return Words(ids, (0,) * len(ids), *options)
 
     def pair(self, task: Rerank, index: int) -> Words:
@@ -107,6 +108,10 @@ class Texts:
         self._cut(second, room, task.truncate, task.param(index))
         encoding = self._tokenizer.post_process(first, second)
         return Words(encoding.ids, encoding.type_ids, None, not task.is_raw)
+
+    def _most(self, task: Embed) -> int:
+        """Tokens of an input."""
+        return min(self.max_tokens, task.max_tokens or self.max_tokens)
 
     def _cut(self, encoding: Encoding, room: int, truncate: Truncate, param: str) -> None:
         if len(encoding) <= room:

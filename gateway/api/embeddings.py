@@ -38,6 +38,7 @@ from shared.protocol import (
     ModelCard,
     TextPart,
     TokensPart,
+    Truncate,
     Vectors,
 )
 from shared.settings.limits import LimitSettings
@@ -72,6 +73,8 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
     user: UserName | None = None  #: the log holds a short hash of it
     normalized: bool | None = None  #: ours: false leaves the vector as the model made it
     truncate: Truncation | None = None  #: which end to cut off of what is too long
+    #: vLLM's: cut inputs to so many tokens; -1: to what the model takes
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     prompt_name: str | None = None  #: which of the model's prompts stands before each text
     input_type: (
         Literal["search_query", "search_document", "classification", "clustering"] | None
@@ -150,7 +153,8 @@ class Embeddings(Surface):
             prompt_name=_find_prompt(request, card),
             dimensions=request.dimensions,
             is_normalized=request.normalized is not False,
-            truncate=to_truncate(request.truncate),
+            truncate=_find_truncation(request),
+            max_tokens=_find_max_tokens(request),
         )
         per_image = card.image_tokens or TOKENS_PER_IMAGE
         tasks = [
@@ -328,6 +332,24 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str:
         "input_type",
         f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name",
     )
+
+
+def _find_truncation(request: EmbeddingRequest) -> Truncate:
+    """What is too long is cut where a number of tokens asks for it. Raises: InvalidRequest."""
+    truncate = to_truncate(request.truncate)
+    if request.truncate_prompt_tokens is None or truncate != "none":
+        return truncate
+    if request.truncate is not None:
+        raise invalid("truncate", "truncate_prompt_tokens cuts: send true, START or END beside it")
+    return "end"
+
+
+def _find_max_tokens(request: EmbeddingRequest) -> int | None:
+    """Raises: InvalidRequest."""
+    if request.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "it is 0: send at least 1, or -1")
+    most = request.truncate_prompt_tokens
+    return None if most == -1 else most
 
 
 def _num_tokens(part: TextPart | TokensPart | ImagePart, per_image: int) -> int:

@@ -178,6 +178,7 @@ class Reranking(_Pairs):
 
     name = "rerank"
     path = "/v1/rerank"
+    aliases = ("/v2/rerank", "/rerank")
     id_prefix = "rerank-"
     options = RerankOptions
 
@@ -229,6 +230,7 @@ class Scoring(_Pairs):
 
     name = "score"
     path = "/v1/score"
+    aliases = ("/score",)
     id_prefix = "score-"
     options = ScoreOptions
 

@@ -96,6 +96,8 @@ class Surface(Protocol):
     #: Of the operation, in traces and in the records of streams.
     name: str
     path: str
+    #: Other paths by which clients know it.
+    aliases: Sequence[str] = ()
     #: The tag of the tasks that it makes; a model that does not offer it is refused.
     task: str
     #: Begins the id of each answer; the id of the request follows.

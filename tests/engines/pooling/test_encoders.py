@@ -119,6 +119,8 @@ def test_what_is_too_long_is_refused_or_cut_as_the_tokenizer_cuts_it(tmp_path):
     [[end], [start]] = compute(model, embed(long, truncate="end"), embed(long, truncate="start"))
     assert np.allclose(end, reference(tmp_path, " ".join(WORDS[:62]), "mean"), atol=1e-5)
     assert np.allclose(start, reference(tmp_path, " ".join(WORDS[28:90]), "mean"), atol=1e-5)
+    [[short]] = compute(model, embed(long, truncate="end", max_tokens=12))
+    assert np.allclose(short, reference(tmp_path, " ".join(WORDS[:10]), "mean"), atol=1e-5)
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path):

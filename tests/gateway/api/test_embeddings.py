@@ -92,6 +92,12 @@ async def test_options_reach_the_model(gateway):
     assert read_vectors(cut.json())[0] == vector_of(long, truncate="end")
     cut = await embed(gateway, long, truncate="START")
     assert read_vectors(cut.json())[0] == vector_of(long, truncate="start")
+    cut = await embed(gateway, long, truncate_prompt_tokens=-1)
+    assert read_vectors(cut.json())[0] == vector_of(long, truncate="end")
+    cut = await embed(gateway, "one two three", truncate_prompt_tokens=2)
+    assert read_vectors(cut.json())[0] == vector_of("one two")
+    cut = await embed(gateway, "one two three", truncate_prompt_tokens=2, truncate="START")
+    assert read_vectors(cut.json())[0] == vector_of("two three")
 
 
 async def test_jinas_objects_are_texts_too(gateway):
@@ -145,6 +151,8 @@ async def test_texts_that_are_too_long_together_are_a_413(gateway):
         ("a", {"prompt_name": "nobody"}, "invalid_value", "prompt_name"),
         ("a", {"input_type": "clustering"}, "invalid_value", "input_type"),
         ("a", {"truncate": "MIDDLE"}, "invalid_value", "truncate"),
+        ("a", {"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
+        ("a", {"truncate_prompt_tokens": 2, "truncate": False}, "invalid_value", "truncate"),
         ("a", {"stream": True}, "unsupported_parameter", "stream"),
     ],
 )  # fmt: skip

@@ -36,6 +36,15 @@ async def test_the_best_documents_come_first(gateway):
     assert "document" not in answer["results"][0]
 
 
+@pytest.mark.parametrize("path", ["/v2/rerank", "/rerank"])
+async def test_clients_know_it_by_other_paths_too(gateway, path):
+    body = {"model": MODEL, "query": QUERY, "documents": DOCUMENTS}
+    answer = (await gateway.client.post(path, json=body)).json()
+    assert answer["results"] == (await rerank(gateway)).json()["results"]
+    refused = await gateway.client.post(path, json=body | {"documents": []})
+    assert refused.json()["error"]["param"] == "documents"
+
+
 async def test_options(gateway):
     answer = (await rerank(gateway, top_n=2, return_documents=True)).json()
     assert len(answer["results"]) == 2
