@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.models.smolvlm import processing_smolvlm
 
 from engines.base import Decode, InvalidImage, UnsupportedCheckpoint
 from engines.core.request import Positions
@@ -75,8 +76,26 @@ class PositionHooks:
                 "position_ids": positions, "inputs_embeds": None, "past_key_values": None, "use_cache": False,
             }  # fmt: skip
             made = self._model.prepare_inputs_for_generation(ids, is_first_iteration=True, **kwargs)
-        rows = made["position_ids"].reshape(-1, ids.shape[1])
-        return rows[1:] if len(rows) == 4 else rows  # the first of four only counts
+        given = made.get("position_ids")
+        rows = torch.arange(ids.shape[1]) if given is None else given
+        rows = rows.reshape(-1, ids.shape[1])
+        return (
+            rows[1:] if len(rows) == 4 and self._num_sections() == 3 else rows
+        )  # the first counts
+
+    def _num_sections(self) -> int:
+        """Rows that a token is turned by."""
+        text: Any = self._model.config.get_text_config(decoder=True)
+        rope = getattr(text, "rope_parameters", None) or {}
+        return len(rope.get("mrope_section") or (0, 0, 0))
+
+    def encoder_arguments(self) -> frozenset[str]:
+        """What the model's image encoder takes. Raises: UnsupportedCheckpoint for one that has none by itself."""
+        encode = getattr(self._model.base_model, "get_image_features", None)
+        if encode is None:
+            name = type(self._model).__name__
+            raise UnsupportedCheckpoint(f"{name} does not encode images by themselves")
+        return frozenset(inspect.signature(encode).parameters)
 
     def lets_images_see_themselves(self) -> bool:
         """In any layer. Raises: UnsupportedCheckpoint for a model whose tokens see more."""
@@ -98,19 +117,24 @@ class TransformersImages:
         self._processor = _load_processor(directory)
         tokenizer: Any = self._processor.tokenizer  # pyright: ignore
         self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
-        self.placeholder: str = getattr(self._processor, "image_token", None) or self._slot
-        self._options = self._processor._merge_kwargs(
-            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
-        )["images_kwargs"]
-        encode = getattr(model_class, "get_image_features", None)
-        if encode is None:
-            raise UnsupportedCheckpoint(
-                f"{model_class.__name__} does not encode images by themselves"
-            )
-        self._wanted = frozenset(inspect.signature(encode).parameters)
+        names = ("image_placeholder_token", "image_token")
+        spelled = (getattr(self._processor, name, None) for name in names)
+        self.placeholder: str = next(filter(None, spelled), self._slot)
+        self._options = self._find_options(tokenizer)
         self._hooks = PositionHooks.create(model_class, config)
+        self._wanted = self._hooks.encoder_arguments()
         self._are_whole = self._hooks.lets_images_see_themselves()
         self.image_tokens = self._count_tokens()
+
+    def _find_options(self, tokenizer: Any) -> dict[str, Any]:
+        """Those of the processor's calls for images, and what else it says to them by name."""
+        merged = self._processor._merge_kwargs(
+            tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt"
+        )
+        options = merged["images_kwargs"]
+        named = inspect.signature(self._processor._process_images).parameters.values()
+        more = {p.name for p in named if p.kind is not p.VAR_KEYWORD} & merged.keys()
+        return {name: merged[name] for name in more} | options
 
     def process(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
@@ -136,8 +160,13 @@ class TransformersImages:
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """What the processor puts in the placeholder's stead."""
+        texts = [image.text for _, image in images]
+        processor: Any = self._processor
+        if getattr(processor, "default_use_image_id", False):
+            texts = processor._prepend_local_ids([slot * len(texts)], texts, slot)
         return [
-            Item(name, None, image, image.text, is_whole=self._are_whole) for name, image in images
+            Item(name, None, image, text, is_whole=self._are_whole)
+            for (name, image), text in zip(images, texts, strict=True)
         ]
 
     def positions(self, prompt: Prompt) -> Positions:
@@ -166,6 +195,8 @@ def _unfit(image: Image.Image, reason: str) -> InvalidImage:
 
 
 def _load_processor(directory: Path) -> ProcessorMixin:
+    # asked for at the start, used for videos alone
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str
     try:
         processor = AutoProcessor.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

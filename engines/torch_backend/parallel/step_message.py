@@ -73,7 +73,8 @@ class StepWriter:
         wholes: list[int] = []
         for place, item in enumerate(items):
             table = item.sequence.block_ids
-            heads += (self._number(item), item.start, item.num_new_tokens, len(table))
+            asked = item.sequence.num_prompt_tokens
+            heads += (self._number(item), item.start, item.num_new_tokens, asked, len(table))
             for image in item.images if item.num_new_tokens > 1 else ():
                 if image.is_whole:
                     runs = [number for run in image.slot_runs for number in run]
@@ -107,10 +108,10 @@ class StepReader:
         ended = [str(number) for number in released.tolist() if self._sequences.pop(number, None)]
         items: list[ScheduledSequence] = []
         first = 0
-        for number, start, num_new, num_blocks in heads.reshape(-1, 4).tolist():
+        for number, start, num_new, asked, num_blocks in heads.reshape(-1, 5).tolist():
             sequence = self._sequences.get(number)
             if sequence is None:
-                sequence = Sequence(str(number), [], 0, SamplingParams())
+                sequence = Sequence(str(number), [], asked, SamplingParams())
                 self._sequences[number] = sequence
             sequence.block_ids = blocks[first : first + num_blocks].tolist()
             sequence.num_computed_tokens = start

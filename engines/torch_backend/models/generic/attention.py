@@ -7,6 +7,7 @@ No masks are made for that name: what a token sees is the engine's to know.
 Shape letters: N new tokens, H query heads, K key/value heads, D key width, E value width.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -164,11 +165,10 @@ def layer_type(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """New tokens of an image that see all of their run of slots: tokens of the step, and places in the sequence."""
+    """New tokens of an image that see their run of slots to its end: tokens of the step, and a place in the sequence."""
 
     start: int
     stop: int
-    first: int
     last: int
 
 
@@ -239,9 +239,7 @@ class PagedStep:
             if spec.sees_images and self.wholes:
                 last = last.clone()
                 for whole in self.wholes:
-                    tokens = slice(whole.start, whole.stop)
-                    first[tokens] = first[tokens].clamp(max=whole.first)
-                    last[tokens] = whole.last
+                    last[whole.start : whole.stop] = whole.last
             self._visible[key] = Visible(self.plan, self.pools[0].block_size, first, last)
         return self._visible[key]
 
@@ -360,6 +358,41 @@ class PagedLayer:
         if abs(scale - 1) >= 1e-9:
             qkv[:, : heads[0] * spec.key_dim] *= scale
         return step.attend_joined(pool, self._place, qkv, heads, rotation, dtype, spec.form)
+
+
+def counts_by_cache(module: nn.Module) -> bool:
+    """Whether an attention layer asks its cache where its tokens are."""
+    if not hasattr(module, "layer_idx"):
+        return False
+    return "past_key_values.get_seq_length(" in inspect.getsource(type(module).forward)
+
+
+class Counted:
+    """Stands for the forward pass of a layer that counts by its cache: each token has as many before it as its place says."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._shift = torch.empty(0)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """As the layer's own."""
+        step = getattr(self._module.pages, "step", None)
+        if step is not None and self._module.config._attn_implementation == NAME:
+            places = step.places
+            self._shift = places - torch.arange(len(places), device=places.device)
+            options["past_key_values"] = self
+        return self._forward(*args, **options)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """As a cache's: what is to be added to the tokens' places in the step. Shapes: returns (N,)."""
+        return self._shift
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As a cache's: new tokens are the engine's to keep."""
+        return key, value
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

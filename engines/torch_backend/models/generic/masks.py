@@ -43,13 +43,15 @@ def _their_masks(text: Any, length: int) -> Any:
 
 
 #: A made-up prompt: what its tokens are, by the number of an image's run of slots; 0 is text.
-_SAMPLE = (0, 0, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
+_SAMPLE = (0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
+_SAMPLE_WINDOW = 3  #: shorter than an image
 
 
 def find_sight(model: PreTrainedModel) -> frozenset[str | None] | None:
     """The types of layers in which the slots of an image see each other; None: there are no types, all layers do.
 
-    Raises: UnsupportedCheckpoint where a model's hook lets tokens see more than that.
+    A window holds within an image, too, for what lies before. Raises: UnsupportedCheckpoint where a model's hook
+    lets tokens see otherwise.
     """
     hook: Any = getattr(model, "create_masks_for_generate", None)
     if hook is None:
@@ -58,18 +60,16 @@ def find_sight(model: PreTrainedModel) -> frozenset[str | None] | None:
     place = torch.arange(len(runs))
     causal = place <= place[:, None]
     whole = causal | ((runs > 0) & (runs == runs[:, None]))
-    masks = _masks_by(hook, model, (runs > 0).long()[None])
+    window = place > place[:, None] - _SAMPLE_WINDOW
     found: set[str | None] = set()
-    for kind, mask in masks.items():
+    for kind, mask in _masks_by(hook, model, (runs > 0).long()[None]).items():
         seen = causal if mask is None else mask[0, 0].bool()
-        is_whole = bool((seen & ~causal).any())
-        limit = whole if is_whole else causal
-        if (seen & ~limit).any() or (is_whole and (whole & ~causal & ~seen).any()):
+        if any(torch.equal(seen, whole & within) for within in (causal | True, window)):
+            found.add(kind)
+        elif not any(torch.equal(seen, causal & within) for within in (causal | True, window)):
             raise UnsupportedCheckpoint(
                 f"{type(model).__name__} lets tokens see others than those before them and those of their image"
             )
-        if is_whole:
-            found.add(kind)
     return None if found == {None} else frozenset(found)
 
 
@@ -79,8 +79,10 @@ def _masks_by(hook: Any, model: PreTrainedModel, types: Tensor) -> dict[str | No
     length = types.shape[1]
     parameters = inspect.signature(hook).parameters
     named = {name: types for name in parameters if name.endswith("token_type_ids")}
-    before = text._attn_implementation_internal
+    before, window = text._attn_implementation_internal, getattr(text, "sliding_window", None)
     text._attn_implementation_internal = "sdpa"
+    if window:
+        text.sliding_window = _SAMPLE_WINDOW
     try:
         masks = hook(
             model.config, torch.zeros(1, length, 1), None, None, torch.arange(length)[None],
@@ -88,6 +90,8 @@ def _masks_by(hook: Any, model: PreTrainedModel, types: Tensor) -> dict[str | No
         )  # fmt: skip
     finally:
         text._attn_implementation_internal = before
+        if window:
+            text.sliding_window = window
     return masks if isinstance(masks, dict) else {None: masks}
 
 

@@ -17,16 +17,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as their_logging
 
 from engines.core.request import ImageInput
+from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import (
     NAME,
+    Counted,
     LayerSpec,
     PagedLayer,
     PagedStep,
     Probe,
     Whole,
+    counts_by_cache,
 )
 from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.generic.fused import Fused, Recognised, Watched
@@ -59,6 +62,8 @@ _PROBE_TOKENS = (1, 2)
 #: Between the engine's scores and transformers' own, as a share of their standard deviation.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_ROUNDED = 0.1
+#: Tokens that experts take for an image's, where a model has experts for images.
+_TYPED_BESIDE_SLOTS = ("image_start_token_id", "image_end_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class GenericModel(FamilyModel):
         self._is_rounded = False  #: weights, or keys and values, to integers
         self._mixers: list[Mixer] = []
         self._form: ImageForm | None = None
+        self._no_feature: Tensor | None = None
         self._states = SequenceStates()
         self._watched: Watched | None = None
         self._fused: Fused | None = None
@@ -144,6 +150,9 @@ class GenericModel(FamilyModel):
         text._attn_implementation_internal = NAME
         self._mixers, self._states = [], SequenceStates()
         for module in self.inner.modules():
+            if counts_by_cache(module):
+                counted: Any = Counted(module)
+                module.forward = counted
             if is_mixer(module):
                 mixer: Any = Mixer(module, self._states)
                 module.forward = mixer
@@ -309,7 +318,7 @@ class GenericModel(FamilyModel):
         for layer in self._layers:
             layer.step = paged
         ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)
-        inputs = self.inputs(ids, step.images)
+        inputs = self.inputs(ids, step.images, step.items)
         if not self._mixers:
             return self._call(ids, positions, step.rows, inputs)
         self._states.begin(step.items)
@@ -359,18 +368,56 @@ class GenericModel(FamilyModel):
         """Those that the prompt has slots for."""
         return image.pixels.num_slots if isinstance(image.pixels, ProcessedImage) else None
 
-    def inputs(self, token_ids: Tensor, images: list[ImageSlots]) -> dict[str, Any]:
-        """What the model is given beside tokens and positions."""
-        slot_id = getattr(self.inner.config, "image_token_id", None)
+    def inputs(
+        self,
+        token_ids: Tensor,
+        images: Sequence[ImageSlots],
+        items: Sequence[ScheduledSequence] = (),
+    ) -> dict[str, Any]:
+        """What the model is given beside tokens and positions. Shapes: (1, N)."""
         types = {name for name in self._arguments if name.endswith("token_type_ids")}
+        config: Any = self.inner.config
+        slot_id = getattr(config, "image_token_id", None)
+        if slot_id is None or not (types or images):
+            return {}
         inputs: dict[str, Any] = {}
-        if slot_id is not None:
-            inputs = dict.fromkeys(types, (token_ids == slot_id).long())
+        ids = token_ids[0]
+        filled = torch.zeros_like(ids, dtype=torch.bool)
+        for image in images:
+            filled[image.start : image.start + len(image.features)] = True
+        for name in types:
+            typed = filled
+            if name.startswith("moe_"):
+                around = [getattr(config, each) for each in _TYPED_BESIDE_SLOTS]
+                is_around = torch.isin(ids, torch.tensor(around, device=ids.device))
+                typed = filled | (is_around & _in_prompt(items, ids.device))
+            inputs[name] = typed.long()[None]
         if images:
             assert self._form is not None
             rows = torch.cat([image.features for image in images])
+            is_slot = ids == slot_id
+            if bool((is_slot & ~filled).any()):  # drawn, and told apart by nothing else
+                rows = self._beside_drawn(rows, filled[is_slot])
             inputs["mm_encoder_outputs"] = {"image": self._form.output(rows)}
         return inputs
+
+    def _beside_drawn(self, features: Tensor, is_feature: Tensor) -> Tensor:
+        """Features, and rows that change nothing where the model wrote a slot's token itself. Shapes: (slots, levels * C)."""
+        if self._no_feature is None:
+            self._no_feature = self._find_no_feature(features[:1])
+        rows = features.new_zeros(len(is_feature), features.shape[1])
+        rows[:, : self._no_feature.shape[1]] = self._no_feature
+        rows[is_feature] = features
+        return rows
+
+    def _find_no_feature(self, like: Tensor) -> Tensor:
+        """What the decoder is given for a slot's token in a prompt without images. Shapes: returns (1, C)."""
+        slot_id: Any = self.inner.config.image_token_id
+        ids = torch.tensor([[slot_id]], device=like.device)
+        assert self._form is not None
+        zero = {"image": self._form.output(torch.zeros_like(like))}
+        plain = embeddings_of(self.inner, input_ids=ids)
+        return plain - embeddings_of(self.inner, input_ids=ids, mm_encoder_outputs=zero)
 
     def _call(
         self, token_ids: Tensor, positions: Tensor, rows: list[int], inputs: dict[str, Any]
@@ -441,6 +488,34 @@ def _loading_dtype(
     return first if is_narrow and not others else dtype
 
 
+class _Caught(Exception):
+    """Embeddings on their way to a decoder."""
+
+
+def embeddings_of(model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """What a model's decoder would compute on, without having it do so. Shapes: returns (N, C)."""
+
+    def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("inputs_embeds") is not None:
+            raise _Caught(kwargs["inputs_embeds"][0])
+
+    hooks = [m.register_forward_pre_hook(catch, with_kwargs=True) for m in model.modules()]
+    try:
+        model(**inputs, use_cache=False)
+    except _Caught as caught:
+        return caught.args[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise UnsupportedCheckpoint(f"{type(model).__name__} has no decoder behind its embeddings")
+
+
+def _in_prompt(items: Sequence[ScheduledSequence], device: torch.device) -> Tensor:
+    """Which tokens of a step were asked, not drawn. Shapes: returns (N,)."""
+    asked = [torch.arange(item.start, item.end) < item.sequence.num_prompt_tokens for item in items]
+    return torch.cat(asked).to(device)
+
+
 def _wholes(step: FlatStep) -> list[Whole]:
     """Runs of slots that see each other, as far as they are of this step."""
     wholes = []
@@ -451,7 +526,7 @@ def _wholes(step: FlatStep) -> list[Whole]:
                 begin = max(first, item.start)
                 if begin < end <= item.end:
                     place = span.start - item.start
-                    wholes.append(Whole(place + begin, place + end, first, end - 1))
+                    wholes.append(Whole(place + begin, place + end, end - 1))
     return wholes
 
 

@@ -50,6 +50,7 @@ class Family:
     create_processor: Callable[[], Any] | None = None
     placeholder: str = ""
     embedding_std: float = 0.35  #: such that answers differ
+    opening: str = ""  #: what the template begins with
 
     def __str__(self) -> str:
         return self.name
@@ -200,7 +201,13 @@ def visual(
     )
 
 
-def qwen(name: str, config_class: str, vision: dict[str, Any], **more: Any) -> Family:
+def qwen(
+    name: str,
+    config_class: str,
+    vision: dict[str, Any],
+    shares_prefixes: bool = True,
+    **more: Any,
+) -> Family:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     if "3" in config_class:
         rope["mrope_interleaved"] = True
@@ -225,6 +232,7 @@ def qwen(name: str, config_class: str, vision: dict[str, Any], **more: Any) -> F
             "vision_end_token_id": 305,
             "tie_word_embeddings": False,
         },
+        shares_prefixes=shares_prefixes,
     )
 
 
@@ -416,6 +424,533 @@ FAMILIES += [
         embedding_std=0.02,
     ),
 ]  # fmt: skip
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+MROPE = {
+    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
+}  # fmt: skip
+MIXED_DELTA = {
+    **TEXT,
+    **DELTA,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+GEMMA4_TEXT = {
+    **TEXT, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 320,
+}  # fmt: skip
+GLM_IDS = {
+    "image_token_id": 302, "video_token_id": 303, "image_start_token_id": 304, "image_end_token_id": 305,
+    "video_start_token_id": 306, "video_end_token_id": 307,
+}  # fmt: skip
+
+
+def _glm(name: str, kind: str, config_class: str, vision: dict[str, Any], **more: Any) -> Family:
+    text_config = {**TEXT, "rope_parameters": GLM_ROPE, "head_dim": 16, **more}
+    return visual(
+        name, "<|begin_of_image|><|image|><|end_of_image|>",
+        lambda: getattr(transformers, f"{kind}Processor")(
+            getattr(transformers, f"{kind}ImageProcessor")(
+                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
+            ),
+            tokenizer(*GLM), getattr(transformers, f"{kind}VideoProcessor")(),
+        ),
+        config_class,
+        lambda: {
+            "text_config": text_config, "vision_config": {**TOWER, "image_size": 56, **vision},
+            "tie_word_embeddings": False, **GLM_IDS,
+        },
+    )  # fmt: skip
+
+
+def _gemma4(name: str, **more: Any) -> Family:
+    return visual(
+        name, "<|image|>",
+        lambda: transformers.Gemma4Processor(
+            transformers.Gemma4AudioFeatureExtractor(),
+            transformers.Gemma4ImageProcessor(patch_size=7, pooling_kernel_size=2, max_soft_tokens=70),
+            tokenizer(
+                "<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>",
+                image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>", audio_token="<|audio|>",
+                boa_token="<|audio>", eoa_token="<audio|>", video_token="<|video|>",
+            ),
+            transformers.Gemma4VideoProcessor(),
+            image_seq_length=70,
+        ),
+        "Gemma4",
+        lambda: {
+            "text_config": {**GEMMA4_TEXT, **more}, "image_token_id": 302, "video_token_id": 303,
+            "audio_token_id": 304, "boi_token_id": 305, "eoi_token_id": 306,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "patch_size": 7,
+                "position_embedding_size": 64,
+            },
+        },
+        embedding_std=0.02,
+    )  # fmt: skip
+
+
+FAMILIES += [
+    visual(
+        "LLaVA 1.5", "<image>",
+        lambda: transformers.LlavaProcessor(
+            transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        ),
+        "Llava",
+        lambda: {
+            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
+            "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID,
+        },
+    ),
+    visual(
+        "ViP-LLaVA", "<image>",
+        lambda: transformers.LlavaProcessor(
+            transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=SQUARE), tokenizer(), patch_size=14,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        ),
+        "VipLlava",
+        lambda: {
+            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
+            "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID, "vision_feature_layers": [-1, -2],
+        },
+    ),
+    visual(
+        "SmolVLM", "<image>",
+        lambda: _smolvlm(),
+        "SmolVLM",
+        lambda: {
+            "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 7, "model_type": "smolvlm_vision",
+            },
+        },
+    ),
+    _glm(
+        "GLM-4.5V", "Glm4v", "Glm4vMoe", {}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    ),
+    _glm("GLM-4.6V", "Glm46V", "Glm46V", {"model_type": "glm4v_vision"}, model_type="glm4v_text"),
+    visual(
+        "PaddleOCR-VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        lambda: transformers.PaddleOCRVLProcessor(
+            transformers.PaddleOCRVLImageProcessor(
+                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
+            ),
+            tokenizer(
+                "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", image_token="<|IMAGE_PLACEHOLDER|>"
+            ),
+        ),
+        "PaddleOCRVL",
+        lambda: {
+            "text_config": {**TEXT, "rope_parameters": MROPE, "head_dim": 16}, "image_token_id": 302,
+            "video_token_id": 305, "vision_start_token_id": 303, "vision_end_token_id": 304,
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 56, "patch_size": 14, "spatial_merge_size": 2,
+            },
+        },
+    ),
+    visual(
+        "ERNIE 4.5 VL", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        lambda: transformers.Ernie4_5_VLMoeProcessor(
+            transformers.Ernie4_5_VLMoeImageProcessor(
+                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
+            ),
+            tokenizer(
+                "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>",
+                "<|VIDEO_START|>", "<|VIDEO_END|>", image_token="<|IMAGE_PLACEHOLDER|>",
+                video_token="<|VIDEO_PLACEHOLDER|>", image_start_token="<|IMAGE_START|>",
+                image_end_token="<|IMAGE_END|>", video_start_token="<|VIDEO_START|>", video_end_token="<|VIDEO_END|>",
+            ),
+            transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False),
+        ),
+        "Ernie4_5_VLMoe",
+        lambda: {
+            "text_config": {
+                **TEXT, "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+                "rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]},
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
+                "spatial_merge_size": 2,
+            },
+            "tie_word_embeddings": False, **GLM_IDS,
+        },
+    ),
+    _gemma4("Gemma 4 E", num_kv_shared_layers=2, hidden_size_per_layer_input=8),
+    _gemma4(
+        "Gemma 4", use_bidirectional_attention="vision", num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+    visual(
+        "Kimi K2.5", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        lambda: transformers.Kimi_K25Processor(
+            transformers.Kimi_K25ImageProcessor(
+                patch_size=14, max_patches=48, size={"max_height": 84, "max_width": 84}
+            ),
+            tokenizer("<|media_pad|>", "<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
+            transformers.Kimi_K25VideoProcessor(),
+        ),
+        "Kimi_K25",
+        lambda: {
+            "text_config": {**TEXT, "model_type": "deepseek_v3", "q_lora_rank": 16, **LATENT},
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "pos_emb_height": 8, "pos_emb_width": 8,
+            },
+            "projection_hidden_size": 32, "image_token_id": 302, "video_token_id": 303, "tie_word_embeddings": False,
+        },
+    ),
+    visual(
+        "Llama 4", "<|image|>",
+        lambda: transformers.Llama4Processor(
+            transformers.Llama4ImageProcessor(size=SQUARE, max_patches=4),
+            tokenizer(
+                "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
+                "<|tile_y_separator|>",
+            ),
+            patch_size=7,
+        ),
+        "Llama4",
+        lambda: {
+            "text_config": {
+                **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
+                "attention_chunk_size": 8, "floor_scale": 8, "layer_types": ["chunked_attention", "full_attention"],
+                "no_rope_layers": [1, 0],
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 7, "vision_output_dim": 32, "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "image_token_index": 305, "boi_token_index": 303, "eoi_token_index": 304,
+        },
+    ),
+    visual(
+        "Command A Vision", "<|IMG_PATCH|>",
+        lambda: transformers.Cohere2VisionProcessor(
+            transformers.Cohere2VisionImageProcessor(size=SQUARE, max_patches=4, patch_size=2),
+            tokenizer(
+                "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>",
+                image_token="<|IMG_PATCH|>", boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>",
+                img_line_break_token="<|IMG_LINE_BREAK|>",
+            ),
+        ),
+        "Cohere2Vision",
+        lambda: {
+            "text_config": {**TEXT, **MIXED, "model_type": "cohere2", "sliding_window": 6, "head_dim": 16},
+            "vision_config": {**SIGLIP, "patch_size": 7}, "image_token_id": 302, "alignment_intermediate_size": 96,
+        },
+    ),
+    visual(
+        "Aya Vision", "<image>",
+        lambda: transformers.AyaVisionProcessor(
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4, crop_to_patches=True),
+            tokenizer(
+                "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
+                *[f"TILE_{i}" for i in range(1, 5)],
+            ),
+            patch_size=7, img_size=28, downsample_factor=2,
+        ),
+        "AyaVision",
+        lambda: {
+            "text_config": {**TEXT, **MIXED, "model_type": "cohere2", "sliding_window": 6, "head_dim": 16},
+            "vision_config": {**SIGLIP, "patch_size": 7}, "image_token_index": 304, "image_token_id": 304,
+        },
+    ),
+    qwen(
+        "Qwen3.5", "Qwen3_5", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False, layer_types=["linear_attention", "full_attention"], **DELTA
+    ),
+    qwen(
+        "Qwen3.5-MoE", "Qwen3_5Moe", {**TOWER, "num_position_embeddings": 64}, shares_prefixes=False,
+        layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32, **EXPERTS, **DELTA,
+    ),
+    visual(
+        "MiniCPM-V 4.6", "<image_pad>",
+        lambda: transformers.MiniCPMV4_6Processor(
+            transformers.MiniCPMV4_6ImageProcessor(patch_size=7, scale_resolution=56, max_slice_nums=2),
+            transformers.MiniCPMV4_6VideoProcessor(),
+            tokenizer(
+                "<image_pad>", "<video_pad>", "<image_start>", "</image_start>", "<slice>", "</slice>", "<image_id>",
+                "</image_id>", image_token="<image_pad>", video_token="<video_pad>", image_start_token="<image_start>",
+                image_end_token="</image_start>", slice_start_token="<slice>", slice_end_token="</slice>",
+                image_id_start_token="<image_id>", image_id_end_token="</image_id>",
+            ),
+        ),
+        "MiniCPMV4_6",
+        lambda: {
+            "text_config": {**MIXED_DELTA, "model_type": "qwen3_5_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+            "image_token_id": 302, "video_token_id": 303, "insert_layer_id": 0,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 56, "patch_size": 7, "insert_layer_id": 0,
+            },
+        },
+        shares_prefixes=False,
+    ),
+    visual(
+        "LFM2-VL", "<image>",
+        lambda: transformers.Lfm2VlProcessor(
+            transformers.Lfm2VlImageProcessor(
+                encoder_patch_size=7, tile_size=28, size=SQUARE, min_image_tokens=2, max_image_tokens=6, max_tiles=4
+            ),
+            tokenizer(
+                "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+                *[f"<|img_row_{i}_col_{j}|>" for i in (1, 2, 3, 4) for j in (1, 2, 3, 4)],
+            ),
+        ),
+        "Lfm2Vl",
+        lambda: {
+            "text_config": {
+                **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+                "block_auto_adjust_ff_dim": False, "vocab_size": 330,
+            },
+            "image_token_id": IMAGE_ID, "projector_hidden_size": 48,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_patches": 64, "patch_size": 7, "model_type": "siglip2_vision_model", "vision_use_head": False,
+            },
+        },
+        shares_prefixes=False, opening="<s>",
+    ),
+]  # fmt: skip
+
+
+def _smolvlm() -> Any:
+    return transformers.SmolVLMProcessor(
+        transformers.SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+        tokenizer("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *[f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]),
+        transformers.SmolVLMVideoProcessor(), image_seq_len=4,
+    )  # fmt: skip
+
+
+SMALL_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+VQ = {
+    "embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "base_channels": 32, "channel_multiplier": [1, 1],
+    "num_res_blocks": 1, "num_patches": 4,
+}  # fmt: skip
+QWEN_IDS = {
+    "image_token_id": 302, "video_token_id": 303, "vision_start_token_id": 304, "vision_end_token_id": 305,
+}  # fmt: skip
+
+
+def _intern_tokens() -> Any:
+    return tokenizer(
+        "<IMG_CONTEXT>", "<img>", "</img>", "<video>", start_image_token="<img>", end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>", video_token="<video>",
+    )  # fmt: skip
+
+
+def _qwen2_processor(kind: str, tokens: Any) -> Any:
+    return getattr(transformers, f"{kind}Processor")(
+        transformers.Qwen2VLImageProcessor(patch_size=14, min_pixels=784, max_pixels=784 * 12), tokens,
+        transformers.Qwen2VLVideoProcessor(),
+    )  # fmt: skip
+
+
+FAMILIES += [
+    visual(
+        "GOT-OCR 2", "<imgpad>",
+        lambda: transformers.GotOcr2Processor(
+            transformers.GotOcr2ImageProcessor(size={"height": 1024, "width": 1024}), tokenizer("<imgpad>", "<img>", "</img>")
+        ),
+        "GotOcr2",
+        lambda: {
+            "text_config": sub("Qwen2", max_position_embeddings=640), "image_token_index": 302, "image_seq_length": 256,
+            "vision_config": {
+                "hidden_size": 8, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+                "image_size": 1024, "patch_size": 16, "window_size": 2, "global_attn_indexes": [], "mlp_dim": 8,
+            },
+        },
+    ),
+    visual(
+        "Aria", "<image>",
+        lambda: transformers.AriaProcessor(
+            transformers.AriaImageProcessor(),
+            tokenizer(image_token="<image>"), size_conversion={980: 4},
+        ),
+        "Aria",
+        lambda: {
+            "text_config": {**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+            "image_token_index": IMAGE_ID, "projector_patch_to_query_dict": {49: 4},
+            "vision_config": {**SMALL_TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
+        },
+    ),
+    visual(
+        "DeepSeek-VL", "<image>",
+        lambda: transformers.DeepseekVLProcessor(
+            transformers.DeepseekVLImageProcessor(size=SQUARE), tokenizer(image_token="<image>"), num_image_tokens=4
+        ),
+        "DeepseekVL",
+        lambda: {
+            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
+            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+    ),
+    visual(
+        "DeepSeek-VL hybrid", "<image>",
+        lambda: transformers.DeepseekVLHybridProcessor(
+            transformers.DeepseekVLHybridImageProcessor(size=SQUARE, high_res_size={"height": 128, "width": 128}),
+            tokenizer(image_token="<image>"), num_image_tokens=4,
+        ),
+        "DeepseekVLHybrid",
+        lambda: {
+            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
+            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "high_res_vision_config": {
+                "model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "image_size": 128, "patch_size": 16, "window_size": 2,
+                "global_attn_indexes": [1], "mlp_dim": 48,
+            },
+        },
+    ),
+    visual(
+        "Janus", "<image>",
+        lambda: transformers.JanusProcessor(
+            transformers.JanusImageProcessor(size=SQUARE, min_size=2),
+            tokenizer("<begin_of_image>", "<end_of_image>", image_token="<image>", boi_token="<begin_of_image>", eoi_token="<end_of_image>"),
+            num_image_tokens=16,
+        ),
+        "Janus",
+        lambda: {
+            "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
+            "vision_config": {
+                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+                "mlp_ratio": 2, "projection_dim": 64, "num_image_tokens": 16, "depth": 1,
+            },
+            "vq_config": {**VQ, "image_token_embed_dim": 64, "projection_dim": 64},
+        },
+    ),
+    visual(
+        "EXAONE 4.5", "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda: _qwen2_processor("Exaone4_5_", tokenizer(*QWEN)),
+        "Exaone4_5_",
+        lambda: {
+            "text_config": {**TEXT, "model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2, **MIXED},
+            "vision_config": {**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
+            "tie_word_embeddings": False, "image_token_id": 302, "video_token_id": 303,
+        },
+    ),
+    visual(
+        "GLM-OCR", "<|begin_of_image|><|image|><|end_of_image|>",
+        lambda: transformers.Glm46VProcessor(
+            transformers.Glm46VImageProcessor(
+                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
+            ),
+            tokenizer(*GLM), transformers.Glm46VVideoProcessor(),
+        ),
+        "GlmOcr",
+        lambda: {
+            "text_config": {**TEXT, "rope_parameters": GLM_ROPE}, "vision_config": {**TOWER, "image_size": 56},
+            "tie_word_embeddings": False, **GLM_IDS,
+        },
+    ),
+    visual(
+        "LightOnOCR", "<|image_pad|>",
+        lambda: transformers.LightOnOcrProcessor(
+            transformers.PixtralImageProcessor(
+                size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
+            ),
+            tokenizer(
+                "<|image_pad|>", "<|vision_pad|>", "<|vision_end|>", image_token="<|image_pad|>",
+                image_break_token="<|vision_pad|>", image_end_token="<|vision_end|>",
+            ),
+            patch_size=7,
+        ),
+        "LightOnOcr",
+        lambda: {
+            "vision_config": PIXTRAL_TOWER, "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302,
+        },
+    ),
+    visual(
+        "Qianfan-OCR", "<image>",
+        lambda: transformers.QianfanOCRProcessor(
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
+            image_seq_length=4,
+        ),
+        "QianfanOCR",
+        lambda: {
+            "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302,
+            "vision_config": {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
+        },
+    ),
+    visual(
+        "HunYuan-VL", "<img_start><img><img_end>",
+        lambda: transformers.HunYuanVLProcessor(
+            transformers.HunYuanVLImageProcessor(patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}),
+            tokenizer(
+                "<img>", "<img_start>", "<img_end>", "<img_newline>", image_token="<img>",
+                image_start_token="<img_start>", image_end_token="<img_end>",
+            ),
+        ),
+        "HunYuanVL",
+        lambda: {
+            "text_config": {**TEXT, "head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
+            "image_token_id": 302, "im_start_id": 303, "im_end_id": 304,
+            "im_newline_id": 305,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "out_hidden_size": 64, "text_hidden_size": 64, "patch_size": 14, "img_max_token_num": 64,
+                "max_image_size": 112, "min_image_size": 28,
+            },
+        },
+        opening="<s>",
+    ),
+    visual(
+        "VideoLLaMA 3", "<|image_pad|>",
+        lambda: transformers.VideoLlama3Processor(
+            transformers.VideoLlama3ImageProcessor(
+                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
+            ),
+            tokenizer(*QWEN), transformers.VideoLlama3VideoProcessor(),
+        ),
+        "VideoLlama3",
+        lambda: {
+            "text_config": sub("Qwen2"), "image_token_id": 302, "video_token_id": 303,
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "patch_size": 14,
+            },
+        },
+    ),
+    visual(
+        "LLaVA-NeXT-Video", "<image>",
+        lambda: transformers.LlavaNextVideoProcessor(
+            transformers.LlavaNextVideoVideoProcessor(),
+            transformers.LlavaNextImageProcessor(
+                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
+            ),
+            tokenizer("<video>"), patch_size=14, vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        ),
+        "LlavaNextVideo",
+        lambda: {
+            "vision_config": transformers.CLIPVisionConfig(**CLIP), "text_config": sub("Llama"),
+            "image_token_index": IMAGE_ID, "image_token_id": IMAGE_ID, "video_token_index": 302,
+            "image_grid_pinpoints": TILES, "vision_feature_layer": -2,
+        },
+    ),
+    visual(
+        "InternVL 2.5", "<IMG_CONTEXT>",
+        lambda: transformers.InternVLProcessor(
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
+            transformers.InternVLVideoProcessor(), image_seq_length=4,
+        ),
+        "InternVL",
+        lambda: {
+            "text_config": sub("Qwen2"), "image_token_id": 302, "downsample_ratio": 0.5,
+            "vision_config": {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7], "model_type": "internvl_vision"},
+        },
+    ),
+]  # fmt: skip
+
+
 #: Says what is said, and where images are.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
@@ -442,7 +977,7 @@ def write_checkpoint(family: Family, directory: Path) -> None:
     if family.create_processor is None:
         return write_tokenizer(directory)
     family.create_processor().save_pretrained(directory)
-    template = TEMPLATE.replace("PLACEHOLDER", family.placeholder)
+    template = family.opening + TEMPLATE.replace("PLACEHOLDER", family.placeholder)
     (directory / "chat_template.jinja").write_text(template)
 
 
