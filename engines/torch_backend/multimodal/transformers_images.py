@@ -195,8 +195,8 @@ def _unfit(image: Image.Image, reason: str) -> InvalidImage:
 
 
 def _load_processor(directory: Path) -> ProcessorMixin:
-    # asked for at the start, used for videos alone
-    processing_smolvlm.num2words = processing_smolvlm.num2words or str
+    smolvlm: Any = processing_smolvlm
+    smolvlm.num2words = smolvlm.num2words or str  # asked for at the start, used for videos alone
     try:
         processor = AutoProcessor.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

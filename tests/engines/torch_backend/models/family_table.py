@@ -24,18 +24,18 @@ TEXT = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT = {
+MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
-DELTA = {
+DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-SPACES = {
+SPACES: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
 }  # fmt: skip
 
@@ -145,9 +145,14 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-CLIP = {
+CLIP: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
+}  # fmt: skip
+SIGLIP: dict[str, Any] = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+SMALL_TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7,
 }  # fmt: skip
 TILES = [[28, 56], [56, 28], [56, 56]]
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -236,7 +241,7 @@ def qwen(
     )
 
 
-TOWER = {
+TOWER: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -294,7 +299,7 @@ FAMILIES += [
         ),
         "Llava",
         lambda: {
-            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_config": SIGLIP,
             "text_config": sub("Qwen3", head_dim=16), "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID,
             "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
         },
@@ -351,27 +356,21 @@ FAMILIES += [
         lambda: {
             "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
             "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 28, "patch_size": 7, "model_type": "idefics3_vision",
+                **SMALL_TOWER, "model_type": "idefics3_vision",
             },
         },
     ),
     visual(
         "InternVL 3", "<IMG_CONTEXT>",
         lambda: transformers.InternVLProcessor(
-            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4),
-            tokenizer(
-                "<IMG_CONTEXT>", "<img>", "</img>", "<video>", start_image_token="<img>", end_image_token="</img>",
-                context_image_token="<IMG_CONTEXT>", video_token="<video>",
-            ),
+            transformers.GotOcr2ImageProcessor(size=SQUARE, min_patches=1, max_patches=4), _intern_tokens(),
             transformers.InternVLVideoProcessor(), image_seq_length=4,
         ),
         "InternVL",
         lambda: {
             "text_config": sub("Qwen3", head_dim=16), "image_token_id": 302, "downsample_ratio": 0.5,
             "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": [28, 28], "patch_size": [7, 7], "model_type": "internvl_vision",
+                **SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7], "model_type": "internvl_vision",
             },
         },
     ),
@@ -386,22 +385,6 @@ FAMILIES += [
         {**TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}, **EXPERTS,
     ),
     visual(
-        "GLM-4.1V", "<|begin_of_image|><|image|><|end_of_image|>",
-        lambda: transformers.Glm4vProcessor(
-            transformers.Glm4vImageProcessor(
-                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
-            ),
-            tokenizer(*GLM), transformers.Glm4vVideoProcessor(),
-        ),
-        "Glm4v",
-        lambda: {
-            "text_config": {**TEXT, "rope_parameters": GLM_ROPE, "head_dim": 16},
-            "vision_config": {**TOWER, "image_size": 56}, "image_token_id": 302, "video_token_id": 303,
-            "image_start_token_id": 304, "image_end_token_id": 305, "video_start_token_id": 306,
-            "video_end_token_id": 307,
-        },
-    ),
-    visual(
         "Gemma 3", "<start_of_image>",
         lambda: transformers.Gemma3Processor(
             transformers.Gemma3ImageProcessor(size=SQUARE),
@@ -413,7 +396,7 @@ FAMILIES += [
         ),
         "Gemma3",
         lambda: {
-            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_config": SIGLIP,
             "image_token_id": 302, "image_token_index": 302, "boi_token_index": 303, "eoi_token_index": 304,
             "mm_tokens_per_image": 4,
             "text_config": {
@@ -424,21 +407,20 @@ FAMILIES += [
         embedding_std=0.02,
     ),
 ]  # fmt: skip
-SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
-MROPE = {
+MROPE: dict[str, Any] = {
     "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
 }  # fmt: skip
-MIXED_DELTA = {
+MIXED_DELTA: dict[str, Any] = {
     **TEXT,
     **DELTA,
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }
-GEMMA4_TEXT = {
+GEMMA4_TEXT: dict[str, Any] = {
     **TEXT, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "global_head_dim": 32,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 320,
 }  # fmt: skip
-GLM_IDS = {
+GLM_IDS: dict[str, Any] = {
     "image_token_id": 302, "video_token_id": 303, "image_start_token_id": 304, "image_end_token_id": 305,
     "video_start_token_id": 306, "video_end_token_id": 307,
 }  # fmt: skip
@@ -522,11 +504,12 @@ FAMILIES += [
         lambda: {
             "text_config": sub("Llama"), "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0,
             "vision_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "image_size": 28, "patch_size": 7, "model_type": "smolvlm_vision",
+                **SMALL_TOWER, "model_type": "smolvlm_vision",
             },
         },
     ),
+    _glm("GLM-4.1V", "Glm4v", "Glm4v", {}),
+    _glm("GLM-OCR", "Glm46V", "GlmOcr", {}),
     _glm(
         "GLM-4.5V", "Glm4v", "Glm4vMoe", {}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
         n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
@@ -727,16 +710,9 @@ def _smolvlm() -> Any:
     )  # fmt: skip
 
 
-SMALL_TOWER = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 7,
-}  # fmt: skip
-VQ = {
+VQ: dict[str, Any] = {
     "embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "base_channels": 32, "channel_multiplier": [1, 1],
     "num_res_blocks": 1, "num_patches": 4,
-}  # fmt: skip
-QWEN_IDS = {
-    "image_token_id": 302, "video_token_id": 303, "vision_start_token_id": 304, "vision_end_token_id": 305,
 }  # fmt: skip
 
 
@@ -790,7 +766,7 @@ FAMILIES += [
         "DeepseekVL",
         lambda: {
             "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_config": SIGLIP,
         },
     ),
     visual(
@@ -802,7 +778,7 @@ FAMILIES += [
         "DeepseekVLHybrid",
         lambda: {
             "text_config": sub("Llama"), "image_token_id": IMAGE_ID,
-            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "vision_config": SIGLIP,
             "high_res_vision_config": {
                 "model_type": "sam_vision_model", "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
                 "num_attention_heads": 2, "image_size": 128, "patch_size": 16, "window_size": 2,
@@ -835,20 +811,6 @@ FAMILIES += [
             "text_config": {**TEXT, "model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2, **MIXED},
             "vision_config": {**TOWER, "num_key_value_heads": 1, "window_size": 56, "fullatt_block_indexes": [1]},
             "tie_word_embeddings": False, "image_token_id": 302, "video_token_id": 303,
-        },
-    ),
-    visual(
-        "GLM-OCR", "<|begin_of_image|><|image|><|end_of_image|>",
-        lambda: transformers.Glm46VProcessor(
-            transformers.Glm46VImageProcessor(
-                patch_size=14, size={"shortest_edge": 784, "longest_edge": 784 * 12}
-            ),
-            tokenizer(*GLM), transformers.Glm46VVideoProcessor(),
-        ),
-        "GlmOcr",
-        lambda: {
-            "text_config": {**TEXT, "rope_parameters": GLM_ROPE}, "vision_config": {**TOWER, "image_size": 56},
-            "tie_word_embeddings": False, **GLM_IDS,
         },
     ),
     visual(
