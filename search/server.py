@@ -25,14 +25,32 @@ from search.catalog import Catalog
 from search.collection import BadCollection
 from search.index import IndexKind, SearchUnavailable, open_indexes, require
 from search.stores import Stores
-from shared.search import AnyRequest, Fault, Request, SearchError
+from shared.search import (
+    AnyRequest,
+    Fault,
+    ListFiles,
+    ListStoreFiles,
+    ListStores,
+    Query,
+    ReadFile,
+    ReadItems,
+    ReadStore,
+    ReadStoreFile,
+    Request,
+    SearchError,
+)
 from shared.settings import SettingsError
 from shared.settings.tree import SearchSettings, Settings
 
-NUM_THREADS = 8
+#: Of those that read, and of those that write: writers of one store wait for each other.
+NUM_THREADS = 4
 MAX_WAITING = 256
 DRAIN_S = 10
 _CATALOG = "catalog.sqlite"
+#: What waits for no writer.
+READS = (
+    ReadStore, ListStores, ReadItems, Query, ReadFile, ListFiles, ReadStoreFile, ListStoreFiles,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +62,8 @@ class SearchApp:
         self._answer = answer
         self._authorization = f"Bearer {token}".encode() if token else b""
         self._max_bytes = max_bytes
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "search")
+        self._readers = ThreadPoolExecutor(NUM_THREADS, "read")
+        self._writers = ThreadPoolExecutor(NUM_THREADS, "write")
         self._decoder = msgspec.msgpack.Decoder(AnyRequest)
         self._num_open = 0
 
@@ -86,7 +105,8 @@ class SearchApp:
         del body
         loop = asyncio.get_running_loop()
         try:
-            answer = await loop.run_in_executor(self._threads, self._answer, request)
+            threads = self._readers if isinstance(request, READS) else self._writers
+            answer = await loop.run_in_executor(threads, self._answer, request)
         except SearchError as error:
             return 422, msgspec.msgpack.encode(error.fault)
         except Exception:
@@ -96,7 +116,8 @@ class SearchApp:
 
     def close(self) -> None:
         """Wait for what is under way."""
-        self._threads.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
 
 async def _send(send: Send, status: int, content: bytes) -> None:

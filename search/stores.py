@@ -108,7 +108,7 @@ class Stores:
             ListStoreFiles: self._list_store_files,
             DetachFile: self._detach_file,
         }
-        for record in catalog.unfinished():
+        for record in catalog.unfinished() if indexes is not None else ():
             self._forget_chunks(record)
 
     def answer(self, request: Request) -> Any:
@@ -169,12 +169,20 @@ class Stores:
         return record
 
     def _list_stores(self, asked: ListStores) -> list[StoreRecord]:
-        """A tenant's; the first page of the newest has the collections before them."""
-        found = self._catalog.list_stores(asked.tenant, asked.page)
+        """A tenant's, and the collections as if they were the newest."""
         page = asked.page
-        if page.after or page.before or page.is_ascending:
-            return found
-        return [record for record, _ in self._collections.values()] + found
+        shared = [record for record, _ in self._collections.values()]
+        if page.before:
+            return self._catalog.list_stores(asked.tenant, page)
+        ids = [record.id for record in shared]
+        is_within = page.after in ids
+        left = shared[ids.index(page.after) + 1 :] if is_within else shared
+        if page.is_ascending:
+            return left if is_within else self._catalog.list_stores(asked.tenant, page) + left
+        if is_within:
+            page = msgspec.structs.replace(page, after="")
+        found = self._catalog.list_stores(asked.tenant, page)
+        return left + found if is_within or not page.after else found
 
     def _change_store(self, asked: ChangeStore) -> StoreRecord:
         with self._lock:

@@ -221,6 +221,16 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
         client.base_url = gateway.url
         store = (await client.get("/v1/vector_stores")).json()["data"][0]
         assert (store["name"], store["num_items"], store["is_read_only"]) == ("seed", 50, True)
+        own = [(await client.post("/v1/vector_stores", json={})).json()["id"] for _ in range(3)]
+        for order in ("asc", "desc"):
+            listed: list[str] = []
+            while True:
+                query = {"limit": 1, "order": order, **({"after": listed[-1]} if listed else {})}
+                page = (await client.get("/v1/vector_stores", params=query)).json()
+                listed += [entry["id"] for entry in page["data"]]
+                if not page["has_more"]:
+                    break
+            assert listed == [*own, store["id"]][:: 1 if order == "asc" else -1]
         body = {"text": "anything", "num_results": 4}
         # The served model is called otherwise than the one that made the collection.
         response = await client.post("/similar", json=body)

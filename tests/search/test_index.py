@@ -162,7 +162,7 @@ def test_what_an_index_acknowledged_is_there_and_found_after_any_kill(kind):
     run_state_machine_as_test(
         type("Machine", (IndexMachine,), {"kind": kind}),
         settings=settings(
-            max_examples=100 if IS_LONG else 3,
+            max_examples=100 if IS_LONG else 2,
             stateful_step_count=30 if IS_LONG else 15,
             deadline=None,
             database=None,

@@ -1,12 +1,11 @@
 """The search process: killed while it writes, started again, asked for what it has acknowledged."""
 
-import subprocess
-import sys
 import threading
 
 import httpx
 import pytest
 
+from search.server import run_search as run_server
 from search.stores import chunk_ids
 from shared.search import (
     AttachFile,
@@ -25,7 +24,9 @@ from shared.search import (
     StoreFile,
     StoreRecord,
 )
-from tests.factories_search import ROOT, make_items, run_search
+from shared.settings import SettingsError
+from shared.settings.tree import Settings
+from tests.factories_search import make_items, run_search
 from tests.fuzzing import IS_LONG
 
 CREATE = CreateStore(tenant="t", name="store", model="m", digest="d", dimensions=8)
@@ -130,26 +131,16 @@ def test_a_file_whose_chunks_were_not_all_written_leaves_none(process):
         assert stored.num_items == 2000 * len(whole)
 
 
-def test_a_store_outlives_a_stop_and_another_process_is_refused(process):
-    store = process.ask(CREATE, StoreRecord)
-    command = [sys.executable, "-m", "vlm", "search-node", "--url", "unix:///nowhere/s"]
-    second = subprocess.run(
-        [*command, "--data-dir", str(process.folder)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert second.returncode == 78
-    assert "another search process uses" in second.stderr
-    assert process.stop() == 0
-    process.start()
-    assert process.ask(ReadStore(tenant="t", store=store.id), StoreRecord) == store
+def test_a_second_process_on_a_directory_is_refused(process):
+    search = {"url": "unix:///nowhere/s", "data_dir": str(process.folder)}
+    with pytest.raises(SettingsError, match="another search process uses"):
+        run_server(Settings(search=search))  # type: ignore[arg-type]
 
 
 def test_a_process_that_others_can_reach_wants_a_token(tmp_path):
-    command = [sys.executable, "-m", "vlm", "search-node", "--url", "http://0.0.0.0:8200"]
-    refused = subprocess.run(
-        [*command, "--data-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert refused.returncode == 78
-    assert "VLM_SEARCH__TOKEN" in refused.stderr
+    search = {"url": "http://0.0.0.0:8200", "data_dir": str(tmp_path)}
+    with pytest.raises(SettingsError, match="VLM_SEARCH__TOKEN"):
+        run_server(Settings(search=search))  # type: ignore[arg-type]
 
 
 def test_vectors_of_another_model_are_refused(process):
@@ -161,3 +152,7 @@ def test_vectors_of_another_model_are_refused(process):
         with pytest.raises(SearchError) as refused:
             process.ask(request, StoreRecord)
         assert refused.value.fault.code == "conflict"
+
+
+def test_a_process_that_is_told_to_stop_ends_well(process):
+    assert process.stop() == 0
