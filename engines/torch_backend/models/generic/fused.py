@@ -18,7 +18,12 @@ from torch.nn import functional as F
 
 from engines.torch_backend.layers.linear import Linear, Stream
 from engines.torch_backend.layers.norm import RMSNorm
-from engines.torch_backend.models.generic.attention import LayerSpec, Rotation, split_rotated
+from engines.torch_backend.models.generic.attention import (
+    LayerSpec,
+    Rotation,
+    counts_by_cache,
+    split_rotated,
+)
 from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
@@ -241,7 +246,7 @@ def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> Atte
     """A layer's parts, if it computes q, k and v of its input, norms them, rotates halves, attends and maps the result."""
     call = watched.call(module)
     plain = (spec.has_sinks, spec.shares, spec.key_dim != spec.value_dim) == (False, None, False)
-    if call is None or not plain or not _is_flat(call):
+    if call is None or not plain or not _is_flat(call) or counts_by_cache(module):
         return None
     children = watched.within(module)
     linears = [(name, each) for name, child, each in children if type(child) is nn.Linear]
