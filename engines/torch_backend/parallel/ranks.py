@@ -11,7 +11,6 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -106,10 +105,8 @@ class Ranks:
         directory: Path,
         device: torch.device,
         dtype: torch.dtype,
-        end_process: Callable[[int], object] = os._exit,
     ) -> None:
         """Start all ranks; they load their parts meanwhile. Raises: EngineStartError."""
-        self._end_process = end_process
         self._is_closed = False
         self._folder = tempfile.mkdtemp(prefix="vlm-ranks-")  # for this user alone
         self._ranks: list[Rank] = []
@@ -174,7 +171,7 @@ class Ranks:
         )
         time.sleep(GRACE_S)
         if not self._is_closed:
-            self._end_process(EXIT_BROKEN)
+            os._exit(EXIT_BROKEN)
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:

@@ -3,15 +3,19 @@
 import os
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import psutil
 import pytest
 
+from engines.base import EngineStartError
 from engines.core.request import EngineRequest
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.load import load_engine
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from engines.torch_backend.multimodal.processor import TorchProcessor
+from engines.torch_backend.parallel.ranks import EXIT_BROKEN
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
 from tests.contract.test_model_family import ask
@@ -75,13 +79,48 @@ def test_ranks_give_the_tokens_of_one(llava: Path, size: int, scheme: str | None
             assert way(start, make_requests(shared.processor)) == expected, way.__name__
 
 
-def test_ranks_that_are_processes_give_the_tokens_of_one(llava: Path) -> None:
+def find_ranks() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "engines.torch_backend.parallel.rank" in child.cmdline()]
+
+
+def test_ranks_that_are_processes_give_the_tokens_of_one_and_end_the_engine_with_them(
+    llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = compute_alone(llava, None)
+    exit_codes: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(os, "_exit", exit_codes.put)
+    monkeypatch.setenv("VLM_REDIS_URL", "redis://:secret@127.0.0.1:1")
     settings = TorchSettings(
         model=str(llava), dtype="float32", tensor_parallel=2, num_kv_blocks=64, cpu_kernels="off"
     )
     engine: Any = load_engine(settings, None).engine
+    requests = make_requests(make_processor(llava))
     try:
-        assert run_to_end(engine, make_requests(make_processor(llava))) == expected
+        assert run_to_end(engine, requests) == expected
+
+        [rank] = find_ranks()
+        assert not any("secret" in value for value in rank.environ().values())
+        for process in (psutil.Process(), rank):
+            listening = [
+                c.laddr.ip for c in process.net_connections("inet") if c.status == "LISTEN"
+            ]
+            assert set(listening) <= {"127.0.0.1", "::1"}
+
+        rank.kill()
+        with pytest.raises(RuntimeError):
+            run_to_end(engine, requests)
+        assert exit_codes.get(timeout=60) == EXIT_BROKEN  # where nothing else ends the process
     finally:
         engine.close()
+
+
+def test_what_ranks_cannot_share_is_told_and_leaves_no_process(tmp_path: Path) -> None:
+    make_checkpoint("tiny", tmp_path / "t", changes={"text_config": {"intermediate_size": 97}})
+    settings = TorchSettings(model=str(tmp_path / "t"), tensor_parallel=2, cpu_kernels="off")
+
+    with pytest.raises(EngineStartError, match="2 devices cannot share 97 intermediate_size"):
+        load_engine(settings, None)
+
+    _, alive = psutil.wait_procs(find_ranks(), timeout=30)
+    assert not alive
