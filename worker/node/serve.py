@@ -26,6 +26,7 @@ from shared.settings import SettingsError
 from shared.settings.load import to_environment
 from shared.settings.tree import PREFIX, LogSettings, Settings
 from shared.telemetry.logs import setup_logging
+from worker.node.gpus import find_gpus, share_gpus
 from worker.node.supervisor import (
     Child,
     Node,
@@ -164,11 +165,15 @@ def create_node(settings: Settings, num_workers: int, *, search: bool = False) -
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
     engine = read_engine_settings(settings)
+    num_ranks = getattr(engine, "tensor_parallel", 1)
     if num_workers > 1 and getattr(engine, "num_threads", None) == 0:
-        threads = max(1, (os.cpu_count() or 1) // num_workers)
+        threads = max(1, (os.cpu_count() or 1) // (num_workers * num_ranks))
         worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
+    is_free = getattr(engine, "device", "cpu") in ("auto", "cuda")
+    gpus = share_gpus(find_gpus(os.environ) if is_free else [], num_workers, num_ranks)
     workers = [
-        Child(f"worker {index + 1}", ["worker"], worker_environment) for index in range(num_workers)
+        Child(f"worker {number}", ["worker"], worker_environment | own)
+        for number, own in enumerate(gpus, 1)
     ]
     if search:
         environment = child_environment(settings, SEARCH_GROUPS, HUB_SECRETS)

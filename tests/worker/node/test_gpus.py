@@ -1,0 +1,82 @@
+"""Every worker of a machine has GPUs of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.settings.tree import EngineValues, Settings
+from worker.node.gpus import find_gpus, share_gpus
+from worker.node.serve import create_node
+from worker.node.supervisor import NodeError
+
+
+def make_settings(**engine: object) -> Settings:
+    return Settings(_env_file=None, engine=EngineValues(**engine))  # type: ignore
+
+
+def gpus_of(settings: Settings, num_workers: int) -> list[str | None]:
+    children = create_node(settings, num_workers).children
+    return [
+        child.environment.get("CUDA_VISIBLE_DEVICES")
+        for child in children
+        if child.name.startswith("worker")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("0,1,2", ["0", "1", "2"]),
+        ("3, GPU-8a2f", ["3", "GPU-8a2f"]),
+        ("2,-1,3", ["2"]),
+        ("", []),
+    ],
+)
+def test_gpus_are_those_that_the_variable_names(named: str, expected: list[str]) -> None:
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": named}) == expected
+
+
+def test_without_the_variable_gpus_are_those_of_the_machine(tmp_path: Path) -> None:
+    for name in ("nvidia10", "nvidia0", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert find_gpus({}, tmp_path) == ["0", "2", "10"]
+    assert find_gpus({}, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_workers", "num_ranks", "expected"),
+    [
+        (8, 8, 1, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (8, 2, 4, ["0,1,2,3", "4,5,6,7"]),
+        (3, 2, 2, ["0,1", "0,1"]),
+        (2, 3, 1, ["0", "1", "0"]),
+        (1, 2, 1, [None, None]),
+        (0, 2, 2, [None, None]),
+    ],
+)
+def test_workers_have_gpus_of_their_own_as_far_as_there_are(
+    num_gpus: int, num_workers: int, num_ranks: int, expected: list[str | None]
+) -> None:
+    shared = share_gpus([str(number) for number in range(num_gpus)], num_workers, num_ranks)
+    assert [one.get("CUDA_VISIBLE_DEVICES") for one in shared] == expected
+
+
+def test_a_node_of_eight_workers_puts_one_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert gpus_of(make_settings(), 8) == list("01234567")
+    assert gpus_of(make_settings(tensor_parallel="2"), 2) == ["0,1", "2,3"]
+
+
+def test_a_device_that_was_chosen_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for device in ("cpu", "cuda:1"):
+        assert gpus_of(make_settings(device=device), 2) == ["4,5", "4,5"]
+    assert gpus_of(make_settings(kind="mock"), 2) == ["4,5", "4,5"]
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(NodeError, match="wants 4 GPUs, and there are 2"):
+        create_node(make_settings(tensor_parallel="4"), 1)
