@@ -15,6 +15,7 @@ from shared.settings import SettingsError
 
 console = Console(stderr=True, highlight=False)
 CHARS_PER_TOKEN = 4
+LINE_S = 5.0
 
 
 @contextmanager
@@ -33,6 +34,19 @@ def _failing() -> Iterator[None]:
     except KeyboardInterrupt:
         console.print("stopped; run it again to go on")
         sys.exit(130)
+
+
+class _Lines:
+    """Progress where no bar can be drawn, such as in a log: a line now and then."""
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def tell(self, line: str) -> None:
+        """Print it, if there is no bar and the last line is long ago."""
+        if not console.is_terminal and time.monotonic() >= self._next_at:
+            console.print(line, soft_wrap=True)
+            self._next_at = time.monotonic() + LINE_S
 
 
 @contextmanager
@@ -67,19 +81,21 @@ def run_embed(
         with _bar("loading") as bar:
             gateway = Gateway(url, api_key) if url else None
             embedder = open_embedder(engine, model, gateway, prompt)
-            began_at = time.monotonic()
+            began_at, lines = time.monotonic(), _Lines()
 
             def tell(progress: embedding.Progress) -> None:
                 elapsed_s = max(time.monotonic() - began_at, 1e-3)
                 items_s = (progress.num_items - progress.num_before) / elapsed_s
                 tokens_s = progress.num_chars / CHARS_PER_TOKEN / elapsed_s
+                rate = f"{items_s:.0f} items/s, ~{tokens_s:.0f} tokens/s"
                 bar.update(
                     bar.task_ids[0],
                     description="embedding",
                     completed=progress.num_items,
                     total=progress.total,
-                    rate=f"{items_s:.0f} items/s, ~{tokens_s:.0f} tokens/s",
+                    rate=rate,
                 )
+                lines.tell(f"{progress.num_items} of {progress.total} items, {rate}")
 
             try:
                 manifest = embedding.embed(
