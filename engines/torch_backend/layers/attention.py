@@ -53,6 +53,7 @@ class Heads:
     query_norm: RMSNorm | None = None  #: of each head, before it is turned
     key_norm: RMSNorm | None = None
     window: int | None = None  #: tokens that a token sees, itself included
+    turns: bool = True  #: whether positions turn them
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: query (N, H, D), key (N, K, D), kept."""

@@ -11,7 +11,7 @@ Shape letters: T tokens of the trial, N tokens of a step, R rows of positions, C
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,12 +57,22 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
             None  # of the probe, which knows all layers: one of them is to be copied alone
         )
     decoder = _read_decoder(front, stack, dtype)
-    rotary = Rotary(stack.rotary_emb, front.num_position_rows, decoder.text.head_dim)
+    width = decoder.text.head_dim
+    rotary = Rotary(stack.rotary_emb, front.num_position_rows, width)
     with front.as_transformers_does():
         seen = _observe(front, stack)
-        _compare(seen, decoder, rotary, stack)
         _check_levels(seen, stack)
-    return LoweredModel(front, stack_name, decoder, rotary, dtype)
+        refusals: list[BeyondOurProgram] = []
+        for are_neighbours in (False, True):
+            order = _order_of_pairs(rotary.num_turned, width, are_neighbours)
+            decoder = _read_decoder(front, stack, dtype, order)
+            try:
+                _compare(seen, decoder, rotary, stack)
+            except BeyondOurProgram as refusal:
+                refusals.append(refusal)
+            else:
+                return LoweredModel(front, stack_name, decoder, rotary, dtype)
+    raise refusals[0]
 
 
 class LoweredModel(FamilyModel):
@@ -174,22 +184,26 @@ class _Embeddings(nn.Module):
 
 
 class Rotary:
-    """Transformers' rotary module as our table. Raises: BeyondOurProgram."""
+    """Transformers' rotary module as our table, which turns pairs from the two halves of a head; of some of them
+
+    the angle is 0 where positions do not turn all channels. Raises: BeyondOurProgram.
+    """
 
     def __init__(self, module: nn.Module, num_rows: int, head_dim: int) -> None:
         self._module = module
         self._num_rows = num_rows
         probes = torch.eye(num_rows, dtype=torch.long).T  # by token, one row away from 0
         cos, sin = self._turn(probes)
-        width = cos.shape[-1]
-        if width != head_dim:
+        width = self.num_turned = cos.shape[-1]  #: channels of a head that positions turn
+        self._num_still = head_dim - width
+        if self._num_still < 0 or self._num_still % 2:
             raise BeyondOurProgram(f"positions turn {width} of {head_dim} channels of a head")
         if not all(torch.equal(x[:, : width // 2], x[:, width // 2 :]) for x in (cos, sin)):
             raise BeyondOurProgram("positions turn other pairs of channels than halves of a head")
         is_turned = sin != 0
         if not bool((is_turned.sum(0) == 1).all()):
             raise BeyondOurProgram("channels of a head turn by several rows of positions, or none")
-        self._channel_rows = is_turned.int().argmax(0)  # (D,)
+        self._channel_rows = self._with_still(is_turned.int().argmax(0)[None], 0)[0]  # (D,)
 
     def freeze(self, max_positions: int) -> None:
         """Turn as in sequences that are never longer from now on."""
@@ -202,6 +216,7 @@ class Rotary:
             for places in torch.arange(max_positions).split(_TABLE_ROWS)
         ]
         cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        cos, sin = self._with_still(cos, 1), self._with_still(sin, 0)
         half = sin.shape[1] // 2
         return RotaryTable.of(
             cos.to(device, dtype),
@@ -209,6 +224,12 @@ class Rotary:
             self._channel_rows.to(device) if self._num_rows > 1 else None,
             self._num_rows,
         )
+
+    def _with_still(self, x: Tensor, value: int) -> Tensor:
+        """Channels that are not turned at the end of each half. Shapes: (P, turned); returns (P, D)."""
+        still = x.new_full((len(x), self._num_still // 2), value)
+        left, right = x.chunk(2, dim=1)
+        return torch.cat([left, still, right, still], dim=1)
 
     def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: (R, N); returns two float32 (N, D)."""
@@ -222,6 +243,19 @@ class Rotary:
 
 
 # -- reading
+def _order_of_pairs(num_turned: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
+    """Channels of queries and keys in an order in which those turned together lie half a head apart; None: as they are.
+
+    Their products stay the same. Shapes: returns (D,).
+    """
+    if num_turned == head_dim and not are_neighbours:
+        return None
+    turned = torch.arange(num_turned)
+    pairs = turned.view(-1, 2) if are_neighbours else turned.view(2, -1).T
+    still = torch.arange(num_turned, head_dim).view(2, -1).T
+    return torch.cat([pairs, still]).T.flatten()
+
+
 def _find_stack(model: nn.Module) -> tuple[str, Any]:
     """The decoder without its head, and its name."""
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -231,8 +265,11 @@ def _find_stack(model: nn.Module) -> tuple[str, Any]:
     raise BeyondOurProgram(f"no decoder of {', '.join(parts)}")
 
 
-def _read_decoder(front: Any, stack: Any, dtype: torch.dtype) -> Llama:
-    """Our program with transformers' weights: matrices as they were loaded, all else in `dtype`."""
+def _read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | None = None) -> Llama:
+    """Our program with transformers' weights: matrices as they were loaded, all else in `dtype`.
+
+    Channels of queries and keys are in `order`, if it is given.
+    """
     layers = list(stack.layers)
     specs = _read_specs(front, layers)
     spec = specs[0]
@@ -252,6 +289,10 @@ def _read_decoder(front: Any, stack: Any, dtype: torch.dtype) -> Llama:
     activations: set[str] = set()
     for number, (layer, one) in enumerate(zip(layers, specs, strict=True)):
         parts = _read_layer(layer, one)
+        for name in _TURNED if order is not None else ():
+            if name in parts.weights:
+                by_head = parts.weights[name].unflatten(0, (-1, spec.key_dim))
+                parts.weights[name] = by_head[:, order.to(by_head.device)].flatten(0, 1)
         all_eps |= parts.eps
         activations.add(parts.activation)
         weights |= {f"model.layers.{number}.{name}": x for name, x in parts.weights.items()}
@@ -332,6 +373,11 @@ class _LayerParts:
 _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
+)  # fmt: skip
+#: What belongs to channels of queries and keys.
+_TURNED = (
+    "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias",
+    "self_attn.q_norm.weight", "self_attn.k_norm.weight",
 )  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -544,26 +590,38 @@ def _compare(seen: _Observed, decoder: Llama, rotary: Rotary, stack: Any) -> Non
         zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
     )
     is_large = sum(x.numel() for x in stack.parameters()) > _LARGE
-    kinds: set[str] = set()
+    turns: dict[str, bool] = {}  # by kind of layer
     for number, (theirs, ours, (args, kwargs)) in enumerate(pairs):
         kind = f"{_kind_of(theirs)} {ours.self_attn.heads.window}"
-        if is_large and kind in kinds and number < len(pairs) - 1:
+        if is_large and kind in turns and number < len(pairs) - 1:
+            _set_turns(ours, turns[kind])
             continue
-        kinds.add(kind)
         same = theirs if loaded == torch.float32 else deepcopy(theirs).float()
         args, kwargs = _widened(args), _widened(kwargs)
         output = same(*args, **kwargs)
         output = (output if isinstance(output, Tensor) else output[0])[0]
         x = _stream((args, kwargs))[0]
-        stream = Stream(x)
-        ours(stream, attend)
-        rounding = 8 * torch.finfo(torch.float32).eps * output.abs()
-        excess = ((stream.tensor() - output).abs() - rounding).max()
-        difference = float(excess / (output - x).std())
-        if not difference <= _LARGEST_DIFFERENCE:
+        found = []
+        for is_turned in (True, False):
+            _set_turns(ours, is_turned)
+            stream = Stream(x)
+            ours(stream, attend)
+            rounding = 8 * torch.finfo(torch.float32).eps * output.abs()
+            excess = ((stream.tensor() - output).abs() - rounding).max()
+            found.append(float(excess / (output - x).std()))
+            if found[-1] <= _LARGEST_DIFFERENCE:
+                turns[kind] = is_turned
+                break
+        else:
             raise BeyondOurProgram(
-                f"layer {number} makes something else of the same, by {difference:.1e} of what it adds"
+                f"layer {number} makes something else of the same, by {found[0]:.1e} of what it adds"
             )
+
+
+def _set_turns(layer: Any, turns: bool) -> None:
+    attention = layer.self_attn
+    if attention.heads.turns is not turns:
+        attention.heads = replace(attention.heads, turns=turns)
 
 
 def _kind_of(layer: nn.Module) -> str:

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-constexpr int32_t VLM_ABI = 2;
+constexpr int32_t VLM_ABI = 3;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 
@@ -66,7 +66,7 @@ struct Heads {
     const float* key_gain;
     int64_t window;  // tokens that a token sees, itself included; 0: all before it
     float eps;       // of the norms
-    int32_t unused;
+    int32_t turns;   // whether positions turn them
 };
 
 // A layer's products, what is kept of its keys and values, and how its heads meet them.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 2  #: `VLM_ABI` of abi.h
+ABI = 3  #: `VLM_ABI` of abi.h
 
 
 class AbiMismatch(Exception):
@@ -122,7 +122,7 @@ class HeadsStruct(ctypes.Structure):
         ("key_gain", ctypes.c_void_p),
         ("window", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("unused", ctypes.c_int32),
+        ("turns", ctypes.c_int32),
     )
 
 

@@ -25,6 +25,7 @@ def _example(rotate_keep: RotateKeep, site: Site) -> list[Tensor]:
         norm.weight = nn.Parameter(site.numbers(text.head_dim, seed=seed), False)
     for rope_sections, positions, heads in (
         ((), [0, 3, 1], PLAIN),
+        ((), [0, 3, 1], Heads(turns=False)),
         (sections, [[0, 3, 1], [2, 0, 3], [1, 2, 0]], Heads(norms[0], norms[1])),
     ):
         pool = site.pool()

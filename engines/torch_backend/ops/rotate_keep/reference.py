@@ -31,6 +31,8 @@ def rotate_keep(
     num_heads = by_head.shape[1] - 2 * num_kv_heads
     query, key, value = by_head.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     query, key = heads.normed(query, key)
-    rotation = rotary.at(positions)
-    key, value = pool.write(layer, slots, rotate(key, *rotation), value)
-    return rotate(query, *rotation), key, value
+    if heads.turns:
+        rotation = rotary.at(positions)
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+    key, value = pool.write(layer, slots, key, value)
+    return query, key, value

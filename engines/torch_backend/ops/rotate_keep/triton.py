@@ -63,6 +63,7 @@ def _rotate_keep_kernel(
     BLOCK_D: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    TURNS: tl.constexpr,
     IS_INT8: tl.constexpr,
 ):
     """A program turns one head of one token; a key's also keeps it and the value beside it."""
@@ -87,7 +88,9 @@ def _rotate_keep_kernel(
         rolled = (rolled * scale * gain).to(dtype).to(tl.float32)
     cos = tl.load(cosines + position * D + d, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sines + position * D + d, mask=inside, other=0.0).to(tl.float32)
-    turned = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
+    turned = x.to(dtype)
+    if TURNS:
+        turned = ((x * cos).to(dtype).to(tl.float32) + rolled * sin).to(dtype)
     if head < H:
         tl.store(query_out + (token * H + head) * D + d, turned, mask=inside)
     else:
@@ -148,6 +151,7 @@ def rotate_keep(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HAS_ROWS=channel_rows is not None,
         HAS_NORMS=heads.query_norm is not None,
+        TURNS=heads.turns,
         IS_INT8=scales is not None,
         num_warps=1,
     )

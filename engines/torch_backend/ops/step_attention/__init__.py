@@ -33,7 +33,7 @@ def _example(create: CreateAttention, site: Site) -> list[Tensor]:
     for seed, norm in enumerate(norms):
         norm.weight = nn.Parameter(site.numbers(text.head_dim, seed=seed), False)
     found = []
-    for heads in (PLAIN, Heads(*norms, window=2), Heads(window=70)):
+    for heads in (PLAIN, Heads(*norms, window=2), Heads(window=70), Heads(turns=False)):
         found += [
             attend(1, site.numbers(5, width).float(), heads),
             *map(torch.clone, pool.blocks(1)),

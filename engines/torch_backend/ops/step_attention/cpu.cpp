@@ -44,7 +44,7 @@ void rotate_and_keep(const Attention& step, const Heads& form, int64_t token, fl
     for (int64_t h = 0; form.query_gain && h < heads; h++) normalise(row + h * width, form.query_gain, form.eps, width);
     for (int64_t h = heads; form.key_gain && h < heads + kv_heads; h++)
         normalise(row + h * width, form.key_gain, form.eps, width);
-    for (int64_t h = 0; h < heads + kv_heads; h++)
+    for (int64_t h = 0; form.turns && h < heads + kv_heads; h++)
         rotate(row + h * width, step.cos + token * width, step.sin + token * width, width);
     const float* key = row + heads * width;
     const float* value = key + kv_heads * width;

@@ -130,7 +130,7 @@ def bind_heads(heads: Heads) -> tuple[HeadsStruct, list[Tensor]]:
     gains = [None if norm is None else norm.weight.detach().float().contiguous() for norm in norms]
     query_gain, key_gain = (None if gain is None else gain.data_ptr() for gain in gains)
     eps = next((norm.eps for norm in norms if norm is not None), 0.0)
-    struct = HeadsStruct(query_gain, key_gain, heads.window or 0, eps, 0)
+    struct = HeadsStruct(query_gain, key_gain, heads.window or 0, eps, heads.turns)
     return struct, [gain for gain in gains if gain is not None]
 
 

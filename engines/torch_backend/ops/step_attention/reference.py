@@ -34,7 +34,9 @@ def create_attention(
     def attend(layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         by_head = qkv.to(dtype).view(qkv.shape[0], sum(sizes), text.head_dim)
         query, key, value = by_head.split(sizes, dim=1)
-        query, key = (rotate(x, *rotation) for x in heads.normed(query, key))
+        query, key = heads.normed(query, key)
+        if heads.turns:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         if heads.window is None:
             return paged_attention(pool, plan, layer, query, key, value).to(qkv.dtype)
         return windows.attend(pool, layer, heads.window, query, key, value).to(qkv.dtype)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_vl import modeling_qwen3_vl
+from transformers.models.smollm3 import modeling_smollm3
 
 from engines.torch_backend import runner
 from engines.torch_backend.layers.quantization import SCHEMES
@@ -59,7 +60,6 @@ def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        (text("SmolLM3", "SmolLM3", num_hidden_layers=4), "layer 3 makes something else of the same"),
         (text("Granite", "Granite", embedding_multiplier=3.0, **PLAIN_SCALE), "behind embeddings"),
         (text("Granite", "Granite", residual_multiplier=0.5, **PLAIN_SCALE), "layer 0 makes something else"),
         (text("Granite", "Granite", logits_scaling=2.0, **PLAIN_SCALE), "behind the head"),
@@ -125,12 +125,40 @@ def test_it_computes_as_the_native_family_does(tmp_path: Path) -> None:
 def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One of this family's four layers is not turned."""
     monkeypatch.setattr(lowered, "_LARGE", 0)
-    write_checkpoint(LLAMA, tmp_path / "alike")
-    assert load(tmp_path / "alike")[0].speed_path == "lowered"
-    path, line = path_of(text("SmolLM3", "SmolLM3", num_hidden_layers=6), tmp_path, caplog)
+    loaded = load_family(text("SmolLM3", "SmolLM3", num_hidden_layers=9), tmp_path / "right")
+    assert loaded.model.speed_path == "lowered"
+    assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
+
+    layer = modeling_smollm3.SmolLM3DecoderLayer
+    monkeypatch.setattr(layer, "forward", _between_layers(layer.forward))
+    path, line = path_of(
+        text("SmolLM3", "SmolLM3", num_hidden_layers=2), tmp_path / "wrong", caplog
+    )
     assert path == "generic"
-    assert "layer 3 makes something else" in line
+    assert "layer 1 makes something else" in line
+
+
+@pytest.mark.parametrize("kernels", ["fast", "off"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        text("Phi-4 mini", "Phi3", partial_rotary_factor=0.75, hidden_size=128),
+        text("GLM", "Glm", head_dim=16),
+        text("ERNIE 4.5", "Ernie4_5"),
+        text("Helium", "Helium", head_dim=16),
+    ],
+    ids=str,
+)
+def test_channels_that_are_turned_otherwise_are_put_in_our_order(
+    family: Family, kernels: Any, tmp_path: Path
+) -> None:
+    """Neighbours, or only some of them."""
+    loaded = load_family(family, tmp_path)
+    assert loaded.model.speed_path == "lowered"
+    start = partial(loaded.start, cpu_ops(kernels))
+    assert ways.run_chunked(start, loaded.requests) == loaded.expected
 
 
 @pytest.mark.parametrize("kernels", ["fast", "off"])

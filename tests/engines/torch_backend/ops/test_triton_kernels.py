@@ -80,14 +80,14 @@ def test_one_half_gates_the_other(dtype: torch.dtype):
 @pytest.mark.parametrize("sections", [(), (4, 5, 3)], ids=["one position", "three positions"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("form", ["plain", "norms", "still"])
 def test_heads_are_turned_and_kept(
-    dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...], has_norms: bool
+    dtype: torch.dtype, kv_dtype: str, sections: tuple[int, ...], form: str
 ):
     norms = [RMSNorm(24, 1e-5).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
     for norm, shift in zip(norms, (0.0, 0.5), strict=True):
         norm.weight.copy_(numbers(24, dtype=dtype) + shift)
-    heads = Heads(*norms) if has_norms else PLAIN
+    heads = {"plain": PLAIN, "norms": Heads(norms[0], norms[1]), "still": Heads(turns=False)}[form]
     config = make_text_config(head_dim=24, rope_sections=sections)
     rotary = RotaryTable(config, 40, dtype, DEVICE)
     qkv = numbers(3, (4 + 2 * 2) * 24, dtype=dtype)
