@@ -289,8 +289,8 @@ def _read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | No
     activations: set[str] = set()
     for number, (layer, one) in enumerate(zip(layers, specs, strict=True)):
         parts = _read_layer(layer, one)
-        for name in _TURNED if order is not None else ():
-            if name in parts.weights:
+        if order is not None:
+            for name in parts.weights.keys() & _TURNED:
                 by_head = parts.weights[name].unflatten(0, (-1, spec.key_dim))
                 parts.weights[name] = by_head[:, order.to(by_head.device)].flatten(0, 1)
         all_eps |= parts.eps
@@ -375,10 +375,10 @@ _LINEARS = (
     "mlp.down_proj",
 )  # fmt: skip
 #: What belongs to channels of queries and keys.
-_TURNED = (
+_TURNED = frozenset({
     "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias",
     "self_attn.q_norm.weight", "self_attn.k_norm.weight",
-)  # fmt: skip
+})  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
