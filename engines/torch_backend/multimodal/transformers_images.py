@@ -6,6 +6,7 @@ positions. Pixels come decoded from where strangers' files are decoded; only the
 
 import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from engines.text.prompt import Item
 from engines.torch_backend.models.generic.masks import find_sight
 
 logger = logging.getLogger(__name__)
+#: What a model reads of what its encoder made of an image, and the engine keeps.
+_READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
+_ROWS = frozenset({"pooler_output", "last_hidden_state", "deepstack_features"})
 #: Of the image that says how many tokens one may come to.
 _SAMPLE_SIDE = 1024
 
@@ -89,13 +93,23 @@ class PositionHooks:
         rope = getattr(text, "rope_parameters", None) or {}
         return len(rope.get("mrope_section") or (0, 0, 0))
 
-    def encoder_arguments(self) -> frozenset[str]:
-        """What the model's image encoder takes. Raises: UnsupportedCheckpoint for one that has none by itself."""
-        encode = getattr(self._model.base_model, "get_image_features", None)
+    def encoder_arguments(self) -> Mapping[str, bool]:
+        """What the model's image encoder takes, and whether it has to be given.
+
+        Raises: UnsupportedCheckpoint for a model that has none by itself, or one of which more is read than rows.
+        """
+        name, base = type(self._model).__name__, self._model.base_model
+        encode = getattr(base, "get_image_features", None)
         if encode is None:
-            name = type(self._model).__name__
             raise UnsupportedCheckpoint(f"{name} does not encode images by themselves")
-        return frozenset(inspect.signature(encode).parameters)
+        read = _READ.findall(inspect.getsource(type(base).forward))
+        if unknown := sorted({*read} - _ROWS):
+            raise UnsupportedCheckpoint(
+                f"{name} reads {', '.join(unknown)} of an image beside the rows of its slots"
+            )
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        parameters = inspect.signature(encode).parameters.values()
+        return {p.name: p.default is p.empty for p in parameters if p.kind not in kinds}
 
     def lets_images_see_themselves(self) -> bool:
         """In any layer. Raises: UnsupportedCheckpoint for a model whose tokens see more."""
@@ -183,8 +197,21 @@ class TransformersImages:
         return bool((self._hooks.positions([1, 2], None, ()) == torch.arange(2)).all())
 
     def _count_tokens(self) -> int:
-        """Slots of a large image."""
-        return self._process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE))).num_slots
+        """Slots of a large image. Raises: UnsupportedCheckpoint where its processor is not for one image by itself."""
+        name = type(self._processor).__name__
+        try:
+            sample = self._process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE)))
+        except InvalidImage as error:
+            raise UnsupportedCheckpoint(
+                f"{name} does not say what one image comes to: {error.__cause__!r}"
+            ) from error
+        if missing := sorted(
+            n for n, wanted in self._wanted.items() if wanted and n not in sample.inputs
+        ):
+            raise UnsupportedCheckpoint(
+                f"{name} makes no {', '.join(missing)}, which the model's image encoder takes"
+            )
+        return sample.num_slots
 
 
 def _unfit(image: Image.Image, reason: str) -> InvalidImage:

@@ -913,6 +913,95 @@ FAMILIES += [
 ]  # fmt: skip
 
 
+#: Models of images that the engine cannot run, and what it says of each.
+REFUSED = [
+    (
+        visual(
+            "PaliGemma", "<image>",
+            lambda: transformers.PaliGemmaProcessor(
+                transformers.SiglipImageProcessor(size=SQUARE, image_seq_length=4), tokenizer()
+            ),
+            "PaliGemma",
+            lambda: {
+                "vision_config": SIGLIP, "text_config": sub("Gemma", head_dim=16), "image_token_index": IMAGE_ID,
+                "projection_dim": 64,
+            },
+        ),
+        "lets tokens see others than those before them",
+    ),
+    (
+        visual(
+            "Ovis2", "<image>",
+            lambda: transformers.Ovis2Processor(
+                transformers.Ovis2ImageProcessor(size=SQUARE),
+                tokenizer("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
+                image_seq_length=4,
+            ),
+            "Ovis2",
+            lambda: {
+                "text_config": sub("Qwen2"), "image_token_id": 307,
+                "visual_indicator_token_ids": [302, 303, 304, 305, 306], "hidden_size": 64, "vocab_size": 320,
+                "vision_config": {**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
+            },
+        ),
+        "reads visual_indicator_features of an image",
+    ),
+    (
+        visual(
+            "Idefics2", "<image>",
+            lambda: transformers.Idefics2Processor(
+                transformers.Idefics2ImageProcessor(size={"longest_edge": 56, "shortest_edge": 28}),
+                tokenizer("<fake_token_around_image>", "<end_of_utterance>"), image_seq_len=4,
+            ),
+            "Idefics2",
+            lambda: {
+                "text_config": sub("Mistral"), "image_token_id": IMAGE_ID, "vision_config": dict(SMALL_TOWER),
+                "perceiver_config": {
+                    "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+                    "resampler_head_dim": 16, "num_key_value_heads": 1,
+                },
+            },
+        ),
+        "Idefics2Processor does not say what one image comes to",
+    ),
+    (
+        visual(
+            "Llama 3.2 Vision", "<|image|>",
+            lambda: transformers.MllamaProcessor(
+                transformers.MllamaImageProcessor(size=SQUARE, max_image_tiles=2), tokenizer("<|image|>")
+            ),
+            "Mllama",
+            lambda: {
+                "image_token_index": 302,
+                "text_config": {
+                    **TEXT, "cross_attention_layers": [1],
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+                "vision_config": {
+                    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
+                    "attention_heads": 2, "image_size": 28, "patch_size": 7, "vision_output_dim": 64,
+                    "max_num_tiles": 2, "intermediate_layers_indices": [1],
+                    "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+                },
+            },
+        ),
+        "does not encode images by themselves",
+    ),
+    (
+        visual(
+            "Fuyu", "|SPEAKER|",
+            lambda: transformers.FuyuProcessor(
+                transformers.FuyuImageProcessor(
+                    size={"height": 56, "width": 56}, patch_size={"height": 14, "width": 14}
+                ),
+                tokenizer("|SPEAKER|", "|NEWLINE|"),
+            ),
+            "Fuyu",
+            lambda: {"text_config": {**TEXT, "model_type": "persimmon"}, "image_token_id": 302, "patch_size": 14},
+        ),
+        "FuyuProcessor makes no pixel_values",
+    ),
+]  # fmt: skip
 #: Says what is said, and where images are.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,7 +18,7 @@ from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.causal_lm import CausalFamily
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import PagedLayer
-from engines.torch_backend.models.generic.family import GenericFamily
+from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.hf_config import read_fields
@@ -27,6 +28,7 @@ from engines.torch_backend.settings import TorchSettings
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import (
     FAMILIES,
+    REFUSED,
     TEXT,
     Family,
     text,
@@ -42,6 +44,7 @@ from tests.engines.torch_backend.models.test_families import (
     make_requests,
     prompts,
 )
+from tests.factories_torch import run_to_end
 
 LLAMA = text("Llama", "Llama")
 WINDOWED = text("Mistral", "Mistral", sliding_window=8)
@@ -91,6 +94,28 @@ def test_what_would_be_wrong_in_silence_is_refused_by_its_reason(
     write_checkpoint(family, tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "reason"), REFUSED, ids=lambda value: str(value)[:20])
+def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
+    family: Family, reason: str, tmp_path: Path
+) -> None:
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        FAMILY.processor(tmp_path, FAMILY.check(read_fields(tmp_path)))
+
+
+def test_a_slot_that_the_model_writes_itself_is_no_image(tmp_path: Path) -> None:
+    """Another's image may be in the same step; the prompt goes on as transformers has it."""
+    [family] = [each for each in FAMILIES if each.name == "Qwen2.5-VL"]
+    loaded = load_family(family, tmp_path)
+    [text, image] = [r for r in loaded.requests if r.request_id in ("text", "small")]
+    slot: int = loaded.model.config.full.image_token_id
+    written = replace(text, output_token_ids=(slot, 7, slot))
+    alone = ways.run_alone(loaded.start, [written])
+    assert alone["text"] != loaded.expected["text"]
+    together = run_to_end(loaded.start(), [written, image])
+    assert together == {**alone, "small": loaded.expected["small"]}
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
