@@ -7,7 +7,7 @@ a map by other means than are known here is found out by that.
 Shape letters: M tokens, K inputs, N outputs, r rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from engines.base import AdapterLimits, BadAdapter
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.layers.attention import Span
-from engines.torch_backend.layers.linear import Linear, Reordered
+from engines.torch_backend.layers.linear import Delta, Linear, Reordered
 from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
 from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
 from engines.torch_backend.models.llama import Llama
@@ -33,33 +33,40 @@ _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", 
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What is added to one map's product. Shapes: down (K, r), up (r, N), scaled."""
+class Part:
+    """One map's share of a `Change`. Shapes: up (r, N), scaled."""
 
-    down: Tensor
+    outputs: slice
+    ranks: slice
     up: Tensor
 
-    def add(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """To some rows of y, or to all. Shapes: y (M, N), x (M, K)."""
-        inputs = x if rows is None else x[rows]
-        added = (inputs.to(self.down.dtype) @ self.down @ self.up).to(y.dtype)
-        if rows is None:
-            y += added
-        else:
-            y.index_add_(0, rows, added)
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is added to the product of maps side by side. Shapes: down (K, r of all parts)."""
+
+    down: Tensor
+    parts: tuple[Part, ...]
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """Shapes: y (M, N of all maps), x (M, K)."""
+        inner = x @ self.down
+        for part in self.parts:
+            y[:, part.outputs].addmm_(inner[:, part.ranks], part.up)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """An adapter on its device; `changes` are by the names of maps within the decoder's layers."""
+    """An adapter on its device."""
 
     digest: str
     rank: int
     num_bytes: int
-    changes: dict[str, Change]
+    names: frozenset[str]  #: of the maps that it changes, within the decoder's layers
+    changes: "dict[Site, Change]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """Where maps are computed: a `Linear` over some of them, or one module alone."""
 
@@ -67,7 +74,7 @@ class Site:
     widths: tuple[int, ...]  #: outputs of each
     place: Linear | nn.Module
 
-    def adapt(self, delta: Callable[[Tensor, Tensor], None] | None) -> None:
+    def adapt(self, delta: Delta | None) -> None:
         """Add something to what is computed here, or nothing any more."""
         if isinstance(self.place, Linear):
             self.place.adapt(delta)
@@ -77,7 +84,7 @@ class Site:
             vars(self.place)["forward"] = partial(_forward, self.place, delta)
 
 
-def _forward(module: nn.Module, delta: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:
+def _forward(module: nn.Module, delta: Delta, x: Tensor) -> Tensor:
     y = type(module).forward(module, x)
     delta(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
     return y
@@ -112,15 +119,16 @@ class Loras:
         if len(set(names.values())) < len(names):
             raise BadAdapter("the adapter names a map twice, by an older and a newer name")
         try:
-            changes = {
-                name: self._change(module, name, files.changes[module])
+            pairs = {
+                name: self._place(module, name, files.changes[module])
                 for module, name in names.items()
             }
+            changes = self._join(pairs)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
-        parts = [part for change in changes.values() for part in (change.down, change.up)]
-        rank = max(change.up.shape[0] for change in changes.values())
-        return LoraAdapter(files.digest, rank, sum(part.nbytes for part in parts), changes)
+        num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
+        rank = max(len(up) for _, up in pairs.values())
+        return LoraAdapter(files.digest, rank, num_bytes, frozenset(pairs), changes)
 
     def _name(self, module: str) -> str:
         """Within the layers; empty for what is none of the decoder's."""
@@ -128,7 +136,8 @@ class Loras:
         is_decoder = set(head.split(".")) <= _DECODER_WORDS | set(self._path)
         return name if is_decoder else ""
 
-    def _change(self, module: str, name: str, stored: LowRank) -> Change:
+    def _place(self, module: str, name: str, stored: LowRank) -> tuple[Tensor, Tensor]:
+        """Both matrices on the device. Shapes: returns (K, r), (r, N). Raises: BadAdapter."""
         found, shape = (stored.up.shape[0], stored.down.shape[1]), self._shapes[name]
         if found != shape:
             raise BadAdapter(
@@ -138,7 +147,31 @@ class Loras:
         up = (stored.up.float() * stored.scale).t().to(self._device, self._dtype).contiguous()
         if not (down.isfinite().all() and up.isfinite().all()):
             raise BadAdapter(f"the adapter's {module} has numbers that {self._dtype} does not hold")
-        return Change(down, up)
+        return down, up
+
+    def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[Site, Change]:
+        """What each site adds. Of maps side by side the first matrices are joined, for one product."""
+        changes = {}
+        for site in sorted(self._sites, key=lambda site: -len(site.names)):
+            downs: list[Tensor] = []
+            parts: list[Part] = []
+            start = rank = 0
+            for name, width in zip(site.names, site.widths, strict=True):
+                if name in pairs:
+                    down, up = pairs[name]
+                    parts.append(Part(slice(start, start + width), slice(rank, rank + len(up)), up))
+                    downs.append(down)
+                    rank += len(up)
+                start += width
+            if parts:
+                joined = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
+                changes[site] = Change(joined, tuple(parts))
+                kept = iter(parts)
+                for name in site.names:  # the parts share the memory of the whole
+                    if name in pairs:
+                        part = next(kept)
+                        pairs[name] = joined[:, part.ranks], part.up
+        return changes
 
     # -- in steps
     @contextmanager
@@ -148,7 +181,7 @@ class Loras:
         Raises: SequenceFailure where that cannot be done, when the step is computed.
         """
         step = _Step(items, spans, self._device)
-        sites = [site for site in self._sites if not step.names.isdisjoint(site.names)]
+        sites = step.sites
         if self._decoder is not None:
             self._decoder.is_adapted = True
         for site in sites:
@@ -177,27 +210,39 @@ class _Step:
                 run = torch.arange(span.start, span.stop)
                 runs.setdefault(item.sequence.adapter, []).append(run)
         self._num_rows = spans[-1].stop
-        self._groups: list[tuple[LoraAdapter, Tensor | None]] = []
-        for adapter, rows in runs.items():
-            joined = torch.cat(rows)
-            are_all = len(joined) == self._num_rows
-            self._groups.append((adapter, None if are_all else joined.to(device)))
-        self.names = {name for adapter in runs for name in adapter.changes}
-        self._counts = dict.fromkeys(self.names, 0)
+        #: each adapter, and the place of its rows among all that have one
+        self._shares: list[tuple[LoraAdapter, slice]] = []
+        start = 0
+        for adapter, own in runs.items():
+            stop = start + sum(len(run) for run in own)
+            self._shares.append((adapter, slice(start, stop)))
+            start = stop
+        is_simple = len(runs) == 1 and start == self._num_rows
+        rows = torch.cat([run for own in runs.values() for run in own])
+        self._rows = None if is_simple else rows.to(device)
+        self._counts = dict.fromkeys([name for adapter in runs for name in adapter.names], 0)
+        self.sites = list(dict.fromkeys(site for adapter in runs for site in adapter.changes))
 
     def add(self, site: Site, y: Tensor, x: Tensor) -> None:
         """To the product of a site. Shapes: (M, N of all its maps), (M, K)."""
         if len(y) != self._num_rows:
             raise self._failure(site.names[0])
-        start = 0
-        for name, width in zip(site.names, site.widths, strict=True):
+        for name in site.names:
             if name in self._counts:
                 self._counts[name] += 1
-                part = y[:, start : start + width]
-                for adapter, rows in self._groups:
-                    if (change := adapter.changes.get(name)) is not None:
-                        change.add(part, x, rows)
-            start += width
+        shares = [(s.changes[site], place) for s, place in self._shares if site in s.changes]
+        x = x.to(shares[0][0].down.dtype)
+        if self._rows is None and y.dtype is x.dtype:
+            shares[0][0].add(y, x)
+            return
+        added = x.new_zeros(len(x) if self._rows is None else len(self._rows), y.shape[1])
+        inputs = x if self._rows is None else x[self._rows]
+        for change, place in shares:
+            change.add(added[place], inputs[place])
+        if self._rows is None:
+            y += added
+        else:
+            y.index_add_(0, self._rows, added.to(y.dtype))
 
     def check(self) -> None:
         """Raises: SequenceFailure if not every change was made once."""
