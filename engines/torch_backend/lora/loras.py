@@ -63,7 +63,7 @@ class LoraAdapter:
     rank: int
     num_bytes: int
     names: frozenset[str]  #: of the maps that it changes, within the decoder's layers
-    changes: "dict[Site, Change]"
+    changes: dict[tuple[str, ...], Change]  #: by the names of maps side by side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,9 +149,9 @@ class Loras:
             raise BadAdapter(f"the adapter's {module} has numbers that {self._dtype} does not hold")
         return down, up
 
-    def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[Site, Change]:
-        """What each site adds. Of maps side by side the first matrices are joined, for one product."""
-        changes = {}
+    def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[tuple[str, ...], Change]:
+        """What is added at sites. Of maps side by side the first matrices are joined, for one product."""
+        changes: dict[tuple[str, ...], Change] = {}
         for site in sorted(self._sites, key=lambda site: -len(site.names)):
             downs: list[Tensor] = []
             parts: list[Part] = []
@@ -165,7 +165,7 @@ class Loras:
                 start += width
             if parts:
                 joined = downs[0] if len(downs) == 1 else torch.cat(downs, dim=1)
-                changes[site] = Change(joined, tuple(parts))
+                changes[site.names] = Change(joined, tuple(parts))
                 kept = iter(parts)
                 for name in site.names:  # the parts share the memory of the whole
                     if name in pairs:
@@ -181,7 +181,7 @@ class Loras:
         Raises: SequenceFailure where that cannot be done, when the step is computed.
         """
         step = _Step(items, spans, self._device)
-        sites = step.sites
+        sites = [site for site in self._sites if site.names in step.places]
         if self._decoder is not None:
             self._decoder.is_adapted = True
         for site in sites:
@@ -221,7 +221,8 @@ class _Step:
         rows = torch.cat([run for own in runs.values() for run in own])
         self._rows = None if is_simple else rows.to(device)
         self._counts = dict.fromkeys([name for adapter in runs for name in adapter.names], 0)
-        self.sites = list(dict.fromkeys(site for adapter in runs for site in adapter.changes))
+        #: names of maps side by side, where something is added
+        self.places = {names for adapter in runs for names in adapter.changes}
 
     def add(self, site: Site, y: Tensor, x: Tensor) -> None:
         """To the product of a site. Shapes: (M, N of all its maps), (M, K)."""
@@ -230,7 +231,8 @@ class _Step:
         for name in site.names:
             if name in self._counts:
                 self._counts[name] += 1
-        shares = [(s.changes[site], place) for s, place in self._shares if site in s.changes]
+        names = site.names
+        shares = [(s.changes[names], place) for s, place in self._shares if names in s.changes]
         x = x.to(shares[0][0].down.dtype)
         if self._rows is None and y.dtype is x.dtype:
             shares[0][0].add(y, x)

@@ -185,9 +185,10 @@ GENERIC: list[tuple[Family, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("family", "ends"), GENERIC, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("level", ["", *(level.name for level in RUNNABLE[-1:])])
 @pytest.mark.parametrize("way", [run_chunked, run_taken_over])
 def test_models_of_transformers_take_adapters(
-    family: Family, ends: tuple[str, ...], way: Way, tmp_path: Path
+    family: Family, ends: tuple[str, ...], way: Way, level: str, tmp_path: Path
 ):
     loaded = test_families.load_family(family, tmp_path / "model")
     theirs = test_families.load_reference(tmp_path / "model", family.auto)
@@ -197,9 +198,10 @@ def test_models_of_transformers_take_adapters(
         "b": make_changes(theirs, names[::2], rank=8, seed=2),
     }
     directories = write_all(tmp_path, changes)
+    ops = native_ops("exact", level) if level else None
 
     def start(**more: Any) -> BatchingEngine:
-        engine = loaded.start(**more)
+        engine = loaded.start(ops, **more)
         for directory in directories.values():
             engine.load_adapter(directory, LIMITS)
         return engine
