@@ -185,8 +185,17 @@ GENERIC: list[tuple[Family, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("family", "ends"), GENERIC, ids=lambda value: str(value)[:20])
-@pytest.mark.parametrize("level", ["", *(level.name for level in RUNNABLE[-1:])])
-@pytest.mark.parametrize("way", [run_chunked, run_taken_over])
+@pytest.mark.parametrize(
+    (
+        "way",
+        "level",
+    ),  # an engine has a model's kernels alone, so that another cannot take over from it here
+    [
+        (run_chunked, ""),
+        (run_taken_over, ""),
+        *((run_chunked, each.name) for each in RUNNABLE[-1:]),
+    ],
+)
 def test_models_of_transformers_take_adapters(
     family: Family, ends: tuple[str, ...], way: Way, level: str, tmp_path: Path
 ):
