@@ -17,6 +17,7 @@ from engines.torch_backend.layers.linear import LinearWeights, Reordered
 from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
     Int8Linear,
+    QuantizedLinear,
     choose_group_size,
 )
 from engines.torch_backend.loading.formats import detect
@@ -29,9 +30,11 @@ from engines.torch_backend.loading.formats.reader import (
 )
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.generic.linears import OperatorLinear
+from engines.torch_backend.models.generic.stand_ins import cast, find_stand_ins, make_stand_in
 from engines.torch_backend.models.hf_config import read_fields, stored_dtype
 from engines.torch_backend.models.registry import WeightPart
-from engines.torch_backend.parallel.mesh import Share
+from engines.torch_backend.parallel.mesh import WHOLE, Share
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +53,12 @@ class PublishedLinears:
         self._reader = reader
         self._rename = rename
         self._layouts = {linear.name: reader.layout(linear) for linear in self.linears}
+        self._num_bytes = 0  # in memory
         self._orders: dict[str, Tensor] = {}  # by the model's names
         self._forms: Counter[Form] = Counter()
+        self._stand_ins: dict[str, Tensor] | None = None  # by stored names
+        #: that are no linear maps of their own in transformers' model
+        self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
 
     @property
     def name(self) -> str:
@@ -97,29 +104,93 @@ class PublishedLinears:
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Put a linear for its integers into the model. Returns: the weights of that, by stored names."""
-        layout, weights = self.layout(linear), self._reader.read(linear)
+        layout = self.layout(linear)
         layer = model.get_submodule(path)
-        assert isinstance(weights, Integers)
         assert isinstance(layer, LinearWeights)
         if layout.shape != layer.whole_shape:
             raise UnsupportedCheckpoint(
                 f"the weight {linear.name} is {layout.shape} but config.json makes it "
                 f"{layer.whole_shape}"
             )
-        shape = layer.out_features, layer.in_features
-        if layout.form == "int8":
-            parts = weights.int8(dtype)
-            quantized = Int8Linear(shape, layer.bias, dtype, layer.share)
-        else:
-            parts = weights.int4(dtype)
-            size = layout.shape[1] // parts["scale_zero"].shape[0]
-            quantized = Int4Linear(shape, layer.bias, dtype, size, layer.share)
+        quantized, parts, order = self._read_integers(linear, layer, dtype, layer.share)
         model.set_submodule(path, quantized)
-        if weights.order is not None:
-            self._orders[path] = weights.order
-        self._forms[layout.form] += 1
+        if order is not None:
+            self._orders[path] = order
         cut = layer.share.cut
         return {f"{linear.name}.{part}": cut(part, tensor) for part, tensor in parts.items()}
+
+    def replace(
+        self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
+    ) -> None:
+        """Put a linear with its integers in the place of one that has a stand-in."""
+        layer = model.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        quantized, parts, order = self._read_integers(linear, layer, dtype, WHOLE)
+        if layer.bias is not None:
+            parts["bias"] = layer.bias.detach()
+        parts = {name: tensor.to(layer.weight.device) for name, tensor in parts.items()}
+        quantized.load_state_dict(parts, assign=True)
+        replacement: nn.Module = quantized.requires_grad_(False)
+        if order is not None:
+            replacement = Reordered(replacement, order)
+        if not isinstance(layer, LinearWeights):
+            replacement = OperatorLinear(replacement)
+        model.set_submodule(path, replacement)
+
+    def _read_integers(
+        self, linear: StoredLinear, layer: nn.Linear, dtype: torch.dtype, share: Share
+    ) -> tuple[QuantizedLinear, dict[str, Tensor], Tensor | None]:
+        """A linear without weights, its whole parts, and the order of its inputs."""
+        layout, weights = self.layout(linear), self._reader.read(linear)
+        assert isinstance(weights, Integers)
+        shape = layer.out_features, layer.in_features
+        self._forms[layout.form] += 1
+        if layout.form == "int8":
+            parts = weights.int8(dtype)
+            return Int8Linear(shape, layer.bias, dtype, share), parts, weights.order
+        parts = weights.int4(dtype)
+        size = layout.shape[1] // parts["scale_zero"].shape[0]
+        return Int4Linear(shape, layer.bias, dtype, size, share), parts, weights.order
+
+    def use_stand_ins(self) -> None:
+        """From now on maps that stay integers are stood for while others make the model."""
+        self._stand_ins = {}
+
+    def stands_in(self, linear: StoredLinear) -> bool:
+        """Whether a map is stood for."""
+        is_known = self._stand_ins is not None and linear.name not in self._lost
+        return is_known and self.layout(linear).form != "float"
+
+    def stand_in(self, linear: StoredLinear) -> Tensor:
+        """What stands for a map. Shapes: returns (N, K)."""
+        assert self._stand_ins is not None
+        made = make_stand_in(self.layout(linear).shape, len(self._stand_ins))
+        self._stand_ins[linear.name] = made
+        return cast(made, self.dtype)
+
+    def replace_stand_ins(self, model: nn.Module, dtype: torch.dtype) -> bool:
+        """Give all their integers, with scales of this type.
+
+        False, and nothing is done, where some are lost: those are to be plain numbers, so that a model is made again.
+        """
+        stand_ins = self._stand_ins or {}
+        places = find_stand_ins(model, stand_ins)
+        if len(places) < len(stand_ins):
+            lost = stand_ins.keys() - places.keys()
+            self._lost |= lost
+            self._stand_ins = {}
+            self._forms.clear()
+            logger.info(
+                "%s: %d maps, such as %s, are joined with others, which takes plain numbers",
+                self.name,
+                len(lost),
+                min(lost),
+            )
+            return False
+        by_name = {linear.name: linear for linear in self.linears}
+        for name, path in places.items():
+            self.replace(by_name[name], model, path, dtype)
+        return True
 
     def read_numbers(self, linear: StoredLinear) -> Tensor:
         """What the weights of a map stand for. Shapes: returns float32 (N, K)."""
@@ -127,11 +198,14 @@ class PublishedLinears:
         weights = self._reader.read(linear)
         return weights.numbers(torch.float32) if isinstance(weights, Integers) else weights
 
-    def restore(self, model: nn.Module, numbers: dict[str, Tensor], dtype: torch.dtype) -> int:
+    def restore(self, model: nn.Module, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Put integers in place of numbers, where our own program turned out to compute what was read as such.
 
-        `numbers` are those that were read, by stored names; scales are of `dtype`. Returns: bytes that it spares.
+        `numbers` are those that were read, by stored names; scales are of `dtype`. Where maps are stood for there is
+        nothing to do.
         """
+        if self._stand_ins is not None:
+            return
         places = {
             name.rpartition("layers.")[2]: name
             for name, module in model.named_modules()
@@ -154,7 +228,7 @@ class PublishedLinears:
             self._forms["float"] -= 1
             spared += known.nbytes - layout.num_bytes(dtype)
         self._forms += Counter()  # without those that there are none of
-        return spared
+        self._num_bytes -= spared
 
     def drop_zero_biases(self, stored: list[StoredTensor], model: nn.Module) -> list[StoredTensor]:
         """All but biases of zeros that the model does not have: quantizers write them to every map."""
@@ -167,8 +241,13 @@ class PublishedLinears:
         layer = find_layer(model, path)
         return isinstance(layer, nn.Linear) and layer.bias is None and not stored.map().any()
 
-    def finish(self, model: nn.Module, taken: int) -> None:
-        """Give loaded linears their inputs' order, and log what became of all. `taken` in bytes."""
+    def count_bytes(self, num_bytes: Callable[[StoredLinear, "PublishedLinears"], int]) -> int:
+        """What all take in memory."""
+        self._num_bytes = sum(num_bytes(linear, self) for linear in self.linears)
+        return self._num_bytes
+
+    def finish(self, model: nn.Module) -> None:
+        """Give loaded linears their inputs' order, and log what became of all."""
         for path, order in self._orders.items():
             model.set_submodule(path, Reordered(model.get_submodule(path), order))
         parts = [part for linear in self.linears for part in linear.parts.values()]
@@ -180,7 +259,7 @@ class PublishedLinears:
             len(self.linears),
             forms,
             before / 2**20,
-            taken / 2**20,
+            self._num_bytes / 2**20,
         )
 
 

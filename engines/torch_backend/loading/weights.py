@@ -78,7 +78,9 @@ class WeightReader:
         """The parts of a map in another's format, for which the model gets a linear; or its plain numbers."""
         path = published.place(linear, self._model)
         if path is not None:
-            return published.put(linear, self._model, path, self._dtype_of_scales(published))
+            return published.put(linear, self._model, path, self.dtype_of_scales(published))
+        if published.stands_in(linear):
+            return {f"{linear.name}.weight": published.stand_in(linear)}
         numbers = published.read_numbers(linear)
         return self._convert(f"{linear.name}.weight", numbers, published.dtype)
 
@@ -103,8 +105,10 @@ class WeightReader:
         layout = published.layout(linear)
         if published.place(linear, self._model) is not None:
             share = _share(self._find(f"{linear.name}.weight")[0])
-            whole = layout.num_bytes(self._dtype_of_scales(published))
+            whole = layout.num_bytes(self.dtype_of_scales(published))
             return whole // (share.count if share.of else 1)
+        if published.stands_in(linear):
+            return layout.num_bytes(self.dtype_of_scales(published))
         part = next(iter(linear.parts.values()))
         numbers = StoredTensor(f"{linear.name}.weight", part.file, layout.shape, "F32")
         return self._num_bytes(numbers, published.dtype)
@@ -139,7 +143,7 @@ class WeightReader:
         is_kept = is_matrix and len(shape) == 2 and stored in self._kept
         return stored if is_kept else self._dtype
 
-    def _dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
+    def dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
         """Kernels that read several types have the scales as they are stored, which float32 holds."""
         return torch.float32 if self._kept else self._dtype or published.dtype
 
@@ -187,37 +191,57 @@ def load_model(
         model, rename, form, device, dtype, frozenset() if model.converts_weights else kept
     )
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
-    linear_bytes = 0
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
-        linear_bytes = sum(reader.num_linear_bytes(x, published) for x in published.linears)
-    needed = sum(map(reader.num_bytes, stored)) + linear_bytes
-    if model.converts_weights:
-        needed //= mesh.size  # of what members share, which is not known yet
-    num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
-    check_memory(needed * num_sharing, device, dtype, scheme)
-    if model.converts_weights:
-        reader = WeightReader(model, rename, None, torch.device("cpu"), None)
-    read = _read_all(reader, stored, published, progress or (lambda share: None))
-    model = model.take(read, family, device, dtype, kept)
-    if published is not None and model.converts_weights:
-        linear_bytes -= published.restore(model, read, torch.float32 if kept else dtype)
-    read.clear()
+        if model.converts_weights and mesh.size == 1:
+            published.use_stand_ins()
+
+    def check_size() -> None:
+        needed = sum(map(reader.num_bytes, stored))
+        needed += published.count_bytes(reader.num_linear_bytes) if published else 0
+        if model.converts_weights:
+            needed //= mesh.size  # of what members share, which is not known yet
+        num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
+        check_memory(needed * num_sharing, device, dtype, scheme)
+
+    scales = torch.float32 if kept else dtype
+
+    def make(model: FamilyModel) -> FamilyModel:
+        plain = WeightReader(model, rename, None, torch.device("cpu"), None)
+        chosen = plain if model.converts_weights else reader
+        read = _read_all(chosen, stored, published, progress or (lambda share: None))
+        made = model.take(read, family, device, dtype, kept)
+        if published is not None and made.converts_weights:
+            published.restore(made, read, scales)
+        return made
+
+    check_size()
+    model = make(model)
+    while published is not None and not published.replace_stand_ins(model, scales):
+        check_size()
+        model = make(build_empty(family, config, form, dtype, mesh))
     if published is not None:
-        published.finish(model, linear_bytes)
+        published.finish(model)
     if form is not None:
         model.quantize(form, dtype)
-    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     started = time.perf_counter()
+    _prepare_kernels(model, ops, dtype, level)
+    if scheme is not None and seconds is not None:
+        seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
+    return model.requires_grad_(False).eval()
+
+
+def _prepare_kernels(
+    model: FamilyModel, ops: Ops | None, dtype: torch.dtype, level: CpuLevel | None
+) -> None:
+    """Weights in few bits in the form that their kernels read."""
+    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     if ops is not None and ops.is_native:
         pack_linears(model, ops, dtype)
         if is_quantized:
             pack_int8_beside(model, ops)
     elif is_quantized:
         prepare_linears(model, level or choose_level())
-    if scheme is not None and seconds is not None:
-        seconds["quantize"] = reader.quantize_s + time.perf_counter() - started
-    return model.requires_grad_(False).eval()
 
 
 def build_empty(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
+from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision, Reordered
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import WHOLE
@@ -119,7 +119,15 @@ def use_operators(
         Siblings([each for each in members if isinstance(each, OperatorLinear)], ops, dtype)
 
 
+def has_quantized(model: nn.Module) -> bool:
+    """Whether some maps are in few bits."""
+    return any(
+        getattr(module, "op", None) in ("linear_int8", "linear_int4") for module in model.modules()
+    )
+
+
 def _num_outputs(weights: nn.Module) -> int:
+    weights = weights.linear if isinstance(weights, Reordered) else weights
     found: Any = getattr(weights, "num_outputs", None) or weights.out_features
     return found
 

@@ -35,6 +35,7 @@ from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.generic.fused import Fused, Recognised, Watched
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
+    has_quantized,
     linears_within,
     quantize_linears,
     use_operators,
@@ -42,6 +43,7 @@ from engines.torch_backend.models.generic.linears import (
 from engines.torch_backend.models.generic.masks import check_masks, find_sight
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import largest_difference
+from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.lowered import lower
@@ -189,6 +191,7 @@ class GenericModel(FamilyModel):
         self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> PreTrainedModel:
         name = self.config.model_class.__name__
+        weights = {n: cast(x, dtype) for n, x in weights.items()}
         try:
             with _silent():
                 result: Any = self.config.model_class.from_pretrained(
@@ -281,6 +284,7 @@ class GenericModel(FamilyModel):
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on."""
         self._ops = ops
+        self._is_rounded |= has_quantized(self.inner)
         forget_wholes(self.inner)
         names = linears_within(self.inner, self._layers_name)
         if self._calls_head:

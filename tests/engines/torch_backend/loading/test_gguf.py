@@ -95,14 +95,14 @@ def test_logits_are_those_of_what_the_tensors_stand_for(arch: str, name: str, fi
     found = logits(load(file))
     assert (found - expected).norm() < 2e-3 * expected.norm()  # plain numbers are float16
 
-    if arch != "qwen3":
-        native = logits(load(file, "fast"))
-        assert (native - expected).norm() < 0.02 * expected.norm()
+    native = logits(load(file, "fast"))
+    assert (native - expected).norm() < 0.02 * expected.norm()
 
 
-def test_four_bits_stay_four_bits(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = factories.make_model("llama")
-    factories.write_text(file, model, "llama", MIXTURES["Q4_K_M"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_four_bits_stay_four_bits(arch: str, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = factories.make_model(arch)
+    factories.write_text(file, model, arch, MIXTURES["Q4_K_M"])
 
     with caplog.at_level(logging.INFO):
         layers = load(file).language_model.model.layers

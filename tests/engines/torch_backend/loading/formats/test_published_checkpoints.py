@@ -18,10 +18,17 @@ from transformers import (
 
 from engines.torch_backend.layers.linear import Reordered
 from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.layers.quantized_linear import Int4Linear, Int8Linear
+from engines.torch_backend.layers.quantized_linear import (
+    Int4Linear,
+    Int8Linear,
+    QuantizedLinear,
+)
+from engines.torch_backend.loading import published
 from engines.torch_backend.loading import weights as module
+from engines.torch_backend.loading.published import PublishedLinears
 from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.registry import FamilyModel, find_family
 from engines.torch_backend.ops.registry import CpuKernels, cpu_ops
 from tests import factories_formats as formats
@@ -66,10 +73,12 @@ FLOAT = {
 ALL = INT4 | INT8 | FLOAT
 
 
-def load(directory: Path, mode: CpuKernels = "off", **options: Any) -> FamilyModel:
+def load(
+    directory: Path, mode: CpuKernels = "off", family: Any = None, **options: Any
+) -> FamilyModel:
     ops = cpu_ops(mode)
-    found = find_family(directory)
-    model = load_model(directory, *found, CPU, torch.float32, ops=ops, **options)
+    usual, config = find_family(directory)
+    model = load_model(directory, family or usual, config, CPU, torch.float32, ops=ops, **options)
     model.bind(ops, torch.float32)
     return model
 
@@ -325,16 +334,88 @@ def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> 
     assert (found - expected).norm() < 0.01 * expected.norm()  # it multiplies in scales' precision
 
 
-@pytest.mark.parametrize("name", ["gptq desc_act", "awq", "packed groups of 128", "fp8 blocks"])
-def test_models_that_transformers_drives_have_what_the_integers_stand_for(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize("lowers", [True, False], ids=["lowered", "generic"])
+@pytest.mark.parametrize("name", ["gptq desc_act", "awq", "packed of 8 bits", "fp8 blocks"])
+def test_models_that_transformers_makes_keep_the_integers(
+    name: str, lowers: bool, tmp_path: Path
 ) -> None:
     weights = formats.write_text_checkpoint(tmp_path / "q", *ALL[name])
+    config = find_family(tmp_path / "q")[1]
+    plain = config.model_class(config.full).eval()
+    plain.load_state_dict({n: w.clone() for n, w in weights.items()}, strict=False)
+    with torch.inference_mode():
+        expected = plain(input_ids=TOKEN_IDS[None]).logits[0]
 
-    model = load(tmp_path / "q")
+    model = load(tmp_path / "q", family=GenericFamily(lowers))
 
-    found = model.inner.state_dict()
-    assert all(torch.equal(found[n].float(), value) for n, value in weights.items())
+    kind = Int4Linear if name in INT4 else Int8Linear if name in INT8 else None
+    found = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert len(found) == (14 if kind else 0)
+    assert {type(m) for m in found} == ({kind} if kind else set())
+    assert_close(logits_of(model), expected, rtol=1e-3, atol=1e-3)
+    model = load(tmp_path / "q", "fast", family=GenericFamily(lowers))
+    assert (logits_of(model) - expected).norm() < 0.02 * expected.norm()
+
+
+@torch.inference_mode()
+def logits_of(model: FamilyModel) -> Tensor:
+    if model.language_model is not None:
+        return plain_logits(model, TOKEN_IDS)
+    with model.as_transformers_does() as inner:
+        return inner(input_ids=TOKEN_IDS[None]).logits[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_map_is_ever_made_of_full_numbers(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats.write_text_checkpoint(tmp_path / "q", *ALL["awq"])
+    replace, sizes = PublishedLinears.replace, []
+
+    def note(self: Any, linear: Any, model: nn.Module, path: str, dtype: torch.dtype) -> None:
+        weight: Any = model.get_submodule(path).weight
+        sizes.append(weight.untyped_storage().nbytes() / weight.nbytes)
+        replace(self, linear, model, path, dtype)
+
+    monkeypatch.setattr(PublishedLinears, "replace", note)
+    family, config = find_family(tmp_path / "q")
+    load_model(tmp_path / "q", family, config, CPU, dtype)
+
+    assert len(sizes) == 14
+    assert max(sizes) < 0.05
+
+
+def test_maps_that_transformers_joins_are_plain_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = formats.write_text_checkpoint(tmp_path / "q", *ALL["awq"])
+    find = published.find_stand_ins
+
+    def find_but_one(*arguments: Any) -> dict[str, str]:
+        found = find(*arguments)
+        return {name: path for name, path in found.items() if "layers.1.mlp.up" not in name}
+
+    monkeypatch.setattr(published, "find_stand_ins", find_but_one)
+    with caplog.at_level(logging.INFO):
+        model = load(tmp_path / "q", family=GenericFamily(lowers=False))
+
+    assert sum(isinstance(m, Int4Linear) for m in model.modules()) == 13
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(model.inner.get_parameter(name), weights[name])
+    assert "1 maps, such as model.layers.1.mlp.up_proj, are joined with others" in caplog.text
+
+
+def test_the_memory_that_integers_take_is_asked_for_where_transformers_makes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats.write_text_checkpoint(tmp_path / "q", *ALL["awq"])
+    taken = sum(value.nbytes for value in load(tmp_path / "q").state_dict().values())
+
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1.05 * taken)
+    load(tmp_path / "q")
+    monkeypatch.setattr(module, "free_bytes", lambda device: 0.9 * taken)
+    with pytest.raises(ModelTooLarge):
+        load(tmp_path / "q")
 
 
 @pytest.mark.parametrize("mode", ["off", "fast"])

@@ -1,0 +1,63 @@
+"""Small tensors in the place of quantized maps while transformers makes a model; their integers take their place after.
+
+So no map is ever made of full numbers. A stand-in is a matrix whose rows overlap in memory, of numbers by chance: what is
+found out about a model by computing is found out with it too. Where it went is seen by its numbers, whatever names
+transformers gives; one that was joined with others, or cut, is told, and such a model is loaded of plain numbers.
+
+Shape letters: K inputs, N outputs.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+_STEP = 3  # numbers that a row begins behind the one before
+_NUM_KEYS = 8
+_CHUNK_ROWS = 1024
+
+Key = tuple[tuple[int, int], tuple[float, ...]]
+
+
+def make_stand_in(shape: tuple[int, int], number: int) -> Tensor:
+    """A matrix unlike those of other numbers, the same in every type of weights. Shapes: returns bfloat16 (N, K)."""
+    num_outputs, num_inputs = shape
+    count = (num_outputs - 1) * _STEP + num_inputs
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randint(-127, 128, (count,), generator=generator)
+    scale = 2.0 ** -(7 + math.ceil(math.log2(num_inputs) / 2))  # as weights are, and exactly held
+    return (values * scale).bfloat16().as_strided(shape, (_STEP, 1))
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in a type, a stand-in as small as it was. Shapes: any, kept."""
+    if weight.dtype == dtype or weight.untyped_storage().nbytes() >= weight.nbytes:
+        return weight
+    count = weight.untyped_storage().nbytes() // weight.itemsize
+    values = weight.as_strided((count,), (1,)).to(dtype)
+    return values.as_strided(weight.shape, weight.stride())
+
+
+def find_stand_ins(model: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, str]:
+    """Names of the linear maps that have stand-ins for weights, by the names of these; without those that are lost."""
+    keys: dict[Key, list[str]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            keys.setdefault(_key(module.weight), []).append(path)
+    found = {}
+    for name, stand_in in stand_ins.items():
+        paths = keys.get(_key(stand_in), [])
+        if len(paths) == 1 and _are_equal(model.get_submodule(paths[0]).weight, stand_in):
+            found[name] = paths[0]
+    return found
+
+
+def _key(weight: Tensor) -> Key:
+    num_outputs, num_inputs = weight.shape
+    return (num_outputs, num_inputs), tuple(weight[0, :_NUM_KEYS].float().tolist())
+
+
+def _are_equal(weight: nn.Parameter | Tensor | nn.Module, stand_in: Tensor) -> bool:
+    assert isinstance(weight, Tensor)
+    pairs = zip(weight.split(_CHUNK_ROWS), stand_in.split(_CHUNK_ROWS), strict=True)
+    return all(torch.equal(a, b.to(a.device, a.dtype)) for a, b in pairs)
