@@ -95,7 +95,7 @@ class LoweredModel(FamilyModel):
             front.inner.set_submodule(stack_name, self._inputs)
             front.inner.set_output_embeddings(nn.Identity())
             _convert(front.inner, dtype)
-            front.specs = {}  # which know the layers that are not needed any more
+            front.forget_decoder()
             self.front = front
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:

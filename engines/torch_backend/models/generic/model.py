@@ -137,6 +137,10 @@ class GenericModel(FamilyModel):
         self._recognise(device)
         return self
 
+    def forget_decoder(self) -> None:
+        """Let go of what is known of layers, which are not needed any more: who knows them, keeps their weights."""
+        self.specs, self._watched, self._fused = {}, None, None
+
     def _make(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Have the model in that precision, and find out what its layers ask for."""
         is_shared = self._mesh.size > 1

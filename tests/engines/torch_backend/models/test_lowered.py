@@ -1,5 +1,6 @@
 """Which decoders our own program computes, and that it leaves to transformers what it does not understand."""
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -252,3 +253,23 @@ def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
     path, line = path_of(family, tmp_path, caplog)
     assert path == "generic"
     assert "go elsewhere" in line
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
+def test_modules_that_are_not_needed_any_more_are_let_go(name: str, tmp_path: Path) -> None:
+    """What they hold would stay beside what it was quantized to."""
+    [family] = [each for each in FAMILIES if each.name == name]
+    write_checkpoint(family, tmp_path)
+    before = _count_decoder_layers()
+    config = FAMILY.check(read_fields(tmp_path))
+    model = load_model(tmp_path, FAMILY, config, CPU, torch.float32, SCHEMES["int8"])
+    assert model.speed_path == "lowered"
+    assert _count_decoder_layers() == before
+
+
+def _count_decoder_layers() -> int:
+    gc.collect()
+    kinds = [type(x) for x in gc.get_objects()]
+    return sum(
+        x.__name__.endswith("DecoderLayer") and "transformers" in x.__module__ for x in kinds
+    )
