@@ -30,6 +30,8 @@ from shared.search import Filter, Hit, Item
 SCAN_ROWS = 10_000
 #: Files of a table beyond which it is compacted.
 MAX_FRAGMENTS = 32
+#: Commits after which old versions are deleted.
+MAX_COMMITS = 200
 #: Candidates whose exact distance is computed, for each that is asked for.
 REFINE_FACTOR = 4
 _BATCH_IDS = 500
@@ -88,6 +90,7 @@ class LanceIndex:
         self._dimensions = dimensions
         self._lock = threading.Lock()
         self._is_indexed = bool(self._vector_index())
+        self._compacted_at = table.version
 
     def upsert(self, items: Sequence[Item]) -> None:
         """One commit."""
@@ -155,10 +158,19 @@ class LanceIndex:
         with self._lock:
             if num_new >= SCAN_ROWS and statistics is None:
                 self._build()
-            elif num_new >= SCAN_ROWS or fragments > MAX_FRAGMENTS:
+            elif (
+                num_new >= SCAN_ROWS
+                or fragments > MAX_FRAGMENTS
+                or self._num_commits() > MAX_COMMITS
+            ):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
+                self._compacted_at = self._table.version
+
+    def _num_commits(self) -> int:
+        """Since the versions before were deleted, or this index was opened."""
+        return self._table.version - self._compacted_at
 
     def _build(self) -> None:
         config = IvfSq(distance_type="cosine", num_partitions=1)

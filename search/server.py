@@ -10,6 +10,7 @@ import hmac
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -159,9 +160,7 @@ def run_search(settings: Settings) -> int:
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        _Server(make_config(app, search.url)).run()
-    except SystemExit as stop:  # uvicorn's way to say that it cannot listen
-        return stop.code if isinstance(stop.code, int) else 1
+        create_server(app).run(sockets=[listen(search.url)])
     finally:
         app.close()
         stores.close()
@@ -230,15 +229,40 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def make_config(app: SearchApp, url: str) -> uvicorn.Config:
-    """Of the server at a URL."""
-    parts = urlsplit(url)
+def create_server(app: SearchApp) -> uvicorn.Server:
+    """A server, to be given what `listen` returns."""
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False,
         timeout_graceful_shutdown=DRAIN_S, timeout_keep_alive=60,
     )  # fmt: skip
-    if parts.scheme == "unix":
-        config.uds = parts.path
-    else:
-        config.host, config.port = parts.hostname or "", parts.port or 0
-    return config
+    return _Server(config)
+
+
+def listen(url: str) -> socket.socket:
+    """A socket at a URL; a unix socket is for this user and group alone. Raises: SettingsError."""
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "unix":
+            return _listen_on_path(Path(parts.path))
+        host = parts.hostname or ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, parts.port or 0), family=family)
+    except OSError as error:
+        raise SettingsError(
+            f"VLM_SEARCH__URL: cannot listen at {url} ({error.strerror}): name another place"
+        ) from None
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    if path.is_socket():  # of one that was killed: the lock is ours
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    others = os.umask(0o117)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(others)
+    return listener

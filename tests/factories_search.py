@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 import numpy as np
-import uvicorn
 
 from search.catalog import Catalog
 from search.index import open_indexes
-from search.server import SearchApp, make_config
+from search.server import SearchApp, create_server, listen
 from search.stores import Stores
 from shared.search import Fault, Item, Request, SearchError
 from shared.settings.limits import LimitSettings
@@ -142,8 +141,8 @@ async def serve_search(folder: Path, **settings: Any) -> AsyncIterator[SearchSet
             [Path(path) for path in search.collections],
         )
         app = SearchApp(stores.answer, "", 4 * limits.max_body_bytes)
-        server = uvicorn.Server(make_config(app, search.url))
-        task = asyncio.create_task(server._serve())
+        server = create_server(app)
+        task = asyncio.create_task(server._serve([listen(search.url)]))
         while not server.started:
             await asyncio.sleep(0.005)
         try:

@@ -1,6 +1,7 @@
 """The search process: killed while it writes, started again, asked for what it has acknowledged."""
 
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -152,6 +153,17 @@ def test_vectors_of_another_model_are_refused(process):
         with pytest.raises(SearchError) as refused:
             process.ask(request, StoreRecord)
         assert refused.value.fault.code == "conflict"
+
+
+def test_strangers_cannot_open_its_socket(process):
+    mode = Path(process.url.removeprefix("unix://")).stat().st_mode
+    assert mode & 0o007 == 0
+
+
+def test_a_place_where_it_cannot_listen_is_told(tmp_path):
+    search = {"url": f"unix://{tmp_path}/no/such/place", "data_dir": str(tmp_path / "data")}
+    with pytest.raises(SettingsError, match="cannot listen"):
+        run_server(Settings(search=search))  # type: ignore[arg-type]
 
 
 def test_a_process_that_is_told_to_stop_ends_well(process):

@@ -439,6 +439,25 @@ async def test_a_search_process_that_is_away_is_a_503(ends, redis_server, tmp_pa
         assert response.headers["retry-after"] == "1"
 
 
+async def test_a_client_that_leaves_stores_nothing_and_frees_the_fleet(ends, redis_server, search):
+    async with run_worker(ends, load=load) as worker:
+        settings = make_settings(redis_server, ends.prefix, search=dict(search))
+        async with run_gateway_on_socket(settings) as gateway:
+            store = (await gateway.client.post(STORES, json={})).json()["id"]
+            worker.engine.gate.clear()
+            items = [{"id": str(n), "text": f"text {n}"} for n in range(300)]
+            writing = asyncio.create_task(put(gateway, store, items))
+            async with asyncio.timeout(10):
+                while not worker.engine.added:
+                    await asyncio.sleep(0.01)
+                writing.cancel()
+                worker.engine.gate.set()
+                while gateway.services.admission.num_open or worker.engine.has_work():
+                    await asyncio.sleep(0.01)
+            read = await gateway.client.get(f"{STORES}/{store}")
+    assert read.json()["num_items"] == 0
+
+
 async def test_a_worker_that_dies_in_a_batch_costs_no_item(ends, redis_server, search):
     async with run_worker(ends, "first", load=load, lease_s=0.6) as first:
         settings = make_settings(redis_server, ends.prefix, search=dict(search))
