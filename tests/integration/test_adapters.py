@@ -12,6 +12,7 @@ from httpx import Response
 
 from engines.base import LoadedEngine
 from engines.registry import create_engine
+from shared.queue.registry import AdapterSource
 from shared.settings.tree import SettingsError
 from tests.factories_gateway import RunningGateway, make_body, make_settings, run_gateway_on_socket
 from tests.factories_queue import MODEL, Ends
@@ -145,14 +146,12 @@ async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
     options = {"lora_dir": str(directory), "lease_s": 1.0, "mock": {"num_output_tokens": 20}}
-    body = {"max_tokens": 20}
+    body = make_body(model=f"{MODEL}:sql", temperature=0, max_tokens=20)
     async with serving(gateway, ends, "first", **options) as first:
         await load(gateway, "sql", "sql")
-        expected = text(await gateway.chat(make_body(model=f"{MODEL}:sql", temperature=0, **body)))
+        expected = text(await gateway.chat(body))
         first.engine.steps_left = 8
-        asked = asyncio.create_task(
-            gateway.chat(make_body(model=f"{MODEL}:sql", temperature=0, **body))
-        )
+        asked = asyncio.create_task(gateway.chat(body))
         async with asyncio.timeout(20):
             while first.engine.gate.is_set():
                 await asyncio.sleep(0.01)
@@ -291,6 +290,48 @@ async def test_an_engine_without_adapters_says_so(gateway: RunningGateway, ends:
     async with serving(gateway, ends, load=load_numbers, lora_dir=str(directory)):
         refused = await load(gateway, "sql", "sql", base_model_name=MODEL)
         assert "takes no adapters" in refused.json()["error"]["message"]
+
+
+async def test_metrics_count_by_adapter_until_there_are_too_many_names(
+    gateway: RunningGateway, ends: Ends, directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.calls.models._MAX_ADAPTER_LABELS", 1)
+    own = tuple(f"{name}={directory / name}" for name in ("sql", "poet"))
+    async with serving(gateway, ends, lora=own):
+        for name in ("sql", "poet", "sql"):
+            text(await ask(gateway, f"{MODEL}:{name}"))
+        shown = (await gateway.client.get("/metrics")).text
+    assert f'vlm_requests_total{{model="{MODEL}:sql",outcome="ok"}} 2.0' in shown
+    assert f'vlm_requests_total{{model="{MODEL}",outcome="ok"}} 1.0' in shown
+    assert "poet" not in shown
+
+
+async def test_no_more_adapters_are_held_than_the_limits_say(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends, lora_dir=str(directory)):
+        most = gateway.services.settings.limits.max_loras
+        registry = gateway.services.registry
+        for number in range(most):
+            await registry.put_adapter(MODEL, f"n{number}", AdapterSource("sql", "1"))
+        await until(gateway, lambda: len(gateway.services.models.adapters) == most)
+        refused = await load(gateway, "more", "poet")
+        assert refused.status_code == 400
+        assert f"{most} adapters are loaded" in refused.json()["error"]["message"]
+        await registry.put_adapter(MODEL, "more", AdapterSource("poet", "1"))
+        [error] = await told(gateway)
+        assert "VLM_LIMITS__MAX_LORAS" in error
+
+
+async def told(gateway: RunningGateway) -> list[str]:
+    """What the workers could not load."""
+    async with asyncio.timeout(20):
+        while True:
+            workers = await gateway.services.registry.workers()
+            errors = [each.error for worker in workers for each in worker.card.adapters]
+            if any(errors):
+                return [error for error in errors if error]
+            await asyncio.sleep(0.02)
 
 
 async def test_a_bad_adapter_of_the_settings_stops_the_start(ends: Ends, tmp_path: Path):
