@@ -25,6 +25,21 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
     "gguf": GgufReader,
 }
 
+#: Why others cannot be; transformers reads them with libraries that are not here.
+_REASONS = {
+    "bitsandbytes": "its integers are laid out for CUDA kernels of its library",
+    "hqq": "the installed transformers does not load it",
+    "torchao": "its weights are classes of its library",
+    "quanto": "its weights are classes of its library",
+    "aqlm": "its weights are indices into code books",
+    "vptq": "its weights are indices into code books",
+    "quip": "its weights are indices into code books",
+    "eetq": "its integers are laid out for CUDA kernels of its library",
+    "spqr": "its outliers are sparse",
+    "mxfp4": "no kernel here has numbers of 4 bits with shared exponents",
+    "bitnet": "its activations are in 8 bits and its weights in less than 2",
+}
+
 
 def detect(config: Fields) -> Reader | None:
     """The reader of a checkpoint by its `config.json`; None where its weights are plain numbers.
@@ -39,5 +54,10 @@ def detect(config: Fields) -> Reader | None:
     method = section.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
         known = ", ".join(sorted(READERS))
-        raise section.refuse("quant_method", f"{shown(method)} cannot be read; these can: {known}")
+        reason = _REASONS.get(method) if isinstance(method, str) else None
+        raise section.refuse(
+            "quant_method",
+            f"{shown(method)} cannot be read{f', as {reason}' if reason else ''}; these can: {known}. "
+            "Or take the full-precision checkpoint with --quantization int8 or int4",
+        )
     return READERS[method](section)

@@ -269,6 +269,7 @@ PRECISIONS = [
     ("bfloat16", "none", "off", ""),
     ("bfloat16", "int4", "off", "dequantizing"),
     ("bfloat16", "int4", "off", "torch's kernels"),
+    ("float32", "int4", "off", "torch's kernels"),
     ("float32", "int4", "fast", ""),
     ("float32", "int8", "fast", ""),
 ]

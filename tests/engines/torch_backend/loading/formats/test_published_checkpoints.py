@@ -278,7 +278,8 @@ def compressed(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' cannot be read; these can"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read, as .* these can"),
+        ({"quant_method": "new"}, "'new' cannot be read; these can: .* --quantization int8"),
         ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
         ({}, "lacks weights|unknown"),
         (formats.gptq()[1] | {"bits": 3}, "bits is 3; GPTQ can be read with 4 and 8"),
