@@ -17,13 +17,21 @@ if TYPE_CHECKING:
 
 def make_checkpoint(
     directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
-    shape: Annotated[str, typer.Option(help="tiny, llava-1b or llava-1.5-7b.")] = "tiny",
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="tiny, llava-1b, llava-1.5-7b, llama-125m, smolvlm2-500m, smolvlm2-2.2b or qwen2.5-vl-3b."
+        ),
+    ] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="At most so many layers, in decoder and tower.")
+    ] = None,
 ) -> None:
     """Write a checkpoint of a real shape with random weights, for tests and benchmarks."""
     from engines.torch_backend.loading.make_checkpoint import run
 
-    run(shape, directory, seed)
+    run(shape, directory, seed, layers)
 
 
 def quantize(
@@ -166,6 +174,32 @@ def bench_peers(
         device=device,
         results=results,
         plots=plots,
+    )
+    run(options, as_json)
+
+
+def bench_programs(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of a text model.", show_default="random, llama-125m"),
+    ] = None,
+    precisions: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "float32,bfloat16,int8,int4",
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,8",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before each step.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Measure decode steps of one text model by each program: native, lowered, generic, transformers' generate."""
+    from engines.bench.programs import ProgramOptions, run
+
+    options = ProgramOptions(
+        model=model,
+        precisions=tuple(precisions.split(",")),
+        batch_sizes=tuple(int(number) for number in batch_sizes.split(",")),
+        num_context=context,
+        rounds=rounds,
     )
     run(options, as_json)
 

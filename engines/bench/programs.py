@@ -20,9 +20,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from engines.base import EngineStartError
 from engines.core.sequence import Batch, ScheduledSequence
 from engines.core.sequence import Sequence as Tokens
 from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.loading.make_checkpoint import make_transformers_checkpoint
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.generic.family import GenericFamily
 from engines.torch_backend.models.hf_config import read_fields
@@ -34,6 +36,7 @@ from shared.protocol import SamplingParams
 
 NUM_STEPS = 12
 _BLOCK_SIZE = 16
+_DEFAULT = Path(".cache/programs/llama-125m")
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,7 +48,7 @@ Measure = Callable[[int], float]
 class ProgramOptions:
     """Fields mean what the command's options say."""
 
-    model: Path
+    model: Path | None = None
     precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", "int4")
     batch_sizes: tuple[int, ...] = (1, 8)
     num_context: int = 256
@@ -66,17 +69,17 @@ class StepTime:
 class Pages:
     """One of our programs, behind contexts that are noise."""
 
-    def __init__(self, options: ProgramOptions, precision: str, program: str) -> None:
+    def __init__(
+        self, model_dir: Path, options: ProgramOptions, precision: str, program: str
+    ) -> None:
         """Raises: what loading raises."""
-        family, config = find_family(options.model)
+        family, config = find_family(model_dir)
         if program != "native":
             family = GenericFamily(lowers=program == "lowered")
-            config = family.check(read_fields(options.model))
+            config = family.check(read_fields(model_dir))
         dtype = _DTYPES.get(precision, torch.float32)
         ops = cpu_ops("fast")
-        model = load_model(
-            options.model, family, config, _CPU, dtype, SCHEMES.get(precision), ops=ops
-        )
+        model = load_model(model_dir, family, config, _CPU, dtype, SCHEMES.get(precision), ops=ops)
         num_tokens = options.num_context + 2 * NUM_STEPS
         num_blocks = -(-num_tokens // _BLOCK_SIZE) * max(options.batch_sizes)
         settings = TorchSettings(
@@ -114,9 +117,9 @@ class Pages:
 class Generate:
     """Transformers' `generate`: a run of several steps, less a run of one."""
 
-    def __init__(self, options: ProgramOptions, dtype: torch.dtype) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-        self._num_context = options.num_context
+    def __init__(self, model_dir: Path, num_context: int, dtype: torch.dtype) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+        self._num_context = num_context
 
     @torch.inference_mode()
     def __call__(self, batch_size: int) -> float:
@@ -137,10 +140,14 @@ def measure(options: ProgramOptions, told: Callable[[str], None]) -> list[StepTi
     """All programs of one precision after another in every round. Raises: what loading raises."""
     torch.set_num_threads(1)
     disable_progress_bar()
+    model_dir = options.model or _DEFAULT
+    if options.model is None and not _DEFAULT.exists():
+        told(f"making {_DEFAULT}")
+        make_transformers_checkpoint("llama-125m", _DEFAULT)
     results: list[StepTime] = []
     for precision in options.precisions:
         told(f"{precision}: loading")
-        programs = _load(options, precision)
+        programs = _load(model_dir, options, precision)
         times: dict[tuple[int, str], list[float]] = {}
         for number in range(options.rounds):
             told(f"{precision}: round {number + 1} of {options.rounds}")
@@ -153,20 +160,25 @@ def measure(options: ProgramOptions, told: Callable[[str], None]) -> list[StepTi
     return results
 
 
-def _load(options: ProgramOptions, precision: str) -> dict[str, Measure]:
-    is_native = not isinstance(find_family(options.model)[0], GenericFamily)
+def _load(model_dir: Path, options: ProgramOptions, precision: str) -> dict[str, Measure]:
+    is_native = not isinstance(find_family(model_dir)[0], GenericFamily)
     names = ("native", "lowered", "generic") if is_native else ("lowered", "generic")
-    programs: dict[str, Measure] = {name: Pages(options, precision, name) for name in names}
+    programs: dict[str, Measure] = {
+        name: Pages(model_dir, options, precision, name) for name in names
+    }
     if precision in _DTYPES:
-        programs["generate"] = Generate(options, _DTYPES[precision])
+        programs["generate"] = Generate(model_dir, options.num_context, _DTYPES[precision])
     return programs
 
 
 def run(options: ProgramOptions, as_json: bool) -> None:
-    """Measure and print."""
+    """Measure and print. Raises: SystemExit with the reason."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
-        results = measure(options, lambda text: bar.update(task, description=text))
+        try:
+            results = measure(options, lambda text: bar.update(task, description=text))
+        except (EngineStartError, ValueError, OSError) as error:
+            raise SystemExit(f"bench programs: {error}") from None
     if as_json:
         return print(json.dumps([asdict(result) for result in results], indent=2))
     table = Table("precision", "batch", "program", "ms a step", "speed")

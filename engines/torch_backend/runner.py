@@ -169,6 +169,7 @@ class TorchRunner:
             "weights": self._weight_bytes,
             "kv_cache": sum(pool.num_bytes for pool in self._kv_pools),
             "encoder_cache": self._encoder_cache.num_bytes,
+            **({} if self.shares_prefixes else {"states": self.model.state_bytes}),
         }
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import create_processor
+from engines.torch_backend.multimodal.processor import create_processor, example_prompt
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
 from engines.torch_backend.parallel.leader import Leader
@@ -82,7 +82,8 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             )  # fmt: skip
         with phases.measure("warmup"):
             runner.warm_up()
-            runner.model.verify(runner, settings.self_check)
+            example = partial(example_prompt, processor)
+            runner.model.verify(runner, settings.self_check, example)
             limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
     except Exception as error:
         if ranks is None:

@@ -1,10 +1,10 @@
-"""Random-weight checkpoints of real shapes, in the files of `llava-hf`, for tests and benchmarks.
+"""Random-weight checkpoints of real shapes, for tests and benchmarks: of `llava-hf`, and as transformers saves them.
 
 Called by the command line and by tests. Memory stays at one shard: weights are drawn and written in turn.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ _TINY_TOWER = {
     "projection_dim": 32,
 }
 
+#: Those of `transformers_shapes`, which are not read before one is wanted.
+TRANSFORMERS_SHAPES = ("llama-125m", "smolvlm2-500m", "smolvlm2-2.2b", "qwen2.5-vl-3b")
 #: Shapes by name, as `config.json` contents.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _shape(
@@ -129,29 +131,81 @@ def make_checkpoint(
     content = _lay_over(SHAPES[shape], changes or {})
     content["dtype"] = str(dtype).removeprefix("torch.")
     config = FAMILY.check(Fields("config.json", content))
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty")
+    _prepare(directory)
     content["image_seq_length"] = config.tokens_per_image
     write_text_files(directory, content)
-    _write_weights(
-        directory, config, seed, dtype, max_shard_bytes, progress or (lambda share: None)
-    )
+    parameters = list(_parameters(config))
+    width = config.text.hidden_size
+    _write_weights(directory, parameters, width, seed, dtype, max_shard_bytes, progress)
     return config
 
 
-def run(shape: str, directory: Path, seed: int) -> None:
-    """The command: `make_checkpoint` under a progress bar. Raises: SystemExit with the reason."""
+def make_transformers_checkpoint(
+    shape: str,
+    directory: Path,
+    seed: int = 0,
+    *,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[float], None] | None = None,
+) -> list[Parameter]:
+    """Write a checkpoint of a shape of `transformers_shapes`, with so many layers at the most.
+
+    Returns names and shapes of its weights. Raises: FileExistsError, OSError.
+    """
+    from engines.torch_backend.loading.transformers_shapes import (  # noqa: PLC0415 - imports transformers
+        SHAPES as THEIRS,
+    )
+    from engines.torch_backend.loading.transformers_shapes import list_parameters  # noqa: PLC0415
+
+    config = THEIRS[shape].config(num_layers, dtype)
+    parameters = list_parameters(config)
+    _prepare(directory)
+    THEIRS[shape].write_files(directory, config)
+    width = config.get_text_config(decoder=True).hidden_size
+    _write_weights(directory, parameters, width, seed, dtype, max_shard_bytes, progress)
+    return parameters
+
+
+def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
+    """The command: a checkpoint under a progress bar. Raises: SystemExit with the reason."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"writing {directory}", total=1.0)
         try:
-            config = make_checkpoint(
-                shape, directory, seed, progress=lambda share: bar.update(task, completed=share)
+            parameters = make_any_checkpoint(
+                shape, directory, seed, num_layers, lambda share: bar.update(task, completed=share)
             )
         except (OSError, ValueError) as error:
             raise SystemExit(f"make-checkpoint: {error}") from None
-    num_parameters = sum(math.prod(size) for _, size in _parameters(config))
+    num_parameters = sum(math.prod(size) for _, size in parameters)
     print(f"{directory}: {shape}, {num_parameters / 1e6:,.1f} million random weights, seed {seed}")
+
+
+def make_any_checkpoint(
+    shape: str,
+    directory: Path,
+    seed: int = 0,
+    num_layers: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Iterable[Parameter]:
+    """One of either kind; returns names and shapes of its weights. Raises: ValueError, OSError."""
+    if shape in TRANSFORMERS_SHAPES:
+        return make_transformers_checkpoint(
+            shape, directory, seed, num_layers=num_layers, progress=progress
+        )
+    if shape not in SHAPES:
+        known = ", ".join((*SHAPES, *TRANSFORMERS_SHAPES))
+        raise ValueError(f"shape {shape!r} is unknown; there are {known}")
+    changes = {"text_config": {"num_hidden_layers": num_layers}} if num_layers else None
+    config = make_checkpoint(shape, directory, seed, changes=changes, progress=progress)
+    return list(_parameters(config))
+
+
+def _prepare(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty")
 
 
 def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -163,29 +217,31 @@ def _lay_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _write_weights(
     directory: Path,
-    config: VLMConfig,
+    parameters: list[Parameter],
+    width: int,
     seed: int,
     dtype: torch.dtype,
     max_shard_bytes: int,
-    progress: Callable[[float], None],
+    progress: Callable[[float], None] | None,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     # LLaMA's 0.02, but narrow models need wider weights for answers that are not one token for ever.
-    std = max(0.02, 6.4 / config.text.hidden_size)
-    total = sum(math.prod(shape) for _, shape in _parameters(config))
+    std = max(0.02, 6.4 / width)
+    total = sum(math.prod(shape) for _, shape in parameters)
     done = 0
     writer = TensorWriter(directory, max_shard_bytes)
-    for name, shape in _parameters(config):
+    for name, shape in parameters:
         writer.add(name, _random_weight(name, shape, std, dtype, generator))
         done += math.prod(shape)
-        progress(done / total)
+        if progress is not None:
+            progress(done / total)
     writer.close()
 
 
 def _random_weight(
     name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    is_gain = ("norm" in name or "layrnorm" in name) and name.endswith("weight")
+    is_gain = ("norm" in name or "layrnorm" in name or "ln_q" in name) and name.endswith("weight")
     weight = torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
     return weight.add_(1.0) if is_gain else weight
 

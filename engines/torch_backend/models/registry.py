@@ -4,7 +4,7 @@ A family is one file beside this one and a line in `_BUILT_IN`. The loader asks 
 """
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.request import ImageInput
+from engines.core.runner import Prompt
 from engines.core.sequence import ScheduledSequence
 from engines.packages.checkpoint_json import Fields, shown
 from engines.torch_backend.kv_cache import KVCachePool, KVShape
@@ -104,6 +105,7 @@ class FamilyModel(nn.Module):
     speed_path = "native"  #: whose program computes the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` wants weights as they are stored
     shares_prefixes = True  #: whether blocks hold all that is known of their tokens
+    state_bytes = 0  #: of what is kept of sequences beside keys and values
     num_position_rows = 1  #: R, where there is no such decoder
 
     def __init__(self) -> None:
@@ -168,8 +170,13 @@ class FamilyModel(nn.Module):
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """Have the linear maps of a scheme, where they were not there to be loaded."""
 
-    def verify(self, runner: Any, how: str) -> None:
-        """See that the runner's answers are the model's. Raises: UnsupportedCheckpoint."""
+    def verify(
+        self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
+    ) -> None:
+        """See that the runner's answers are the model's, also to a prompt with an image, which is made if it is wanted.
+
+        Raises: UnsupportedCheckpoint.
+        """
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """Token embeddings, with image features in their slots. Shapes: (N,); returns (N, C)."""

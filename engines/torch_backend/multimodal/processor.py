@@ -5,10 +5,19 @@ Called by the worker's pool. Thread-safe: nothing in it changes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.base import Decode, InvalidImage, InvalidRequest, UnsupportedCheckpoint
+from PIL import Image
+
+from engines.base import (
+    Decode,
+    InvalidImage,
+    InvalidRequest,
+    RequestError,
+    UnsupportedCheckpoint,
+)
 from engines.core.request import Positions
 from engines.core.runner import NO_OPTIONS, Prompt, Tokenizer
 from engines.image_decoder import decode_image
@@ -16,7 +25,9 @@ from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
-from shared.protocol import THINKING_SWITCHES, ChatMessage, TemplateOption, TextPart
+from shared.protocol import THINKING_SWITCHES, ChatMessage, ImagePart, TemplateOption, TextPart
+
+_EXAMPLE_SIZE = (96, 64)
 
 
 class MultimodalProcessor(Protocol):
@@ -131,6 +142,26 @@ class TorchProcessor:
             return self._prompt_builder.build([hello], []).is_thinking
         except InvalidRequest:
             return False
+
+
+def example_prompt(processor: TorchProcessor) -> Prompt | None:
+    """A question about a small made-up image, as a worker makes it ready; None where a model takes none.
+
+    Raises: UnsupportedCheckpoint if the processor does not take it.
+    """
+    if not processor.image_tokens:
+        return None
+    width, height = _EXAMPLE_SIZE
+    across, down = Image.linear_gradient("L").resize(_EXAMPLE_SIZE), Image.radial_gradient("L")
+    image = Image.merge("RGB", (across, down.resize(_EXAMPLE_SIZE), across.rotate(180)))
+    data = BytesIO()
+    image.save(data, "PNG")
+    try:
+        made = processor.process_image(data.getvalue(), (width, height))
+        parts = (ImagePart(0), TextPart("What is it?"))
+        return processor.build_prompt([ChatMessage("user", parts)], [("example", made)])
+    except RequestError as error:
+        raise UnsupportedCheckpoint(f"a small image cannot be made ready: {error}") from error
 
 
 def create_processor(

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -33,6 +33,8 @@ _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)
 _ROWS = frozenset({"pooler_output", "last_hidden_state", "deepstack_features"})
 #: Of the image that says how many tokens one may come to.
 _SAMPLE_SIDE = 1024
+#: What processors say that treat an image in another way if it is not a prompt's only one.
+_COUNTS = "batch_num_images"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,15 @@ class ProcessedImage:
     inputs: Mapping[str, Any]
     text: str
     num_slots: int
+    among_others: "ProcessedImage | None" = (
+        None  #: where it is treated in another way beside others
+    )
 
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        return sum(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
+        own = sum(x.nbytes for x in self.inputs.values() if isinstance(x, Tensor))
+        return own + (self.among_others.nbytes if self.among_others else 0)
 
 
 class PositionHooks:
@@ -157,8 +163,19 @@ class TransformersImages:
         return self._process(decode(data, expected_size))
 
     def _process(self, image: Any) -> ProcessedImage:
+        alone = self._make([image])
+        if _COUNTS not in alone.inputs:
+            return alone
+        several = self._make([[image, image]])  # all images of one prompt; its twin is left out
+        inputs = {
+            name: x if name == _COUNTS or len(x) != 2 else x[:1]
+            for name, x in several.inputs.items()
+        }
+        return replace(alone, among_others=replace(several, inputs=inputs))
+
+    def _make(self, images: list[Any]) -> ProcessedImage:
         try:
-            made, [text] = self._processor._process_images([image], **self._options)
+            made, [text, *_] = self._processor._process_images(images, **self._options)
         except Exception as error:  # each processor refuses in a way of its own
             reason = " ".join(str(error).split())[:200]
             raise _unfit(image, reason) from error
@@ -174,6 +191,13 @@ class TransformersImages:
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """What the processor puts in the placeholder's stead."""
+        if len(images) > 1:
+            images = [
+                (name, image)
+                if image.among_others is None
+                else (f"{name}, among others", image.among_others)
+                for name, image in images
+            ]
         texts = [image.text for _, image in images]
         processor: Any = self._processor
         if getattr(processor, "default_use_image_id", False):

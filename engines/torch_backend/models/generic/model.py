@@ -6,7 +6,7 @@ Shape letters: N new tokens of a step, R rows of positions, V vocabulary.
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as their_logging
 
 from engines.core.request import ImageInput
+from engines.core.runner import Prompt
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.layers.quantization import Scheme
@@ -42,7 +43,10 @@ from engines.torch_backend.models.generic.linears import (
 )
 from engines.torch_backend.models.generic.masks import check_masks, find_sight
 from engines.torch_backend.models.generic.rope import freeze_rope
-from engines.torch_backend.models.generic.self_check import largest_difference
+from engines.torch_backend.models.generic.self_check import (
+    difference_with_image,
+    largest_difference,
+)
 from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
@@ -351,6 +355,11 @@ class GenericModel(FamilyModel):
         """States belong to whole sequences: nobody can begin with another's blocks."""
         return not self._mixers
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of layers that are no attention."""
+        return self._states.num_bytes
+
     def release(self, request_id: str) -> None:
         """Let go of a request's states. Idempotent."""
         self._states.release(request_id)
@@ -362,11 +371,7 @@ class GenericModel(FamilyModel):
         return [self._encode(image.pixels, device, dtype) for image in images]
 
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
-        inputs: dict[str, Any] = {}
-        for name, given in pixels.inputs.items():
-            value = given.to(device) if isinstance(given, Tensor) else given
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            inputs[name] = value.to(dtype) if is_float else value
+        inputs = {name: _placed(given, device, dtype) for name, given in pixels.inputs.items()}
         base: Any = self.inner.base_model
         encoded = base.get_image_features(**inputs, return_dict=True)
         self._form = ImageForm.of(encoded)
@@ -442,20 +447,35 @@ class GenericModel(FamilyModel):
         return logits if keeps else logits[wanted]
 
     @torch.inference_mode()
-    def verify(self, runner: Any, how: str) -> None:
+    def verify(
+        self, runner: Any, how: str, make_example: Callable[[], Prompt | None] | None = None
+    ) -> None:
         """Compare a few tokens with transformers' own. Raises: UnsupportedCheckpoint where they differ."""
-        name = self.config.model_class.__name__
         if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
-        difference = largest_difference(runner, self.config.text.vocab_size)
+        self._check(largest_difference(runner, self.config.text.vocab_size), "")
+        # members of a mesh would have to encode the image at once, and rank 0 alone does
+        example = make_example() if make_example and self._mesh.size == 1 else None
+        if example is None:
+            return
+        difference = difference_with_image(runner, self, example)
+        if difference is None:
+            logger.warning("self-check: an image of %d tokens has no room", len(example.token_ids))
+        else:
+            self._check(difference, "of a prompt with an image ")
+
+    def _check(self, difference: float, of: str) -> None:
+        name = self.config.model_class.__name__
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
         if self._is_rounded:  # what is near to a half is rounded this way or that
             limit = max(limit, _LARGEST_ROUNDED)
-        logger.info("self-check of %s: scores differ by %.1e of their deviation", name, difference)
+        logger.info(
+            "self-check of %s: scores %sdiffer by %.1e of their deviation", name, of, difference
+        )
         if not difference <= limit:
             raise UnsupportedCheckpoint(
-                f"{name} cannot be run over pages: its scores differ from transformers' own by {difference:.1e} of "
-                f"their deviation, and {limit:.1e} is allowed"
+                f"{name} cannot be run over pages: its scores {of}differ from transformers' own by "
+                f"{difference:.1e} of their deviation, and {limit:.1e} is allowed"
             )
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
@@ -471,6 +491,22 @@ class GenericModel(FamilyModel):
     def take_image_form(self, form: bytes) -> None:
         """Read features in rank 0's form."""
         self._form = ImageForm.from_bytes(form)
+
+    def whole_inputs(self, token_ids: Tensor, images: Sequence[ImageInput]) -> dict[str, Any]:
+        """What transformers' own forward pass is given of a whole prompt, images included. Shapes: (1, N)."""
+        slots = (token_ids == getattr(self.inner.config, "image_token_id", None)).long()
+        types = {name for name in self._arguments if name.endswith("token_type_ids")}
+        if any("grid" in name for name in self._arguments):
+            types.add("mm_token_type_ids")
+        inputs: dict[str, Any] = dict.fromkeys(types, slots)
+        [image] = images
+        for name, given in image.pixels.inputs.items():
+            if name in self._arguments:
+                inputs[name] = _placed(given, token_ids.device, self.inner.dtype)
+        base: Any = self.inner.base_model
+        if hasattr(base, "rope_deltas"):
+            base.rope_deltas = None  # of another prompt
+        return inputs
 
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
@@ -536,6 +572,13 @@ def _wholes(step: FlatStep) -> list[Whole]:
                     place = span.start - item.start
                     wholes.append(Whole(place + begin, place + end, end - 1))
     return wholes
+
+
+def _placed(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """What a processor made, where the model is; numbers in its precision."""
+    if not isinstance(given, Tensor):
+        return given
+    return given.to(device, dtype) if given.is_floating_point() else given.to(device)
 
 
 def _told(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """A loaded model's scores by the engine's steps, beside those of its own forward pass.
 
-Two made-up prompts of different lengths, in chunks that share steps with decodes: what an engine may get wrong without a
-word (a window, a scale, positions, a state) shows in the scores of a few tokens.
+Two made-up prompts of different lengths, in chunks that share steps with decodes, and one with an image: what an engine
+may get wrong without a word (a window, a scale, positions, a state, features) shows in the scores of a few tokens.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.core.runner import Prompt
 from engines.core.sequence import ScheduledSequence, Sequence
 from shared.protocol import SamplingParams
 
@@ -24,10 +25,36 @@ def largest_difference(runner: Any, vocab_size: int) -> float:
     worst = 0.0
     for sequence in sequences:
         scores = runner.plain_logits(torch.tensor(sequence.token_ids[:-1]))
-        theirs = scores[sequence.num_prompt_tokens - 1 :].float()
-        ours = torch.stack(found[sequence.request_id]).float()
-        worst = max(worst, float((ours - theirs).abs().max() / theirs.std()))
+        worst = max(worst, _worst(sequence, found, scores))
     return worst
+
+
+def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | None:
+    """The same for a prompt with an image, in few chunks; None if the engine has no room for it.
+
+    Transformers' forward pass encodes the image and counts the positions by itself.
+    """
+    length = len(prompt.token_ids)
+    num_blocks = -(-(length + NUM_DRAWN) // runner.block_size)
+    if num_blocks > runner.num_blocks or length + NUM_DRAWN > runner.max_model_len:
+        return None
+    sequence = Sequence(
+        "self-check-image", list(prompt.token_ids), length, SamplingParams(temperature=0), prompt.images,
+        prompt_positions=prompt.positions,
+    )  # fmt: skip
+    sequence.block_ids = list(range(num_blocks))
+    found = _draw(runner, [sequence], max(CHUNK, -(-length // 3)))
+    ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
+    with model.as_transformers_does() as plain:
+        inputs = model.whole_inputs(ids, prompt.images)
+        scores = plain(input_ids=ids, use_cache=False, **inputs).logits[0]
+    return _worst(sequence, found, scores)
+
+
+def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -> float:
+    theirs = scores[sequence.num_prompt_tokens - 1 :].float()
+    ours = torch.stack(found[sequence.request_id]).float()
+    return float((ours - theirs).abs().max() / theirs.std())
 
 
 def _make_sequences(runner: Any, vocab_size: int) -> list[Sequence]:
@@ -48,11 +75,11 @@ def _make_sequences(runner: Any, vocab_size: int) -> list[Sequence]:
     return sequences
 
 
-def _draw(runner: Any, sequences: list[Sequence]) -> dict[str, list[Tensor]]:
+def _draw(runner: Any, sequences: list[Sequence], chunk: int = CHUNK) -> dict[str, list[Tensor]]:
     """Greedy tokens, in shares of a chunk; returns the scores of each."""
     scores: dict[str, list[Tensor]] = {sequence.request_id: [] for sequence in sequences}
     while unfinished := [s for s in sequences if s.num_output_tokens < NUM_DRAWN]:
-        items = [ScheduledSequence(s, min(CHUNK, s.num_pending_tokens)) for s in unfinished]
+        items = [ScheduledSequence(s, _share(s, chunk)) for s in unfinished]
         items.sort(key=lambda item: item.num_new_tokens != 1)
         for item, row in zip(items, runner.logits(items), strict=True):
             item.sequence.num_computed_tokens = item.end
@@ -62,3 +89,12 @@ def _draw(runner: Any, sequences: list[Sequence]) -> dict[str, list[Tensor]]:
     for sequence in sequences:
         runner.release(sequence.request_id)
     return scores
+
+
+def _share(sequence: Sequence, chunk: int) -> int:
+    """So many tokens, or more where an image is not to be cut."""
+    end = sequence.num_computed_tokens + min(chunk, sequence.num_pending_tokens)
+    for image in sequence.images:
+        if image.is_whole and image.offset < end < image.offset + image.num_tokens:
+            end = image.offset + image.num_tokens
+    return end - sequence.num_computed_tokens

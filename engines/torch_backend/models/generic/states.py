@@ -57,7 +57,9 @@ class LayerState:
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Shapes: kept."""
-        self.recurrent[state_idx] = recurrent_states
+        is_part = recurrent_states.untyped_storage().nbytes() > recurrent_states.nbytes
+        # a part would keep the states of all chunks
+        self.recurrent[state_idx] = recurrent_states.clone() if is_part else recurrent_states
         return recurrent_states
 
     def has_previous_state(
@@ -69,6 +71,10 @@ class LayerState:
     def is_recording_past(self, layer_idx: int) -> bool:
         """No state goes back."""
         return False
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [*self.conv.values(), *self.recurrent.values()]
 
     def copy(self) -> "LayerState":
         """One that may be updated."""
@@ -127,6 +133,18 @@ class SequenceStates:
             kept = {item.start: before, item.end: after}
             self._kept[item.sequence.request_id] = (item.sequence, kept)
         self.before, self.after = [], []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept of all sequences; what several share counts once."""
+        states = [kept for _, by_place in self._kept.values() for kept in by_place.values()]
+        storages = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+            for kept in states
+            for state in kept.values()
+            for x in state.tensors()
+        }
+        return sum(storages.values())
 
     def release(self, request_id: str) -> None:
         """Forget a request. Idempotent."""

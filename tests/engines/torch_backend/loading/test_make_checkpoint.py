@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoProcessor, LlavaForConditionalGeneration
 
 from engines.packages.checkpoint_json import Fields
-from engines.torch_backend.loading.make_checkpoint import SHAPES, _parameters, make_checkpoint, run
-from engines.torch_backend.models.registry import check_config
+from engines.torch_backend.loading import transformers_shapes
+from engines.torch_backend.loading.make_checkpoint import (
+    SHAPES,
+    TRANSFORMERS_SHAPES,
+    _parameters,
+    make_any_checkpoint,
+    make_checkpoint,
+    run,
+)
+from engines.torch_backend.models.registry import check_config, find_family
 
 
 @pytest.mark.parametrize(
@@ -78,6 +86,50 @@ def test_the_large_shapes_have_the_parameters_of_their_models(shape: str, billio
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        ("llama-125m", 0.127),
+        ("smolvlm2-500m", 0.507),
+        ("smolvlm2-2.2b", 2.25),
+        ("qwen2.5-vl-3b", 3.75),
+    ],
+)
+def test_shapes_of_transformers_have_the_parameters_of_their_models(
+    shape: str, billions: float
+) -> None:
+    config = transformers_shapes.SHAPES[shape].config(None, torch.bfloat16)
+
+    count = sum(math.prod(size) for _, size in transformers_shapes.list_parameters(config))
+    assert count / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_every_shape_of_transformers_can_be_asked_for() -> None:
+    assert tuple(transformers_shapes.SHAPES) == TRANSFORMERS_SHAPES
+
+
+def test_a_shape_of_transformers_may_be_cut_to_fewer_layers(tmp_path: Path) -> None:
+    make_any_checkpoint("llama-125m", tmp_path / "t", num_layers=1)
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "t", output_loading_info=True)
+    model, info = loaded
+    assert not any(info.values())
+    assert len(model.model.layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"), [("smolvlm2-500m", 17 * 64), ("qwen2.5-vl-3b", 37**2)]
+)
+def test_a_shape_of_transformers_has_its_own_image_processor(
+    shape: str, tokens: int, tmp_path: Path
+) -> None:
+    wanted = transformers_shapes.SHAPES[shape]
+    wanted.write_files(tmp_path, wanted.config(2, torch.bfloat16))
+
+    family, config = find_family(tmp_path)
+    assert family.processor(tmp_path, config).image_tokens == tokens
+
+
 def test_a_directory_with_files_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
 
@@ -86,9 +138,9 @@ def test_a_directory_with_files_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_an_unknown_shape_is_told_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"'huge' is unknown; there are tiny, llava-1b, llava-1\.5"
-    ):
+    with pytest.raises(ValueError, match=r"'huge' is unknown; there are .*llava-1b, .*smolvlm2"):
+        make_any_checkpoint("huge", tmp_path / "t")
+    with pytest.raises(ValueError, match=r"'huge' is unknown; there are tiny, llava-1b"):
         make_checkpoint("huge", tmp_path / "t")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoProcessor
 
@@ -176,7 +177,10 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
         bos = {"add_special_tokens": False} if family.opening else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own ways with numpy
-            made = call(images=images or None, text=[text], return_tensors="pt", **bos)
+            # this one counts the images of a prompt, which lie in a list of their own
+            is_counted = isinstance(processor, transformers.LlavaOnevisionProcessor)
+            given: Any = [images] if is_counted and images else images or None
+            made = call(images=given, text=[text], return_tensors="pt", **bos)
         return {
             name: value.float() if value.is_floating_point() else value
             for name, value in made.items()

@@ -1,5 +1,6 @@
 """What may go wrong without a word where another's modules are driven: each is refused, or made right."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.loading.weights import load_model
@@ -21,10 +23,14 @@ from engines.torch_backend.models.generic.attention import PagedLayer
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.generic.linears import OperatorLinear
 from engines.torch_backend.models.generic.model import GenericModel
+from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
+from engines.torch_backend.multimodal.processor import TorchProcessor, example_prompt
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
+from shared.protocol import SamplingParams
+from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import (
     FAMILIES,
@@ -36,6 +42,7 @@ from tests.engines.torch_backend.models.family_table import (
 )
 from tests.engines.torch_backend.models.test_families import (
     CPU,
+    QUESTIONS,
     Loaded,
     generate,
     load,
@@ -193,6 +200,59 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
     model.verify(runner, "off")
 
 
+@pytest.fixture(scope="module", params=["LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Gemma 3"])
+def seeing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[GenericModel, TorchProcessor]:
+    """A model of images by transformers' own modules."""
+    directory = tmp_path_factory.mktemp("seeing")
+    write_checkpoint(next(each for each in FAMILIES if each.name == request.param), directory)
+    model, processor = load(directory, GenericFamily(lowers=False))
+    assert isinstance(model, GenericModel)
+    return model, processor
+
+
+def test_the_self_check_compares_a_prompt_with_an_image(
+    seeing: tuple[GenericModel, TorchProcessor], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, processor = seeing
+    with caplog.at_level("INFO"):
+        model.verify(start(model), "always", lambda: example_prompt(processor))
+    assert "scores of a prompt with an image differ by" in caplog.text
+
+
+def _misread(model: Any) -> None:
+    encode = model._encode
+    model._encode = lambda *args: 1.2 * encode(*args)
+
+
+def _misplace(model: Any) -> None:
+    model.inputs = lambda *args: {}  # features are left out
+
+
+@pytest.mark.parametrize("change", [_misread, _misplace])
+def test_an_engine_that_takes_images_for_something_else_is_refused(
+    seeing: tuple[GenericModel, TorchProcessor],
+    change: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, processor = seeing
+    for name in ("_encode", "inputs"):
+        monkeypatch.setattr(model, name, getattr(model, name))  # put back afterwards
+    runner = start(model)
+    change(model)
+    with pytest.raises(UnsupportedCheckpoint, match="scores of a prompt with an image differ from"):
+        model.verify(runner, "always", lambda: example_prompt(processor))
+
+
+def test_an_image_without_room_is_left_out_of_the_self_check(
+    seeing: tuple[GenericModel, TorchProcessor], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, processor = seeing
+    model.verify(start(model, num_kv_blocks=3), "always", lambda: example_prompt(processor))
+    assert "has no room" in caplog.text
+
+
 def test_a_decoder_of_our_own_program_is_run_by_it(tmp_path: Path) -> None:
     write_checkpoint(LLAMA, tmp_path / "plain")
     assert isinstance(find_family(tmp_path / "plain")[0], CausalFamily)
@@ -299,3 +359,79 @@ def test_slots_of_an_image_see_each_other_where_the_model_says_so(
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     monkeypatch.setattr("engines.torch_backend.models.generic.model._wholes", lambda step: [])
     assert ways.run_chunked(loaded.start, loaded.requests) != loaded.expected
+
+
+def test_positions_do_not_depend_on_the_prompt_before(tmp_path: Path) -> None:
+    """Transformers' hooks leave what they count by in the model."""
+    write_checkpoint(next(each for each in FAMILIES if each.name == "Qwen2.5-VL"), tmp_path)
+    _, processor = load(tmp_path)
+    with_image, without = QUESTIONS["wide"], QUESTIONS["text"]
+    first = ask(processor, with_image).positions
+    assert len(first) == 3
+    assert ask(processor, without).positions == ()
+    assert ask(processor, QUESTIONS["two"]).positions != first
+    assert ask(processor, without).positions == ()
+    assert ask(processor, with_image).positions == first
+
+
+def test_what_is_kept_of_sequences_beside_blocks_is_counted(tmp_path: Path) -> None:
+    [family] = [each for each in FAMILIES if each.name == "Bamba"]
+    write_checkpoint(family, tmp_path)
+    model, _ = load(tmp_path)
+    runner = start(model)
+    assert runner.memory_bytes()["states"] == 0
+    for number in range(2):
+        sequence = Sequence(f"{number}", [5, 6, 7, 8], 4, SamplingParams(temperature=0))
+        sequence.block_ids = [number]
+        runner.run(Batch([ScheduledSequence(sequence, 4)]))
+    # convolution: 4 of 64 * 2 + 2 * 8 channels; state: 8 heads of 16 by 8; the first step begins with nothing
+    assert runner.memory_bytes()["states"] == 2 * 4 * (4 * (128 + 16) + 8 * 16 * 8)
+    runner.release("0")
+    runner.release("1")
+    assert runner.memory_bytes()["states"] == 0
+
+
+def test_a_state_that_is_lost_between_chunks_is_found_by_the_self_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers' first Mamba does with its own."""
+    [family] = [each for each in FAMILIES if each.name == "Bamba"]
+    write_checkpoint(family, tmp_path)
+    model, _ = load(tmp_path)
+    model.verify(start(model), "always")
+    monkeypatch.setattr(LayerState, "get_recurrent_state", lambda *args, **more: None)
+    monkeypatch.setattr(LayerState, "get_conv_state", lambda *args, **more: None)
+    monkeypatch.setattr(LayerState, "has_previous_state", lambda *args, **more: False)
+    with pytest.raises(UnsupportedCheckpoint, match="differ from transformers' own by"):
+        model.verify(start(model), "always")
+
+
+@pytest.mark.parametrize(("difference", "passes"), [(9e-4, True), (2e-3, False)])
+def test_a_difference_beyond_rounding_is_told_and_not_explained_away(
+    difference: float, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice of experts may flip by less than what is wrong elsewhere."""
+    write_checkpoint(WINDOWED, tmp_path)
+    model, _ = load(tmp_path, GenericFamily(lowers=False))
+    name = "engines.torch_backend.models.generic.model.largest_difference"
+    monkeypatch.setattr(name, lambda *args: difference)
+    expected = (
+        contextlib.nullcontext()
+        if passes
+        else pytest.raises(
+            UnsupportedCheckpoint, match=r"2\.0e-03 of their deviation, and 1\.0e-03"
+        )
+    )
+    with expected:
+        model.verify(start(model), "always")
+
+
+def test_an_image_among_others_is_what_the_processor_makes_of_it_there(tmp_path: Path) -> None:
+    """LLaVA-OneVision cuts a prompt's only image into tiles, and no other."""
+    write_checkpoint(next(each for each in FAMILIES if each.name == "LLaVA-OneVision"), tmp_path)
+    _, processor = load(tmp_path)
+    image = QUESTIONS["wide"][1]
+    [alone] = ask(processor, [image, "What?"]).images
+    first, second = ask(processor, [image, "Or ", image, "?"]).images
+    assert alone.num_slots > first.num_slots == second.num_slots == 5
+    assert alone.image_hash != first.image_hash == second.image_hash
