@@ -163,17 +163,17 @@ class TransformersImages:
         return self._process(decode(data, expected_size))
 
     def _process(self, image: Any) -> ProcessedImage:
-        alone = self._make([image])
+        alone = self._make(image, [image])
         if _COUNTS not in alone.inputs:
             return alone
-        several = self._make([[image, image]])  # all images of one prompt; its twin is left out
+        several = self._make(image, [[image, image]])  # all images of one prompt; its twin is left out
         inputs = {
             name: x if name == _COUNTS or len(x) != 2 else x[:1]
             for name, x in several.inputs.items()
         }
         return replace(alone, among_others=replace(several, inputs=inputs))
 
-    def _make(self, images: list[Any]) -> ProcessedImage:
+    def _make(self, image: Any, images: list[Any]) -> ProcessedImage:
         try:
             made, [text, *_] = self._processor._process_images(images, **self._options)
         except Exception as error:  # each processor refuses in a way of its own
