@@ -166,7 +166,8 @@ class TransformersImages:
         alone = self._make(image, [image])
         if _COUNTS not in alone.inputs:
             return alone
-        several = self._make(image, [[image, image]])  # all images of one prompt; its twin is left out
+        # all images of one prompt; its twin is left out
+        several = self._make(image, [[image, image]])
         inputs = {
             name: x if name == _COUNTS or len(x) != 2 else x[:1]
             for name, x in several.inputs.items()
