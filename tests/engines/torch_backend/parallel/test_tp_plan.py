@@ -17,11 +17,9 @@ from tests.engines.torch_backend.parallel.threads import SharedModel
 
 ALL = bool(os.environ.get("FAMILIES_ALL"))
 QUICK = ("OLMo 2", "Qwen3-MoE", "Qwen3-VL", "Gemma 3")
-#: Those of which transformers says no plan; every other has to be shared.
-WITHOUT_PLAN = frozenset({
-    "StableLM", "GPT-2", "GPT-OSS", "Falcon-H1", "Bamba", "Granite 4 hybrid", "LFM2",
-})  # fmt: skip
-SHARED = [f for f in FAMILIES if (ALL or f.name in QUICK) and f.name not in WITHOUT_PLAN]
+#: Transformers has no plan of their layers.
+WITHOUT_PLAN = ("GPT-2", "GPT-OSS", "LFM2")
+FOUND = [family for family in FAMILIES if ALL or family.name in QUICK]
 
 
 def requests_for(family: Family, shared: SharedModel) -> list[EngineRequest]:
@@ -36,14 +34,19 @@ def requests_for(family: Family, shared: SharedModel) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("size", [2, 4] if ALL else [2])
-@pytest.mark.parametrize("family", SHARED, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FOUND, ids=lambda family: family.name)
 def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: Family, size: int) -> None:
     family_table.write_checkpoint(family, tmp_path)
     whole = SharedModel(tmp_path, 1)
     with whole.running() as start:
         expected = ways.run_batched(start, requests_for(family, whole))
 
-    shared = SharedModel(tmp_path, size)
+    try:
+        shared = SharedModel(tmp_path, size)
+    except UnsupportedCheckpoint as refusal:
+        if family.name in QUICK or "devices" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
     with shared.running() as start:
         for way in (ways.run_beside_smooth_streams, ways.run_taken_over):
             assert way(start, requests_for(family, shared)) == expected, way.__name__
@@ -60,7 +63,7 @@ def test_ranks_in_few_bits_give_the_tokens_of_one(tmp_path: Path, name: str) -> 
         assert ways.run_batched(start, requests_for(family, shared)) == expected
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_PLAN) if ALL else ["GPT-2"])
+@pytest.mark.parametrize("name", WITHOUT_PLAN if ALL else ["GPT-2"])
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, name: str) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     family_table.write_checkpoint(family, tmp_path)
