@@ -19,6 +19,7 @@ from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from gateway.images.header import ImageHeader, ImageRefused, check_header
 from gateway.images.loader import ImageLoader, ImageSource
+from shared.protocol import SamplingDefaults
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_body
@@ -33,7 +34,7 @@ def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
     images = translate_messages(request.messages, limits).sources
     check_images(images, "generate", CARD, limits)
-    translate_sampling(request, limits, seed=0)
+    translate_sampling(request, limits, seed=0, defaults=SamplingDefaults())
     num_choices(request, limits)
 
 
@@ -94,6 +95,8 @@ ELSEWHERE = (
     "max_documents",
     "max_wrong_",
     "max_lora",
+    *("max_store", "max_file", "max_filter", "max_item", "max_search"),
+    *("MAX_STORE", "MAX_FILE", "MAX_FILTER", "MAX_ITEM", "MAX_SEARCH", "MAX_PAGE"),
 )
 
 
@@ -102,6 +105,7 @@ def test_no_limit_is_without_a_row():
     here = {name for name in all_limits if not name.startswith(ELSEWHERE)}
     assert {row.limit for row in BODY_ROWS} == here
     constants = {name for name in vars(limits_module) if name.startswith("MAX_")}
+    constants = {name for name in constants if not name.startswith(ELSEWHERE)}
     assert {name for _, name, _ in FIXED_ROWS} == constants
 
 
