@@ -158,6 +158,9 @@ def bench_peers(
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Directory for images (SVG).")] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Five minutes: a cut model, decode-1 and prefill, two rounds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
@@ -175,7 +178,7 @@ def bench_peers(
         results=results,
         plots=plots,
     )
-    run(options, as_json)
+    run(options.quick if quick else options, as_json)
 
 
 def bench_programs(

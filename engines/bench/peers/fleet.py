@@ -6,12 +6,12 @@ Used by `run`. Each has the same number of threads; loading is one after another
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from engines.bench.peers.install import peers_python
+from engines.bench.peers.install import is_installed, peers_python
 from engines.bench.peers.peer import SystemName, Workload
 
 
@@ -23,12 +23,19 @@ class Fleet:
     """Systems that are loaded. Use as a context manager: leaving it ends the processes."""
 
     def __init__(
-        self, systems: Iterable[SystemName], folder: Path, options: dict[str, Any]
+        self,
+        systems: Iterable[SystemName],
+        folder: Path,
+        options: dict[str, Any],
+        told: Callable[[str], None],
     ) -> None:
-        """Load all. Raises: PeerFailure, and what installing raises."""
+        """Load all, telling of each. Raises: PeerFailure, and what installing raises."""
         self._processes: dict[SystemName, subprocess.Popen[str]] = {}
         for system in systems:
             is_foreign = system.maker == "llama.cpp"
+            if is_foreign and not is_installed(folder):
+                told("building llama.cpp, once: minutes")
+            told(f"loading {system}")
             python = str(peers_python(folder)) if is_foreign else sys.executable
             command = [python, "-m", "engines.bench.peers.worker", str(system), json.dumps(options)]
             self._processes[system] = subprocess.Popen(

@@ -16,6 +16,15 @@ LLAMA_CPP_VERSION = "0.3.36"
 _TOOLS = ("gguf==0.19.0", "scikit-build-core==1.1.2", "cmake", "ninja")
 
 
+def is_installed(folder: Path) -> bool:
+    """Whether llama.cpp is there already."""
+    return _marker(folder).exists()
+
+
+def _marker(folder: Path) -> Path:
+    return folder / "venv" / f"llama-cpp-python-{LLAMA_CPP_VERSION}"
+
+
 def peers_python(folder: Path) -> Path:
     """The interpreter in which llama.cpp is installed; installs what is missing, which takes minutes.
 
@@ -25,7 +34,7 @@ def peers_python(folder: Path) -> Path:
     python = environment / "bin" / "python"
     if not python.exists():
         venv.create(environment, with_pip=True)
-    marker = environment / f"llama-cpp-python-{LLAMA_CPP_VERSION}"
+    marker = _marker(folder)
     if not marker.exists():
         _pip(python, "install", *_TOOLS)
         _build_llama_cpp(python, folder)

@@ -4,19 +4,20 @@ Called by `vlm bench peers`. What else the machine does falls so on all of them 
 """
 
 import os
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime  # noqa: TID251
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from engines.bench.machine import device_name
 from engines.bench.peers.fleet import Fleet, PeerFailure
-from engines.bench.peers.install import LLAMA_CPP_VERSION
+from engines.bench.peers.install import LLAMA_CPP_VERSION, is_installed
 from engines.bench.peers.peer import (
     CPU_WORKLOADS,
     NUM_TEXT_TOKENS,
@@ -27,9 +28,12 @@ from engines.bench.peers.peer import (
 from engines.bench.peers.plot import write_plots
 from engines.bench.peers.report import TABLE_WIDTH, show
 from engines.bench.peers.results import Result, Results
-from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.make_checkpoint import make_any_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.registry import read_config
+
+#: Of the default model's 22, in a first look.
+_QUICK_LAYERS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,16 @@ class PeerOptions:
     results: Path | None = None
     plots: Path | None = None
 
+    @property
+    def quick(self) -> "PeerOptions":
+        """A first look, five minutes: a cut model, two workloads, two rounds, llama.cpp if it is built already."""
+        has_llama_cpp = is_installed(self.folder)
+        systems = [x for x in self.systems if has_llama_cpp or not x.startswith("llama.cpp")]
+        model = self.model or _default_checkpoint(self.folder, _QUICK_LAYERS)
+        return replace(
+            self, model=model, systems=tuple(systems), workloads=("decode-1", "prefill"), rounds=2
+        )
+
 
 class Comparison:
     """Systems and workloads of one run."""
@@ -56,6 +70,7 @@ class Comparison:
         if unknown:
             raise ValueError(f"workloads are {', '.join(WORKLOADS)}")
         self.options = options
+        self._began_s = time.monotonic()
         self.systems = [SystemName.parse(name) for name in options.systems]
         is_for_llama_cpp = options.device == "cpu" and set(options.workloads) <= set(CPU_WORKLOADS)
         if not is_for_llama_cpp and any(s.maker == "llama.cpp" for s in self.systems):
@@ -77,8 +92,11 @@ class Comparison:
             "llama-cpp-python": LLAMA_CPP_VERSION,
         }
 
-    def measure(self) -> Iterator[list[Result]]:
-        """All systems at one workload after another. Raises: PeerFailure, and what installing raises."""
+    def measure(self) -> Iterator[Result]:
+        """All systems at one workload after another; a system's result again whenever more of it is known.
+
+        Raises: PeerFailure, and what installing raises.
+        """
         options = {
             "checkpoint": str(self.checkpoint),
             "num_threads": self.options.num_threads,
@@ -86,20 +104,32 @@ class Comparison:
             "max_batch_size": max(workload.batch_size for workload in self.workloads),
             "files": str(self.options.folder / "gguf" / self.checkpoint.name),
         }
-        console = Console(stderr=True)
-        with Fleet(self.systems, self.options.folder, options) as fleet:
-            for workload in track(self.workloads, "measuring", console=console, transient=True):
-                yield self._take_turns(fleet, workload)
+        self._tell(
+            f"{self.checkpoint.name}: {len(self.systems)} systems at {len(self.workloads)} workloads "
+            f"({', '.join(workload.name for workload in self.workloads)}), {self.options.rounds} rounds"
+        )
+        with Fleet(self.systems, self.options.folder, options, self._tell) as fleet:
+            for number, workload in enumerate(self.workloads):
+                self._tell(f"{workload.name}, {number + 1} of {len(self.workloads)} workloads")
+                yield from self._take_turns(fleet, workload)
 
-    def _take_turns(self, fleet: Fleet, workload: Workload) -> list[Result]:
+    def _take_turns(self, fleet: Fleet, workload: Workload) -> Iterator[Result]:
+        """What is known of a system after each of its turns."""
         if workload.task == "decode":  # the first touches weights and chooses caches
             for system in self.systems:
                 fleet.ask(system, workload)
         seconds: dict[SystemName, list[float]] = {system: [] for system in self.systems}
-        for _ in range(self.options.rounds):
+        for number in range(self.options.rounds):
             for system in self.systems:
                 seconds[system].append(fleet.ask(system, workload))
-        return [self._result(system, workload, seconds[system]) for system in self.systems]
+                result = self._result(system, workload, seconds[system])
+                value = f"{result.values[-1]:,.1f} {result.unit}"
+                self._tell(f"  round {number + 1} of {self.options.rounds}: {system} {value}")
+                yield result
+
+    def _tell(self, text: str) -> None:
+        elapsed_s = int(time.monotonic() - self._began_s)
+        print(f"[{elapsed_s // 60}:{elapsed_s % 60:02}] {text}", file=sys.stderr, flush=True)
 
     def _result(self, system: SystemName, workload: Workload, seconds: list[float]) -> Result:
         return Result(
@@ -117,10 +147,15 @@ def run(options: PeerOptions, as_json: bool) -> None:
     try:
         comparison = Comparison(options)
         results = Results.read(options.results, comparison.about())
-        for part in comparison.measure():
-            results.add(part)
-            if options.results:  # a run that is cut loses no more than it has to
-                options.results.write_text(results.to_json())
+        try:
+            for result in comparison.measure():
+                results.add([result])
+                if options.results:  # a run that is cut loses no more than it has to
+                    options.results.write_text(results.to_json())
+        except KeyboardInterrupt:
+            if not results.by_cell:
+                raise SystemExit(130) from None
+            print("cut: what is known by now", file=sys.stderr)
     except (PeerFailure, UnsupportedCheckpoint, ValueError, OSError) as error:
         raise SystemExit(f"bench peers: {error}") from None
     if options.plots:
@@ -133,9 +168,10 @@ def run(options: PeerOptions, as_json: bool) -> None:
         show(console, results)
 
 
-def _default_checkpoint(folder: Path) -> Path:
-    """Random weights of a 1.1 B decoder behind CLIP ViT-L/14 at 336 px."""
-    directory = folder / "llava-1b"
+def _default_checkpoint(folder: Path, num_layers: int | None = None) -> Path:
+    """Random weights of a 1.1 B decoder behind CLIP ViT-L/14 at 336 px, or of some of its layers."""
+    directory = folder / ("llava-1b" if num_layers is None else f"llava-1b-{num_layers}-layers")
     if not directory.exists():
-        make_checkpoint("llava-1b", directory)
+        print(f"making {directory}", file=sys.stderr, flush=True)
+        make_any_checkpoint("llava-1b", directory, num_layers=num_layers)
     return directory

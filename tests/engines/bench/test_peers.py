@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from engines.bench.peers.fleet import Fleet
 from engines.bench.peers.hugging_face import HuggingFace
 from engines.bench.peers.ours import Ours
 from engines.bench.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
@@ -100,6 +101,45 @@ def test_a_command_measures_one_slice_and_keeps_the_others(tiny, tmp_path, capsy
     assert {system for system, _ in results.by_cell} == {"ours:float32", "ours:int8"}
     with pytest.raises(ValueError, match="is about"):
         Results.read(file, content["about"] | {"threads": 7})
+
+
+def test_results_are_kept_as_they_come_and_every_turn_is_told(tiny, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "results.json"
+    systems = ("ours:float32", "transformers:float32")
+    options = PeerOptions(
+        tiny, systems, ("decode-1", "prefill"), rounds=2, folder=tmp_path, results=file
+    )
+    ask, seen = Fleet.ask, []
+
+    def cut(self, system, workload):
+        if workload.name == "prefill" and len(seen) == 3:
+            raise KeyboardInterrupt
+        if workload.name == "prefill":
+            seen.append(system)
+        return ask(self, system, workload)
+
+    monkeypatch.setattr(Fleet, "ask", cut)
+    run(options, as_json=True)
+    shown = capsys.readouterr()
+    kept = json.loads(file.read_text())
+    assert json.loads(shown.out) == kept
+    counts = {(row["system"], row["workload"]): len(row["values"]) for row in kept["results"]}
+    assert counts == {
+        ("ours:float32", "decode-1"): 2,
+        ("transformers:float32", "decode-1"): 2,
+        ("ours:float32", "prefill"): 2,
+        ("transformers:float32", "prefill"): 1,
+    }
+    first, *lines = shown.err.splitlines()
+    assert "2 systems at 2 workloads (decode-1, prefill), 2 rounds" in first
+    assert sum("round" in line for line in lines) == 7
+
+
+def test_a_quick_look_takes_llama_cpp_only_where_it_is_built(tiny, tmp_path):
+    options = PeerOptions(tiny, ("ours:int8", "llama.cpp:Q8_0"), folder=tmp_path)
+    quick = options.quick
+    assert (quick.systems, quick.workloads) == (("ours:int8",), ("decode-1", "prefill"))
+    assert quick.rounds == 2
 
 
 def test_ratios_are_speeds_over_the_best_of_the_others():
