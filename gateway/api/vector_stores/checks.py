@@ -1,0 +1,136 @@
+"""What a request to a vector store may hold: vectors, images, filters and queries. Pure."""
+
+import base64
+import binascii
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.api.fields import invalid
+from gateway.api.vector_stores.schemas import QueryInput, Vector
+from gateway.images.loader import ImageSource
+from shared.protocol import ModelCard
+from shared.search import (
+    Filter,
+)
+from shared.settings.limits import (
+    MAX_FILTER_VALUES,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    LimitSettings,
+)
+
+
+def check_text(param: str, value: str) -> str:
+    """Raises: InvalidRequest for control characters, which no log or file should meet."""
+    if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in value):
+        raise invalid(param, "send it without control characters")
+    return value
+
+
+def find_prompt(param: str, asked: str | None, card: ModelCard, usual: Sequence[str]) -> str:
+    """The prompt that is asked for, else the model's own of that use. Raises: InvalidRequest."""
+    if asked is None:
+        return next((name for name in usual if name in card.prompts), "")
+    if asked and asked not in card.prompts:
+        offered = ", ".join(card.prompts) or "none"
+        raise invalid(param, f"the prompts of this model are: {offered}")
+    return asked
+
+
+def pack_vector(vector: Vector, param: str) -> bytes:
+    """Little-endian float32. Raises: InvalidRequest."""
+    if isinstance(vector, str):
+        try:
+            data = base64.b64decode(vector, validate=True)
+        except (binascii.Error, ValueError):
+            data = b"?"
+        if not data or len(data) % 4:
+            raise invalid(param, "send numbers, or float32 in base64")
+        return data
+    if not vector:
+        raise invalid(param, "it is empty: send numbers")
+    return array("f", vector).tobytes()
+
+
+def to_image(url: str, param: str) -> ImageSource:
+    """An image by its URL, or in bare base64."""
+    if not url[:8].lower().startswith(("data:", "http://", "https://")):
+        url = f"data:;base64,{url}"
+    return ImageSource(url, param)
+
+
+def name_of_image(url: str | None) -> str:
+    """What is kept of an image: the URL of one that is elsewhere."""
+    if url is None:
+        return ""
+    return url if url[:8].lower().startswith(("http://", "https://")) else "inline"
+
+
+def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
+    """Numbers are finite. Raises: InvalidRequest."""
+    for key, value in (attributes or {}).items():
+        check_text(param, key)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise invalid(param, "send finite numbers")
+
+
+def check_filter(where: Filter, limits: LimitSettings) -> None:
+    """Raises: InvalidRequest that names the part."""
+    num_left = limits.max_filters
+
+    def check(part: Filter, param: str, depth: int) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise invalid("filters", f"send at most {limits.max_filters} filters")
+        if depth > limits.max_filter_depth:
+            raise invalid("filters", f"nest at most {limits.max_filter_depth} filters")
+        if part.type in ("and", "or"):
+            if part.key or part.value is not None or not part.filters:
+                raise invalid(param, f"send {part.type} with filters alone, at least one")
+            for index, inner in enumerate(part.filters):
+                check(inner, f"{param}.filters.[{index}]", depth + 1)
+        else:
+            _check_comparison(part, param)
+
+    check(where, "filters", 1)
+
+
+def _check_comparison(part: Filter, param: str) -> None:
+    if part.filters or not 0 < len(part.key) <= MAX_METADATA_KEY_CHARS:
+        raise invalid(f"{param}.key", f"send a key of 1 to {MAX_METADATA_KEY_CHARS} characters")
+    values = part.value if isinstance(part.value, list) else [part.value]
+    if isinstance(part.value, list) != (part.type in ("in", "nin")) or part.value is None:
+        raise invalid(f"{param}.value", "send a list with in and nin, one value with the others")
+    if len(values) > MAX_FILTER_VALUES:
+        raise invalid(f"{param}.value", f"send at most {MAX_FILTER_VALUES} values")
+    for value in values:
+        if isinstance(value, str) and len(value) > MAX_METADATA_VALUE_CHARS:
+            raise invalid(
+                f"{param}.value", f"send texts of at most {MAX_METADATA_VALUE_CHARS} characters"
+            )
+        is_number = isinstance(value, float) and not isinstance(value, bool)
+        if is_number and not math.isfinite(value):  # type: ignore[arg-type]
+            raise invalid(f"{param}.value", "send a finite number")
+        if part.type in ("gt", "gte", "lt", "lte") and not is_number:
+            raise invalid(f"{param}.value", f"{part.type} compares numbers: send one")
+
+
+def read_query(
+    query: str | Sequence[str] | QueryInput,
+) -> tuple[list[str], list[str | ImageSource], list[bytes]]:
+    """Texts to show, what to embed, and vectors that are there already. Raises: InvalidRequest."""
+    if isinstance(query, QueryInput):
+        if sum(x is not None for x in (query.text, query.image, query.embedding)) != 1:
+            raise invalid("query", "send one of text, image and embedding")
+        if query.image is not None:
+            return [], [to_image(query.image, "query.image")], []
+        if query.embedding is not None:
+            return [], [], [pack_vector(query.embedding, "query.embedding")]
+        query = query.text or ""
+    texts = [query] if isinstance(query, str) else list(query)
+    if not all(texts):
+        raise invalid("query", "it is empty: send text")
+    return texts, list(texts), []

@@ -1,0 +1,379 @@
+"""What clients send to vector stores, and what they are answered."""
+
+import base64
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from gateway.api.inputs import ModelName, RequestStruct
+from shared.search import (
+    Filter,
+    Hit,
+    Item,
+    Page,
+    StoreFile,
+    StoreRecord,
+)
+from shared.settings.limits import (
+    MAX_ITEM_ID_CHARS,
+    MAX_METADATA_ENTRIES,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_PAGE,
+    MAX_SEARCH_RESULTS,
+    MAX_STORE_NAME_CHARS,
+)
+
+Key = Annotated[str, Meta(min_length=1, max_length=MAX_METADATA_KEY_CHARS)]
+Text = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
+Metadata = Annotated[dict[Key, Text], Meta(max_length=MAX_METADATA_ENTRIES)]
+ItemAttributes = Annotated[dict[Key, Text | bool | float], Meta(max_length=MAX_METADATA_ENTRIES)]
+StoreName = Annotated[str, Meta(max_length=MAX_STORE_NAME_CHARS)]
+ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ITEM_ID_CHARS)]
+Vector = list[float] | str
+
+
+# What clients send
+
+
+class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/vector_stores`."""
+
+    name: StoreName | None = None
+    metadata: Metadata | None = None
+    #: ours: which model makes its vectors; without it, the only one that is served
+    embedding_model: ModelName | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None  #: ours: as in an embedding request
+    prompt: str | None = None  #: ours: the model's prompt before what is stored
+    query_prompt: str | None = None  #: ours: and before what is searched
+
+
+class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/vector_stores/{id}`."""
+
+    name: StoreName | None = None
+    metadata: Metadata | None = None
+
+
+class ItemInput(RequestStruct, frozen=True, kw_only=True):
+    """An item: what it is made of, and its vector where the client has it already.
+
+    `embedding`: numbers, or little-endian float32 in base64.
+    """
+
+    id: ItemId
+    text: str | None = None
+    image: str | None = None
+    embedding: Vector | None = None
+    attributes: ItemAttributes | None = None
+
+
+class PutItemsRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `PUT /v1/vector_stores/{id}/items`."""
+
+    items: Annotated[list[ItemInput], Meta(min_length=1)]
+
+
+class DeleteItemsRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `DELETE /v1/vector_stores/{id}/items`: ids, or a filter."""
+
+    ids: Annotated[list[ItemId], Meta(min_length=1)] | None = None
+    filters: Filter | None = None
+
+
+class QueryInput(RequestStruct, frozen=True, kw_only=True):
+    """What to search, where it is no plain text."""
+
+    text: str | None = None
+    image: str | None = None
+    embedding: Vector | None = None
+
+
+class RankingOptions(RequestStruct, frozen=True, kw_only=True):
+    """`ranker`: none, or a model that scores pairs."""
+
+    score_threshold: Annotated[float, Meta(ge=-1, le=1)] | None = None
+    ranker: ModelName | None = None
+
+
+class SearchRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/vector_stores/{id}/search`."""
+
+    query: str | Annotated[list[str], Meta(min_length=1)] | QueryInput
+    max_num_results: Annotated[int, Meta(ge=1, le=MAX_SEARCH_RESULTS)] | None = None
+    filters: Filter | None = None
+    ranking_options: RankingOptions | None = None
+    rewrite_query: bool | None = None
+
+
+class StaticChunks(RequestStruct, frozen=True, kw_only=True):
+    """Sizes in tokens, of four characters each."""
+
+    max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
+    chunk_overlap_tokens: Annotated[int, Meta(ge=0)]
+
+
+class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
+    """`auto`, or `static` with its sizes."""
+
+    type: Literal["auto", "static"]
+    static: StaticChunks | None = None
+
+
+class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/vector_stores/{id}/files`."""
+
+    file_id: ItemId
+    attributes: ItemAttributes | None = None
+    chunking_strategy: ChunkingStrategy | None = None
+
+
+class ListQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a list."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
+    before: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
+
+    @property
+    def page(self) -> Page:
+        """As the search process has it."""
+        return Page(
+            limit=self.limit,
+            after=self.after,
+            before=self.before,
+            is_ascending=self.order == "asc",
+        )
+
+    def cut(self, entries: list[Any]) -> tuple[list[Any], bool]:
+        """The page, and whether there is more: one more entry than the limit came then."""
+        kept = entries[-self.limit :] if self.before else entries[: self.limit]
+        return kept, len(entries) > self.limit
+
+
+class ItemsQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of the items, in the order of their ids. `include`: `embedding`."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
+    after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
+    include: Literal["", "embedding"] = ""
+
+
+class ItemQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """`include`: `embedding`."""
+
+    include: Literal["", "embedding"] = ""
+
+
+# What is answered
+
+
+class FileCounts(msgspec.Struct):
+    """By status; all are completed when they are answered."""
+
+    completed: int
+    total: int
+    in_progress: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+
+class VectorStore(msgspec.Struct):
+    """OpenAI's object, and what is ours from `embedding_model` on."""
+
+    id: str
+    created_at: int
+    name: str
+    usage_bytes: int
+    file_counts: FileCounts
+    last_active_at: int
+    metadata: dict[str, str]
+    embedding_model: str
+    embedding_digest: str
+    dimensions: int
+    num_items: int
+    is_read_only: bool
+    object: str = "vector_store"
+    status: str = "completed"
+    expires_after: None = None
+    expires_at: None = None
+
+    @classmethod
+    def of(cls, record: StoreRecord) -> "VectorStore":
+        """Of what the search process knows."""
+        return cls(
+            id=record.id,
+            created_at=record.created_at,
+            name=record.name,
+            usage_bytes=record.num_bytes,
+            file_counts=FileCounts(record.num_files, record.num_files),
+            last_active_at=record.last_active_at,
+            metadata=record.metadata,
+            embedding_model=record.model,
+            embedding_digest=record.digest,
+            dimensions=record.dimensions,
+            num_items=record.num_items,
+            is_read_only=record.is_read_only,
+        )
+
+
+class StoreList(msgspec.Struct):
+    """A page of stores."""
+
+    data: list[VectorStore]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+
+class Deleted(msgspec.Struct):
+    """What is gone."""
+
+    id: str
+    object: str
+    deleted: bool = True
+
+
+class ItemsDeleted(msgspec.Struct):
+    """How many are gone."""
+
+    num_deleted: int
+    object: str = "vector_store.items.deleted"
+
+
+class ItemsStored(msgspec.Struct):
+    """The items are on disk; the store as it is now."""
+
+    num_items: int
+    store: VectorStore
+    object: str = "vector_store.items"
+
+
+class Content(msgspec.Struct, omit_defaults=True):
+    """A piece of an item: a text, or an image's URL or SHA-256."""
+
+    type: str
+    text: str = ""
+    image_url: dict[str, str] = {}
+
+
+class StoredItem(msgspec.Struct):
+    """An item. `embedding`: little-endian float32 in base64, of length 1, where asked for."""
+
+    id: str
+    content: list[Content]
+    attributes: dict[str, str | bool | float]
+    embedding: str | UnsetType = UNSET
+    object: str = "vector_store.item"
+
+
+class ItemList(msgspec.Struct):
+    """A page of items."""
+
+    data: list[StoredItem]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+
+class SearchHit(msgspec.Struct):
+    """A chunk of a file; or an item, whose id stands for a file's too."""
+
+    id: str
+    file_id: str
+    filename: str
+    score: float
+    attributes: dict[str, str | bool | float]
+    content: list[Content]
+
+
+class SearchPage(msgspec.Struct):
+    """All hits: there is one page."""
+
+    search_query: list[str]
+    data: list[SearchHit]
+    has_more: bool = False
+    next_page: None = None
+    object: str = "vector_store.search_results.page"
+
+
+class StoreFileObject(msgspec.Struct):
+    """A file in a store."""
+
+    id: str
+    created_at: int
+    vector_store_id: str
+    usage_bytes: int
+    status: str
+    chunking_strategy: dict[str, Any]
+    attributes: dict[str, str | bool | float]
+    last_error: None = None
+    object: str = "vector_store.file"
+
+    @classmethod
+    def of(cls, record: StoreFile) -> "StoreFileObject":
+        """Of what the search process knows."""
+        sizes = {
+            "max_chunk_size_tokens": record.max_chunk_tokens,
+            "chunk_overlap_tokens": record.chunk_overlap_tokens,
+        }
+        return cls(
+            id=record.id,
+            created_at=record.created_at,
+            vector_store_id=record.store_id,
+            usage_bytes=record.num_bytes,
+            status=record.status,
+            chunking_strategy={"type": "static", "static": sizes},
+            attributes=record.attributes,
+        )
+
+
+class StoreFileList(msgspec.Struct):
+    """A page of a store's files."""
+
+    data: list[StoreFileObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+
+class FileContent(msgspec.Struct):
+    """The chunks of a file in a store."""
+
+    data: list[Content]
+    has_more: bool = False
+    next_page: None = None
+    object: str = "vector_store.file_content.page"
+
+
+def _content(item: Item) -> list[Content]:
+    pieces = []
+    if item.text:
+        pieces.append(Content("text", item.text))
+    if item.image:
+        pieces.append(Content("image_url", image_url={"url": item.image}))
+    return pieces
+
+
+def to_stored(item: Item) -> StoredItem:
+    """As it is shown."""
+    vector = base64.b64encode(item.vector).decode() if item.vector else UNSET
+    return StoredItem(item.id, _content(item), item.attributes, vector)
+
+
+def to_hit(hit: Hit) -> SearchHit:
+    """As it is shown; an item of no file goes by its own id."""
+    item = hit.item
+    return SearchHit(
+        id=item.id,
+        file_id=item.file_id or item.id,
+        filename=item.filename or item.id,
+        score=hit.score,
+        attributes=item.attributes,
+        content=_content(item),
+    )

@@ -1,0 +1,143 @@
+"""Vectors and scores of a store's model, from the fleet."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.api.embeddings import Embeddings, rows_of
+from gateway.api.inputs import CHARS_PER_TOKEN, split
+from gateway.api.rerank import Reranking, scores_of
+from gateway.api.routes import Caller
+from gateway.calls.key_limits import TOKENS_PER_IMAGE
+from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.surface import Plan
+from gateway.http.errors import ApiError, InvalidRequest, NotFound
+from gateway.images.loader import ImageSource
+from shared.protocol import Embed, ImagePart, Priority, Rerank, TextPart, Truncate
+from shared.search import (
+    Hit,
+    StoreRecord,
+)
+from shared.settings.limits import (
+    LimitSettings,
+)
+
+
+class StoreVectors:
+    """What the fleet computes for stores."""
+
+    def __init__(self, lifecycle: Lifecycle, limits: LimitSettings) -> None:
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._embeddings = Embeddings(limits)
+        self._reranking = Reranking(limits)
+
+    async def embed(
+        self,
+        parts: Sequence[str | ImageSource],
+        names: Sequence[str],
+        store: StoreRecord,
+        prompt: str,
+        caller: Caller,
+        truncate: Truncate = "none",
+    ) -> list[bytes]:
+        """A vector of the store's model for each text or image; `names`: what the wire calls them.
+
+        Raises: ApiError.
+        """
+        if not parts:
+            return []
+        lifecycle, limits = self._lifecycle, self._limits
+        num_chars = sum(len(part) for part in parts if isinstance(part, str))
+        if num_chars > limits.max_input_chars and truncate == "none":
+            raise InvalidRequest(
+                f"The texts are too long: send at most {limits.max_input_chars} characters.",
+                param=names[0].partition(".")[0],
+                status=413,
+                code="text_too_long",
+            )
+        card = await lifecycle.models.find(store.model)
+        if card.digest != store.digest:
+            raise InvalidRequest(
+                "The model that is served under this name is not the one that made the vectors of "
+                "this store: make a new store.",
+                param="embedding_model",
+                status=409,
+                code="model_changed",
+            )
+        images = [part for part in parts if isinstance(part, ImageSource)]
+        places = {id(image): place for place, image in enumerate(images)}
+        inputs = [
+            TextPart(part) if isinstance(part, str) else ImagePart(places[id(part)])
+            for part in parts
+        ]
+        task = Embed(
+            (),
+            prompt_name=prompt,
+            dimensions=store.dimensions if store.dimensions != card.dimensions else None,
+            truncate=truncate,
+        )
+        per_image = card.image_tokens or TOKENS_PER_IMAGE
+        tasks = [
+            msgspec.structs.replace(task, inputs=tuple(some), first=first)
+            for first, some in split(inputs, lambda part: _num_tokens(part, per_image), {})
+        ]
+        priority = (
+            Priority.BATCH if len(parts) > limits.max_search_queries else Priority.INTERACTIVE
+        )
+        plan = Plan(tasks, msgspec.Struct(), images, shares_prompt=False, priority=priority)
+        try:
+            events = await lifecycle.compute(
+                self._embeddings, plan, card, caller.context, caller.held
+            )
+        except ApiError as error:
+            error.param = _rename(error.param, names)
+            raise
+        return [bytes(row) for row in rows_of(events)]
+
+    async def rerank(
+        self, model: str, texts: Sequence[str], hits: Sequence[Hit], caller: Caller
+    ) -> list[Hit]:
+        """The hits by a model's scores for the first text; those without text come last."""
+        try:
+            card = await self._lifecycle.models.find(model)
+        except NotFound as error:
+            param = "ranking_options.ranker"
+            raise NotFound(error.message, param=param, code=error.code) from None
+        scored = [hit for hit in hits if hit.item.text]
+        if not scored:
+            return list(hits)
+        documents = [hit.item.text for hit in scored]
+        longest = len(texts[0]) // CHARS_PER_TOKEN
+        tasks = [
+            Rerank((texts[0],), tuple(part), truncate="end", first=first)
+            for first, part in split(
+                documents, lambda text: longest + len(text) // CHARS_PER_TOKEN + 1, {}
+            )
+        ]
+        plan = Plan(tasks, msgspec.Struct(), shares_prompt=False)
+        try:
+            events = await self._lifecycle.compute(
+                self._reranking, plan, card, caller.context, caller.held
+            )
+        except InvalidRequest as error:
+            error.param = "ranking_options.ranker" if error.param == "model" else "query"
+            raise
+        ranked = [
+            Hit(item=hit.item, score=score)
+            for hit, score in zip(scored, scores_of(events), strict=True)
+        ]
+        ranked.sort(key=lambda hit: (-hit.score, hit.item.id))
+        return ranked + [Hit(item=hit.item, score=0.0) for hit in hits if not hit.item.text]
+
+
+def _num_tokens(part: TextPart | ImagePart, per_image: int) -> int:
+    return len(part.text) // CHARS_PER_TOKEN + 1 if isinstance(part, TextPart) else per_image
+
+
+def _rename(param: str | None, names: Sequence[str]) -> str | None:
+    """A worker says `input.[3].image`: what the client called that."""
+    if param is None or not param.startswith("input.["):
+        return param
+    index, _, rest = param.removeprefix("input.[").partition("]")
+    return names[int(index)] + rest
