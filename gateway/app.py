@@ -95,7 +95,7 @@ def create_app(
             expose_headers=_SHOWN_TO_PAGES,
         )
     app.add_exception_handler(ApiError, _show_api_error)
-    known = (*apis, "/v1/models")
+    known = (*(surface.path for surface in served), "/v1/models")
     app.add_exception_handler(HTTPException, partial(_show_http_error, known))
     app.add_exception_handler(Exception, _show_unexpected)
     app.router.routes += page

@@ -152,8 +152,7 @@ async def run_worker(
     async with AsyncExitStack() as stack:
         running: list[RunningWorker] = []
         thread = EngineThread(
-            lambda: stoppable(load()) if load else load_mock(max_num_seqs, **(mock or {})),
-            lambda events: running[0].worker.on_events(events),
+            lambda: stoppable(load()) if load else load_mock(max_num_seqs, **(mock or {}))
         )
         stack.push_async_callback(thread.close)
         loaded = await thread.start()

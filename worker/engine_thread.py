@@ -51,10 +51,12 @@ class EngineThread:
     """Makes the engine, adds, aborts and steps, all in one thread. Methods are called on the loop."""
 
     def __init__(
-        self, create: Callable[[], LoadedEngine], on_events: Callable[[list[EngineEvent]], None]
+        self,
+        create: Callable[[], LoadedEngine],
+        on_events: Callable[[list[EngineEvent]], None] = lambda events: None,
     ) -> None:
         self._create = create
-        self._on_events = on_events
+        self.on_events = on_events  #: called on the loop
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[LoadedEngine] = self._loop.create_future()
         self._broken: asyncio.Future[None] = self._loop.create_future()
@@ -155,7 +157,7 @@ class EngineThread:
 
     def _deliver(self) -> None:
         self._is_waking = False  # first: what is told from now on wakes the loop again
-        self._on_events([self._events.popleft() for _ in range(len(self._events))])
+        self.on_events([self._events.popleft() for _ in range(len(self._events))])
 
 
 def _apply(engine: Engine, command: EngineInput | str) -> EngineEvent | None:

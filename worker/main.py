@@ -29,7 +29,7 @@ from shared.redis.outage import wait_for_redis
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.tracing import create_tracer
 from worker.adapters import WorkerAdapters
-from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
+from worker.engine_thread import EngineBroken, EngineThread
 from worker.health import HealthServer
 from worker.metrics import create_registry
 from worker.prepare.decoder_pool import DecoderPool
@@ -144,17 +144,13 @@ class WorkerProcess:
 
     async def _load_engine(self, stack: AsyncExitStack) -> LoadedEngine:
         values, progress = self._settings.engine.values(), ProgressLog()
-        engine = EngineThread(lambda: create_engine(values, progress), self._on_events)
+        engine = EngineThread(lambda: create_engine(values, progress))
         self._engine = engine
         stack.push_async_callback(engine.close)
         watchdog = Watchdog(self._settings.worker.watchdog_s, lambda: engine.step_started_at)
         watchdog.start()
         stack.callback(watchdog.stop)
         return await engine.start()
-
-    def _on_events(self, events: list[EngineEvent]) -> None:
-        if self._worker is not None:
-            self._worker.on_events(events)
 
     def _start_decoders(self, stack: AsyncExitStack, engine: Engine) -> Decode:
         """Where images are decoded: in processes without rights, if the engine looks at pixels."""

@@ -20,7 +20,7 @@ from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
 from worker.adapters import WorkerAdapters
-from worker.engine_thread import EngineBroken, EngineEvent, EngineThread
+from worker.engine_thread import EngineBroken, EngineThread
 from worker.loops import ClaimLoops, repeat
 from worker.outbox import Outbox
 from worker.prepare.preparer import Preprocessor
@@ -66,6 +66,7 @@ class Worker:
             self._begin,
             tracer and tracer.trace,
         )
+        engine.on_events = self.active_requests.on_events
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -148,10 +149,6 @@ class Worker:
         """Whether it takes requests: not stopping, and in touch with Redis."""
         silent_s = time.monotonic() - self._last_contact_at
         return not self._stopping.is_set() and silent_s < self._record_ttl_s
-
-    def on_events(self, events: list[EngineEvent]) -> None:
-        """Take what the engine's thread has to say."""
-        self.active_requests.on_events(events)
 
     # Loops
 

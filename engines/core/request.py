@@ -57,10 +57,3 @@ class EngineRequest:
     is_thinking: bool = False  #: the prompt has begun what the model thinks before its answer
     positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
     adapter: Adapter | None = None
-
-    @property
-    def block_salt(self) -> str:
-        """What blocks of equal tokens share: keys and values depend on the adapter too."""
-        return (
-            self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.digest}"
-        )

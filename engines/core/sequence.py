@@ -64,16 +64,19 @@ class Sequence:
         cls, request: EngineRequest, max_output_tokens: int, eos_token_ids: Iterable[int] = ()
     ) -> "Sequence":
         """The sequence of a request, with the output of earlier attempts appended to its prompt."""
+        salt, adapter = request.cache_salt, request.adapter
+        if adapter is not None:  # keys and values depend on it too
+            salt = f"{salt}\0{adapter.digest}"
         return cls(
             request_id=request.request_id,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
             images=request.images,
-            cache_salt=request.block_salt,
+            cache_salt=salt,
             priority=request.priority,
             prompt_positions=request.positions,
-            adapter=request.adapter,
+            adapter=adapter,
             max_output_tokens=max_output_tokens,
             eos_token_ids=tuple(eos_token_ids) if request.sampling.min_tokens else (),
             num_restored_tokens=len(request.output_token_ids),

@@ -86,8 +86,8 @@ class Embed(Message, frozen=True, tag_field="task", tag="embed", omit_defaults=T
     dimensions: int | None = None  #: so many leading ones; None: all
     is_normalized: bool = True  #: to length 1
     truncate: Truncate = "none"
-    max_tokens: int | None = None  #: of an input, special ones included; None: the model's
     first: int | None = 0  #: where these inputs begin in the request's list; None: it is no list
+    max_tokens: int | None = None  #: of an input, special ones included; None: the model's
 
     def texts(self) -> Iterator[str]:
         """All text, in order."""
