@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## set up .venv with everything
 
-serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and one worker with the built-in model
-	$(BIN)/vlm serve $(ARGS)
+serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and the built-in models, one worker each; or what ARGS say
+	$(BIN)/vlm serve $(or $(ARGS),--also shapes-clip)
 
 # All in two processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
 test: $(STAMP)  ## run all tests
@@ -48,8 +48,9 @@ browser-test: $(STAMP)  ## use the chat page in a headless chromium; screenshots
 faults: $(STAMP)  ## play every fault of docs/reliability.md against real processes; takes minutes
 	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
 
-accuracy: $(STAMP)  ## ask the built-in model 6,000 questions in fp32, bf16, int8 and int4; takes minutes
-	ACCURACY_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py $(ARGS)
+accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
+	ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py \
+		tests/e2e/test_shapes_clip.py $(ARGS)
 
 compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)

@@ -15,7 +15,10 @@ from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.settings import BadEngineSettings, EngineSettings
 
 ENTRY_POINTS = "vlm_fleet.engines"
+AUTO = "auto"
 DEFAULT_KIND = "torch"
+#: Built-in models that another engine runs.
+_KINDS_OF_MODELS = {"shapes-clip": "pooling"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,15 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
     return create(settings, progress)
 
 
+def kind_of(values: Mapping[str, object]) -> str:
+    """The name of the engine that raw values ask for; by their model where they leave it open."""
+    kind = str(values.get("kind", AUTO))
+    model = str(values.get("model", ""))
+    return _KINDS_OF_MODELS.get(model, DEFAULT_KIND) if kind == AUTO else kind
+
+
 def _find(values: Mapping[str, object]) -> tuple[str, EngineKind]:
-    name, kinds = str(values.get("kind", DEFAULT_KIND)), engine_kinds()
+    name, kinds = kind_of(values), engine_kinds()
     if name not in kinds:
         raise BadEngineSettings(
             f"VLM_ENGINE__KIND: there is no engine {name!r}; there are {', '.join(sorted(kinds))}"

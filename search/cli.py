@@ -109,13 +109,20 @@ def store_export(
 
 
 def find(
-    target: Annotated[str, typer.Argument(help="A directory of `vlm embed`, or a store.")],
+    target: Annotated[
+        str, typer.Argument(help="A directory of `vlm embed`, a folder of images, or a store.")
+    ],
     text: Annotated[str | None, typer.Argument(help="What to look for.")] = None,
     image: Annotated[Path | None, typer.Option("--image", "-i", help="What to look for.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=50, help="How many to show.")] = 10,
     url: LocalUrl = None,
     engine: Engine = "pooling",
-    model: Annotated[str, typer.Option(help="That made a directory.", show_default="its own")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="That made a directory; for images `shapes-clip`.", show_default="its own"
+        ),
+    ] = "",
     api_key: ApiKey = None,
 ) -> None:
     """Find what is near to a text or an image, in a directory or in a store of a gateway."""

@@ -152,6 +152,7 @@ def run_search(
             Gateway,
             open_embedder,
             search_directory,
+            search_images,
             search_store,
         )
 
@@ -160,15 +161,17 @@ def run_search(
         query = Source("query", text or "", image)
         directory = Path(target)
         if directory.is_dir():
-            if not model and url:
+            is_collection = (directory / MANIFEST).exists()
+            if not model and url and is_collection:
                 model = read_manifest(directory).model
-            if not model and engine == "pooling" and (directory / MANIFEST).exists():
+            if not model and engine == "pooling" and is_collection:
                 made_by = read_manifest(directory).model
                 raise EmbedError(f"name the model that made it with --model: {made_by}")
             gateway = Gateway(url, api_key) if url else None
             embedder = open_embedder(engine, model, gateway, None, is_query=True)
             try:
-                found = search_directory(directory, query, limit, embedder)
+                search = search_directory if is_collection else search_images
+                found = search(directory, query, limit, embedder)
             finally:
                 embedder.close()
         else:

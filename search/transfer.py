@@ -20,6 +20,7 @@ from search.embed import (
     Source,
     call,
     connect,
+    read_sources,
 )
 from search.flat import FlatIndex
 from shared.search import STORE_ID, Item
@@ -27,6 +28,7 @@ from shared.search import STORE_ID, Item
 LOAD_ITEMS = 512
 EXPORT_PART_ITEMS = 8192
 _PAGE = 100
+_IMAGES = 256
 _STORES = "/v1/vector_stores"
 
 Tell = Callable[[int, int], None]
@@ -171,6 +173,22 @@ def search_directory(
         )
     [hits] = index.search(np.asarray(embedder.embed([query])), k)
     return [Found(hit.score, hit.item.id, hit.item.text or hit.item.image) for hit in hits]
+
+
+def search_images(
+    folder: Path, query: Source, k: int, embedder: LocalEmbedder | RemoteEmbedder
+) -> list[Found]:
+    """The nearest images of a folder that is no collection. Raises: EmbedError."""
+    images = read_sources([folder], "text")
+    [asked] = embedder.embed([query])
+    found: list[Found] = []
+    while batch := list(islice(images, _IMAGES)):
+        scores = np.asarray(embedder.embed(batch)) @ asked
+        found += [
+            Found(float(score), source.id, "") for score, source in zip(scores, batch, strict=True)
+        ]
+        found = sorted(found, key=lambda hit: -hit.score)[:k]
+    return found
 
 
 def search_store(name: str, query: Source, k: int, gateway: Gateway) -> list[Found]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ENGINE: SettingOptions = {
     "engine.kind": Annotated[
         str | None,
-        typer.Option("--engine", help="Which engine runs the model.", show_default="torch"),
+        typer.Option("--engine", help="Which engine runs the model.", show_default="by model"),
     ],
     "engine.model": Annotated[
         str | None,
@@ -78,6 +78,15 @@ ENGINE: SettingOptions = {
 def serve(
     settings: "Settings",
     workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="MODEL",
+            help="Another model, on the CPU by one more worker, such as shapes-clip; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Keep vector stores too, in a process of their own.")
     ] = False,
@@ -89,7 +98,7 @@ def serve(
     """Start everything on this machine: Redis, a gateway and workers."""
     from worker.node.serve import run_node
 
-    sys.exit(run_node(settings, workers, data_dir, search))
+    sys.exit(run_node(settings, workers, data_dir, search, also or ()))
 
 
 @takes_settings(ENGINE, process="worker")

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from engines.base import Decode, Engine, EngineStartError, LoadedEngine
 from engines.image_decoder import decode_image
-from engines.registry import create_engine
+from engines.registry import create_engine, kind_of
 from shared.blobs.redis_store import RedisBlobStore
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry
@@ -210,7 +210,7 @@ class WorkerProcess:
         return Worker(
             worker_id,
             settings.worker,
-            settings.engine.kind,
+            kind_of(settings.engine.values()),
             loaded,
             self._engine,
             queue,

@@ -27,7 +27,10 @@ from engines.base import EngineStartError
 from engines.packages.checkpoint_json import read_json
 
 GGUF = ".gguf"  #: how names of such files end
-BUILT_IN = {"shapes": Path(__file__).parent / "shapes" / "checkpoint"}
+BUILT_IN = {
+    "shapes": Path(__file__).parent / "shapes" / "checkpoint",
+    "shapes-clip": Path(__file__).parent / "shapes_clip" / "checkpoint",
+}
 #: Root files, and the `1_Pooling` of sentence-transformers: other folders hold the same model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 _UNWANTED = ["[!1]*/*", "consolidated*.safetensors"]

@@ -21,6 +21,10 @@ class PoolingSettings(EngineSettings):
 class EncoderSettings(PoolingSettings):
     """A model on a device of this machine."""
 
+    model: str = Field(
+        default="shapes-clip",
+        description="Built-in name, directory, or Hugging Face id (`org/name[@revision]`).",
+    )
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda` or `cuda:N`.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",

@@ -207,7 +207,10 @@ class EngineValues(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    kind: str = Field(default="torch", description="Which engine runs the model.")
+    kind: str = Field(
+        default="auto",
+        description="Which engine runs the model; auto: `pooling` for `shapes-clip`, else `torch`.",
+    )
 
     def values(self) -> dict[str, Any]:
         """All of them by name."""

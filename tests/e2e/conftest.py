@@ -1,4 +1,4 @@
-"""One fleet with the built-in model for all tests here that ask it; it ends with them."""
+"""One fleet with both built-in models for all tests here that ask them; it ends with them."""
 
 from collections.abc import Iterator
 
@@ -11,6 +11,6 @@ from tests.integration.fleet_process import Served, start_fleet
 def shapes_fleet(tmp_path_factory) -> Iterator[Served]:
     """One fleet for all questions."""
     folder = tmp_path_factory.mktemp("shapes")
-    served = start_fleet(folder, engine="torch")
+    served = start_fleet(folder, "--also", "shapes-clip", engine="torch")
     yield served
     served.end()

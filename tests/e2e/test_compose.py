@@ -35,7 +35,7 @@ def settings_of(name: str, monkeypatch):
 def test_every_variable_is_a_setting(name, monkeypatch):
     settings = settings_of(name, monkeypatch)
     assert settings.redis.url
-    assert settings.engine.kind == ("mock" if name == "worker" else "torch")
+    assert settings.engine.kind == {"worker": "mock", "gateway": "auto"}.get(name, "torch")
 
 
 def test_profiles_add_workers_with_the_real_engine(monkeypatch):

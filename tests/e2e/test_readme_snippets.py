@@ -60,6 +60,17 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
         served.end()
 
 
+def test_the_search_of_the_readme_finds_what_it_shows():
+    [(command, shown)] = re.findall(
+        r"```bash\n\.venv/bin/vlm (search .*?)\n```\n+```\n(.*?)```", README, re.S
+    )
+    printed = run([sys.executable, "-m", "vlm", *shlex.split(command)])
+    first = printed.split("\n")[:2]
+    assert {line.split()[1] for line in first} == {
+        line.split()[1] for line in shown.split("\n")[:2]
+    }
+
+
 def test_the_chat_of_the_readme_prints_what_it_shows(shapes_fleet):
     [(command, shown)] = re.findall(
         r"```bash\n\.venv/bin/vlm (chat .*?)\n```\n+```\n(.*?)```", README, re.S

@@ -8,7 +8,14 @@ import pytest
 from engines.base import EngineCall, LoadedEngine
 from engines.mock.engine import load_mock_engine
 from engines.mock.settings import MockEngineSettings
-from engines.registry import EngineKind, create_engine, read_settings, register, settings_classes
+from engines.registry import (
+    EngineKind,
+    create_engine,
+    kind_of,
+    read_settings,
+    register,
+    settings_classes,
+)
 from engines.settings import BadEngineSettings, EngineSettings
 from shared.protocol import ChatMessage, Generate, SamplingParams, TextPart
 from tests.factories_engine import run_all
@@ -28,6 +35,19 @@ def test_the_mock_engine_is_made_as_its_settings_say():
 
 def test_the_served_name_is_the_name_on_the_card():
     assert create_engine({"kind": "mock", "served_name": "llava"}).card.name == "llava"
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, "torch"),
+        ({"kind": "auto", "model": "org/name"}, "torch"),
+        ({"kind": "auto", "model": "shapes-clip"}, "pooling"),
+        ({"kind": "mock", "model": "shapes-clip"}, "mock"),
+    ],
+)
+def test_the_engine_is_the_models_unless_one_is_named(values, kind):
+    assert kind_of(values) == kind
 
 
 def test_neither_the_mock_engine_nor_a_look_at_all_settings_needs_torch():

@@ -159,6 +159,21 @@ def test_the_commands_embed_and_search_a_directory(tmp_path, inputs):
     assert "cannot be read" in failed.output.replace("\n", " ")
 
 
+def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
+    for seed in range(5):
+        (tmp_path / f"{seed}.png").write_bytes(encoded(seed))
+    engine = ("--engine", "mock_pooling", "--limit", "2")
+    found = run("search", tmp_path, "--image", tmp_path / "3.png", *engine)
+    assert found.exit_code == 0, found.output
+    first, second = (line.split() for line in found.stdout.splitlines())
+    assert first == ["1.0000", "3.png"]
+    assert float(second[0]) < 0.99
+    (tmp_path / "empty").mkdir()
+    found = run("search", tmp_path / "empty", "a word", *engine)
+    assert found.exit_code == 1
+    assert "holds no image" in found.output
+
+
 async def test_a_collection_goes_into_a_store_and_comes_out_again(
     tmp_path, inputs, ends, redis_server, monkeypatch
 ):

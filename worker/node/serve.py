@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
@@ -19,12 +20,12 @@ from rich.console import Console
 from rich.panel import Panel
 
 from engines.base import EngineStartError
-from engines.registry import read_settings
+from engines.registry import kind_of, read_settings
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
 from shared.settings.load import to_environment
-from shared.settings.tree import PREFIX, LogSettings, Settings
+from shared.settings.tree import PREFIX, EngineValues, LogSettings, Settings
 from shared.telemetry.logs import setup_logging
 from worker.node.gpus import find_gpus, share_gpus
 from worker.node.supervisor import (
@@ -52,11 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 def run_node(
-    settings: Settings, num_workers: int, data_dir: Path | None, search: bool = False
+    settings: Settings,
+    num_workers: int,
+    data_dir: Path | None,
+    search: bool = False,
+    also: Sequence[str] = (),
 ) -> int:
     """Run Redis (unless one is named), workers and a gateway until a signal. Returns the exit code.
 
-    `search`: a search process too, unless one is named.
+    `search`: a search process too, unless one is named. `also`: other models, each by a worker on the CPU.
     """
     quiet = LogSettings(**{**settings.logs.model_dump(), **_quiet(settings)})
     setup_logging(quiet, "serve")
@@ -70,7 +75,7 @@ def run_node(
             if not settings.redis.url:
                 redis = stack.enter_context(_start_redis(settings, data_dir))
                 settings = _with_url(settings, redis)
-            asyncio.run(_run(settings, num_workers, redis, search))
+            asyncio.run(_run(settings, num_workers, redis, search, also))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
             console.print(str(error), style="red", markup=False)
@@ -113,14 +118,18 @@ def _start_redis(settings: Settings, data_dir: Path | None) -> EmbeddedRedis:
 
 
 async def _run(
-    settings: Settings, num_workers: int, redis: EmbeddedRedis | None, search: bool
+    settings: Settings,
+    num_workers: int,
+    redis: EmbeddedRedis | None,
+    search: bool,
+    also: Sequence[str],
 ) -> None:
-    node = create_node(settings, num_workers, search=search)
+    node = create_node(settings, num_workers, search=search, also=also)
     await stop_on_signals(node)
     # Until the end of the loop, beyond the node's own watchers: a drain needs Redis too.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
     try:
-        await _serve(settings, num_workers, node)
+        await _serve(settings, num_workers, node, also)
     finally:
         if watcher is not None:
             watcher.cancel()
@@ -145,9 +154,11 @@ async def keep_running(redis: EmbeddedRedis, poll_s: float = 0.1) -> None:
             logger.warning("redis does not start: %s", error)
 
 
-async def _serve(settings: Settings, num_workers: int, node: Node) -> None:
+async def _serve(
+    settings: Settings, num_workers: int, node: Node, also: Sequence[str] = ()
+) -> None:
     with console.status(
-        f"starting the {settings.engine.kind} engine on {num_workers} worker(s) ..."
+        f"starting the {kind_of(settings.engine.values())} engine on {num_workers} worker(s) ..."
     ):
         started = asyncio.Event()
         task = asyncio.ensure_future(node.run(started.set))
@@ -155,12 +166,17 @@ async def _serve(settings: Settings, num_workers: int, node: Node) -> None:
             {task, asyncio.ensure_future(started.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
     if started.is_set():
-        show_screen(settings, served_model(settings), num_workers)
+        models = served_models(settings)
+        main = next((model for model in models if "generate" in model["tasks"]), models[0])
+        others = [model for model in models if model is not main] if also else []
+        show_screen(settings, main, num_workers, others)
     await task
     console.print("stopped")
 
 
-def create_node(settings: Settings, num_workers: int, *, search: bool = False) -> Node:
+def create_node(
+    settings: Settings, num_workers: int, *, search: bool = False, also: Sequence[str] = ()
+) -> Node:
     """The processes that these settings ask for. Threads are shared out among the workers."""
     worker_environment = child_environment(settings, WORKER_GROUPS)
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
@@ -175,12 +191,18 @@ def create_node(settings: Settings, num_workers: int, *, search: bool = False) -
         Child(f"worker {number}", ["worker"], worker_environment | own)
         for number, own in enumerate(gpus, 1)
     ]
+    for number, model in enumerate(also, num_workers + 1):
+        engine = EngineValues.model_validate({"model": model, "device": "cpu"})
+        alone = settings.worker.model_copy(update={"lora": ()})
+        changed = settings.model_copy(update={"engine": engine, "worker": alone})
+        environment = child_environment(changed, WORKER_GROUPS)
+        workers.append(Child(f"worker {number}", ["worker"], environment))
     if search:
         environment = child_environment(settings, SEARCH_GROUPS, HUB_SECRETS)
         workers.append(Child("search", ["search-node"], environment))
     gateway = Child("gateway", ["gateway"], gateway_environment, must_start=True)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
-    ready = partial(wait_until_ready, base_url(settings))
+    ready = partial(wait_until_served, settings, 1 + len(also))
     return Node([*workers, gateway], ready, drain_s + GRACE_S)
 
 
@@ -224,6 +246,13 @@ async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:
             await asyncio.sleep(pause_s)
 
 
+async def wait_until_served(settings: Settings, num_models: int) -> None:
+    """Return when the gateway is ready and lists so many models. Waits as long as that takes."""
+    await wait_until_ready(base_url(settings))
+    while num_models > 1 and len(served_models(settings)) < num_models:
+        await asyncio.sleep(0.2)
+
+
 def find_port(host: str, port: int) -> int:
     """The port if nobody listens there, for 0 a free one. Raises: NodeError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -255,22 +284,28 @@ def base_url(settings: Settings) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def served_model(settings: Settings) -> dict[str, Any]:
-    """What the gateway says of the model: the newest that has a worker comes first."""
+def served_models(settings: Settings) -> list[dict[str, Any]]:
+    """What the gateway says of the models: the newest that has a worker comes first."""
     keys = [key.get_secret_value() for key in settings.gateway.api_keys]
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
     listing = httpx.get(f"{base_url(settings)}/v1/models", headers=headers, trust_env=False)
-    return listing.raise_for_status().json()["data"][0]
+    return listing.raise_for_status().json()["data"]
 
 
-def show_screen(settings: Settings, model: dict[str, Any], num_workers: int) -> None:
+def show_screen(
+    settings: Settings,
+    model: dict[str, Any],
+    num_workers: int,
+    others: Sequence[dict[str, Any]] = (),
+) -> None:
     """Say what runs and how to use it; the curl works as it stands."""
     url, name = base_url(settings), model["id"]
     needs_key = bool(settings.gateway.api_keys)
     console.print(
         Panel(
-            f"[bold]{name}[/bold] on {num_workers} worker(s), engine {settings.engine.kind}\n"
-            f"{url}/          chat page\n"
+            f"[bold]{name}[/bold] on {num_workers} worker(s), engine {kind_of(settings.engine.values())}\n"
+            + "".join(f"[bold]{other['id']}[/bold] on 1 worker\n" for other in others)
+            + f"{url}/          chat page\n"
             f"{url}/v1        base_url of any OpenAI client\n"
             f"{url}/metrics   Prometheus\n"
             + (f"{url}/v1/vector_stores\n" if settings.search.url else "")
@@ -288,6 +323,9 @@ def show_screen(settings: Settings, model: dict[str, Any], num_workers: int) -> 
     else:
         console.print("Ask for numbers from another terminal:\n")
         console.print(numbers_curl(url, model, needs_key), markup=False, soft_wrap=True)
+    for other in others:
+        console.print("\nor for numbers:\n")
+        console.print(numbers_curl(url, other, needs_key), markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.", style="dim")
 
 

@@ -49,8 +49,10 @@ def listed() -> dict[str, dict]:
 
 
 def test_without_a_cache_the_built_in_models_are_listed(hub: Hub) -> None:
-    [shapes] = listed().values()
-    assert (shapes["name"], shapes["source"], shapes["runs"]) == ("shapes", "built in", True)
+    found = listed()
+    assert {entry["source"] for entry in found.values()} == {"built in"}
+    engines = {name: (entry["runs"], entry["engine"]) for name, entry in found.items()}
+    assert engines == {"shapes": (True, "torch"), "shapes-clip": (True, "pooling")}
 
 
 def test_a_model_is_pulled_listed_and_removed(hub: Hub, checkpoint: Path) -> None:

@@ -1,0 +1,1 @@
+"""The built-in model that finds images by words."""

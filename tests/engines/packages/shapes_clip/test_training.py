@@ -1,0 +1,89 @@
+"""What trains is what is shipped, and training learns."""
+
+import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+from engines.packages.shapes.training.architecture import IMAGE_SIZE, normalize
+from engines.packages.shapes.training.gallery import encode, render_group, to_input
+from engines.packages.shapes.training.llava import LlavaForConditionalGeneration
+from engines.packages.shapes.training.trainer import Plan, Trainer
+from engines.packages.shapes_clip.training.architecture import look, make_model, see
+from engines.packages.shapes_clip.training.export import export
+from engines.packages.shapes_clip.training.queries import sample_query
+from engines.packages.shapes_clip.training.train import CHECKPOINT, EYE, Student, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    rng = Random(5)
+    return [pair for _ in range(6) for pair in render_group(rng)]
+
+
+@pytest.fixture(scope="module")
+def pictures(drawn):
+    return torch.from_numpy(np.stack([to_input(picture, IMAGE_SIZE) for _, picture in drawn]))
+
+
+@pytest.fixture(scope="module")
+def student(pictures):
+    eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
+    tokenizer = make_tokenizer(400)
+    return Student(make_model(tokenizer, eye.model.vision_tower, pictures), tokenizer)
+
+
+@torch.no_grad()
+def test_the_two_halves_of_the_eye_are_the_whole(student, pictures):
+    halves = see(student.model, look(student.model, pictures))
+    whole = student.model.get_image_features(normalize(pictures)).pooler_output
+    assert torch.allclose(halves, whole, atol=1e-4)
+
+
+def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn, pictures):
+    codes = np.stack([encode(scene) for scene, _ in drawn])
+    rng = Random(0)
+    queries = [sample_query(scene, rng) for scene, _ in drawn]
+    is_true = torch.from_numpy(np.stack([query.holds_of(codes) for query in queries]))
+    with torch.no_grad():
+        looked = look(student.model, pictures)
+    trainer = Trainer(
+        student,
+        lambda step: student.loss(looked, queries, is_true, len(queries)),
+        Plan(12, warmup_steps=2),
+    )
+    before = student.loss(looked, queries, is_true, len(queries)).item()
+    for _ in range(12):
+        trainer.train_step()
+    assert student.loss(looked, queries, is_true, len(queries)).item() < 0.8 * before
+    assert torch.equal(look(student.model, pictures), looked)
+
+
+@torch.no_grad()
+def test_what_is_written_is_what_was_trained(student, pictures, drawn, tmp_path):
+    export(student.model, student.tokenizer, tmp_path)
+    read = CLIPModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    images = [picture for _, picture in drawn[:4]]
+    pixels = AutoImageProcessor.from_pretrained(tmp_path)(images, return_tensors="pt")
+    given = read.get_image_features(pixels["pixel_values"]).pooler_output
+    made = see(student.model, look(student.model, pictures[:4]))
+    assert torch.nn.functional.cosine_similarity(given, made).min() > 0.99
+    rng = Random(1)
+    queries = [sample_query(scene, rng) for scene, _ in drawn[:4]]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for query, expected in zip(queries, student.texts(queries), strict=True):
+        ids = tokenizer(query.text, return_tensors="pt")["input_ids"]
+        given = read.get_text_features(ids).pooler_output[0]
+        assert torch.nn.functional.cosine_similarity(given, expected, dim=0) > 0.999
+
+
+def test_the_checkpoint_is_small_and_a_clip_of_transformers():
+    assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= 5_000_000
+    model, told = CLIPModel.from_pretrained(CHECKPOINT, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert model.dtype == torch.float16
