@@ -143,10 +143,14 @@ class WorkerAdapters:
                 "adapters are loaded at run time where VLM_WORKER__LORA_DIR names a directory"
             )
         root = Path(self._directory).resolve()
-        found = (root / path).resolve()
+        try:
+            found = (root / path).resolve()
+            is_directory = found.is_dir()
+        except (ValueError, RuntimeError, OSError):  # a NUL, links in a circle, too long
+            found, is_directory = root / "none", False
         if not found.is_relative_to(root) or found == root:
             raise BadAdapter("lora_path leads out of the workers' directory (VLM_WORKER__LORA_DIR)")
-        if not found.is_dir():
+        if not is_directory:
             raise BadAdapter(
                 "lora_path is no directory in the workers' directory (VLM_WORKER__LORA_DIR)"
             )

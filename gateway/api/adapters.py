@@ -35,7 +35,8 @@ _POLL_S = 0.1
 _MAX_PATH_CHARS = 1024
 _MAX_LOAD_S = 120.0
 
-AdapterName = Annotated[str, Meta(pattern=f"^(?:{ADAPTER_NAME.pattern})$")]
+#: In Python `$` also stands before a last newline; a client's JSON Schema knows no `\Z`.
+AdapterName = Annotated[str, Meta(pattern=rf"^(?:{ADAPTER_NAME.pattern})$(?!\n)")]
 logger = logging.getLogger(__name__)
 
 
@@ -105,7 +106,11 @@ class FleetAdapters:
     async def _base_model(self, name: str | None) -> str:
         """The model that is meant. Raises: InvalidRequest, and as `ModelDirectory.find`."""
         if name is not None:
-            return (await self._models.find(name)).queue
+            try:
+                return (await self._models.find(name)).queue
+            except NotFound as error:
+                error.param = "base_model_name"
+                raise
         names = [card.name for card in self._models.cards.values() if "generate" in card.tasks]
         if len(names) != 1:
             raise invalid("base_model_name", "several models are served, or none; name one")

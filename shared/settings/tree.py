@@ -179,8 +179,9 @@ class WorkerSettings(Group):
     @classmethod
     def check_adapters(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         """Raises: ValueError for what is no `name=path`, and names that are there twice."""
-        names = [value.partition("=")[0] for value in values]
-        if not all(ADAPTER_NAME.fullmatch(n) for n in names) or any(v[-1:] in "=" for v in values):
+        pairs = [value.partition("=") for value in values]
+        names = [name for name, _, _ in pairs]
+        if not all(ADAPTER_NAME.fullmatch(name) and path for name, _, path in pairs):
             raise ValueError(
                 "write NAME=PATH; a name is 1 to 64 letters, digits, dots, dashes and underscores"
             )

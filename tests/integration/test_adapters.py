@@ -197,6 +197,9 @@ async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
         ("sql", "empty", "lora_path", "there is no adapter_config.json"),
         ("a:b", "sql", "lora_name", "lora_name"),
         ("", "sql", "lora_name", "lora_name"),
+        ("sql\n", "sql", "lora_name", "lora_name"),
+        ("sql", "a\0b", "lora_path", "is no directory"),
+        ("sql", "a" * 1000, "lora_path", "is no directory"),
     ],
 )
 async def test_what_cannot_be_loaded_is_refused_in_a_sentence(
@@ -211,6 +214,15 @@ async def test_what_cannot_be_loaded_is_refused_in_a_sentence(
         assert reason in error["message"]
         assert "/" not in error["message"].replace("/v1", "")
         assert (await load(gateway, "sql", "sql")).status_code == 200
+
+
+async def test_a_base_model_that_is_not_served_is_named_by_its_own_field(
+    gateway: RunningGateway, ends: Ends, directory: Path
+):
+    async with serving(gateway, ends, lora_dir=str(directory)):
+        refused = await load(gateway, "sql", "sql", base_model_name="nope")
+        assert refused.status_code == 404
+        assert refused.json()["error"]["param"] == "base_model_name"
 
 
 async def test_a_link_out_of_the_directory_is_refused(

@@ -160,6 +160,18 @@ def test_a_misspelled_setting_is_told_the_closest_one(
     assert "vlm settings" in str(refused.value)
 
 
+@pytest.mark.parametrize("value", ["foo", "foo=", "=path", "a=b,foo", "a b=path", "a\n=path"])
+def test_an_adapter_without_name_or_path_is_refused(monkeypatch, value):
+    monkeypatch.setenv("VLM_WORKER__LORA", value)
+    with pytest.raises(SettingsError, match=r"(?s)VLM_WORKER__LORA.*NAME=PATH"):
+        load_settings()
+
+
+def test_an_adapter_path_may_hold_an_equals_sign():
+    settings = load_settings(worker={"lora": "a=b=c,d=e="})
+    assert settings.worker.adapters == {"a": "b=c", "d": "e="}
+
+
 def test_a_shorter_lease_has_a_quicker_heartbeat():
     assert load_settings(worker={"lease_s": 2}).worker.heartbeat_s == 0.2
 
