@@ -58,7 +58,13 @@ def embed(
         typer.Argument(help=".txt (a text a line), .jsonl, .csv, images, folders of images."),
     ],
     output: Annotated[Path, typer.Option(help="Directory of the collection.")],
-    model: Annotated[str, typer.Option(help="Directory, hub id; or a name at --url.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Directory, hub id; or a name at --url.",
+            show_default="shapes-clip; at --url its only one",
+        ),
+    ] = "",
     url: LocalUrl = None,
     engine: Engine = "pooling",
     text_field: Annotated[str, typer.Option(help="Of .jsonl and .csv.")] = "text",

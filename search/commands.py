@@ -78,6 +78,8 @@ def run_embed(
         from search.transfer import Gateway, open_embedder  # noqa: PLC0415
 
         console.print(f"{output}: reading inputs", markup=False)
+        known = embedding.fingerprint(embedding.read_sources(inputs, text_field))
+        embedding.open_output(output)
         with _bar("loading") as bar:
             gateway = Gateway(url, api_key) if url else None
             embedder = open_embedder(engine, model, gateway, prompt)
@@ -100,7 +102,7 @@ def run_embed(
             try:
                 manifest = embedding.embed(
                     inputs, output, embedder, text_field=text_field, dtype=dtype,
-                    part_items=part_items, tell=tell,
+                    part_items=part_items, tell=tell, known=known,
                 )  # fmt: skip
             finally:
                 embedder.close()
@@ -147,7 +149,13 @@ def run_search(
     """`vlm search`"""
     with _failing():
         from search.collection import MANIFEST, read_manifest  # noqa: PLC0415
-        from search.embed import EmbedError, Source  # noqa: PLC0415
+        from search.embed import (  # noqa: PLC0415
+            PLAN,
+            EmbedError,
+            GatewaySilent,
+            Source,
+            list_images,
+        )
         from search.transfer import (  # noqa: PLC0415
             Gateway,
             open_embedder,
@@ -158,10 +166,18 @@ def run_search(
 
         if (text is None) == (image is None):
             raise EmbedError("say what to look for: a text, or --image FILE")
+        if image is not None and not image.is_file():
+            raise EmbedError(f"{image} is no file: name an image with --image")
         query = Source("query", text or "", image)
         directory = Path(target)
         if directory.is_dir():
             is_collection = (directory / MANIFEST).exists()
+            if (directory / PLAN).exists() and not is_collection:
+                read_manifest(directory)
+            if not is_collection and not list_images(directory):
+                raise EmbedError(
+                    f"{directory} has no {MANIFEST}, which `vlm embed` writes, and holds no image"
+                )
             if not model and url and is_collection:
                 model = read_manifest(directory).model
             if not model and engine == "pooling" and is_collection:
@@ -175,8 +191,10 @@ def run_search(
             finally:
                 embedder.close()
         else:
-            found = search_store(
-                target, query, limit, Gateway(url or "http://127.0.0.1:8000", api_key)
-            )
+            gateway = Gateway(url or "http://127.0.0.1:8000", api_key)
+            try:
+                found = search_store(target, query, limit, gateway)
+            except GatewaySilent as error:
+                raise EmbedError(f"there is no directory {target}, and {error}") from None
     for hit in found:
         print(f"{hit.score:7.4f}  {hit.id}  {hit.text[:100]}".rstrip())

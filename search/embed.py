@@ -45,6 +45,10 @@ class EmbedError(Exception):
     """The collection cannot be made; the message says what to do."""
 
 
+class GatewaySilent(EmbedError):
+    """No gateway answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One input: a text, or the path of an image."""
@@ -130,8 +134,13 @@ def _read_one(path: Path, text_field: str) -> Iterator[Source]:
         )
 
 
+def list_images(folder: Path) -> list[Path]:
+    """The images in a folder and those within it, by their endings."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+
+
 def _read_folder(folder: Path) -> Iterator[Source]:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    paths = list_images(folder)
     if not paths:
         endings = ", ".join(sorted(IMAGE_ENDINGS))
         raise EmbedError(f"{folder} holds no image ({endings})")
@@ -203,7 +212,10 @@ def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path)
 
 
 def fingerprint(sources: Iterator[Source]) -> tuple[str, int]:
-    """SHA-256 of the inputs, and how many there are. Raises: EmbedError for two of one id."""
+    """SHA-256 of the inputs, and how many there are.
+
+    Raises: EmbedError for none, for two of one id, and as `read_sources`.
+    """
     whole, seen = hashlib.sha256(), set()
     for source in sources:
         if source.id in seen:
@@ -211,6 +223,8 @@ def fingerprint(sources: Iterator[Source]) -> tuple[str, int]:
         seen.add(source.id)
         content = _hash_file(source.image) if source.image else source.text
         whole.update(json.dumps([source.id, content, dict(source.attributes)]).encode() + b"\n")
+    if not seen:
+        raise EmbedError("there is no input")
     return whole.hexdigest(), len(seen)
 
 
@@ -238,11 +252,13 @@ def embed(
     part_items: int = 8192,
     batch_items: int = 256,
     tell: Callable[[Progress], None] = lambda progress: None,
+    known: tuple[str, int] | None = None,
 ) -> Manifest:
-    """Make the collection, or what is missing of it. Raises: EmbedError, BadCollection."""
-    inputs, total = fingerprint(read_sources(paths, text_field))
-    if not total:
-        raise EmbedError("there is no input")
+    """Make the collection, or what is missing of it; `known` is the `fingerprint` of the inputs.
+
+    Raises: EmbedError, BadCollection.
+    """
+    inputs, total = known or fingerprint(read_sources(paths, text_field))
     plan = Plan(
         embedder.model,
         embedder.digest,
@@ -288,9 +304,20 @@ def embed(
     return manifest
 
 
+def open_output(directory: Path) -> None:
+    """Make it where it is not. Raises: EmbedError if it can be no collection's; OSError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise EmbedError(f"{directory}: a file is there; name a directory with --output") from None
+    is_begun = (directory / MANIFEST).exists() or (directory / PLAN).exists()
+    if not is_begun and any(directory.iterdir()):
+        raise EmbedError(f"{directory} is not empty: name a new directory")
+
+
 def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
     """The parts that an earlier run has made of the same. Raises: EmbedError."""
-    directory.mkdir(parents=True, exist_ok=True)
+    open_output(directory)
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
         if (manifest.inputs, manifest.digest) == (plan.inputs, plan.digest):
@@ -299,8 +326,6 @@ def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
     try:
         known = msgspec.json.decode((directory / PLAN).read_bytes(), type=Plan)
     except FileNotFoundError:
-        if any(directory.iterdir()):
-            raise EmbedError(f"{directory} is not empty: name a new directory") from None
         write_whole(directory / PLAN, msgspec.json.encode(plan))
         return []
     except msgspec.MsgspecError:
@@ -511,7 +536,7 @@ def call(client: Any, method: str, path: str, body: Any = None, tries: int = 5) 
             answer = client.request(method, path, json=body)
         except httpx.HTTPError as error:
             if is_last:
-                raise EmbedError(
+                raise GatewaySilent(
                     f"{client.base_url} does not answer ({type(error).__name__}): name a gateway with --url"
                 ) from None
             time.sleep(2**attempt / 4)

@@ -20,6 +20,7 @@ from search.embed import (
     Source,
     call,
     connect,
+    open_output,
     read_sources,
 )
 from search.flat import FlatIndex
@@ -102,7 +103,7 @@ def _to_wire(item: Item) -> dict[str, Any]:
 
 def export(name: str, directory: Path, gateway: Gateway, dtype: str, tell: Tell) -> Manifest:
     """Write a store as a collection. Raises: EmbedError."""
-    directory.mkdir(parents=True, exist_ok=True)
+    open_output(directory)
     if any(directory.iterdir()):
         raise EmbedError(f"{directory} is not empty: name a new directory")
     with connect(gateway.url, gateway.api_key) as client:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -172,6 +173,45 @@ def test_a_folder_of_images_is_searched_as_it_is(tmp_path):
     found = run("search", tmp_path / "empty", "a word", *engine)
     assert found.exit_code == 1
     assert "holds no image" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("embed", "nobody.txt", "--output", "out"), "nobody.txt cannot be read"),
+        (("embed", "inputs.txt", "empty", "--output", "out"), "empty holds no image"),
+        (("embed", "inputs.txt", "--output", "inputs.txt"), "--output"),
+        (("embed", "inputs.txt", "--output", "inputs.txt/deep"), "--output"),
+        (("embed", "inputs.txt", "--output", "."), "not empty"),
+        (("search", "empty", "x"), "manifest.json"),
+        (("search", "cut", "x"), "run it again"),
+        (("search", "folder", "--image", "nobody.png"), "nobody.png"),
+        (("search", "nolib", "x"), "there is no directory nolib"),
+    ],
+)
+def test_what_is_not_there_is_told_before_a_model_loads(
+    tmp_path, inputs, monkeypatch, arguments, told
+):
+    def load(*arguments, **options):
+        raise AssertionError("a model loads")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engines.registry.create_engine", load)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("httpx.Client.request", _refuse)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "embedding.json").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.png").write_bytes(encoded(1))
+    failed = run(*arguments)
+    assert failed.exit_code == 1, failed.output
+    assert told in failed.output.replace("\n", " ")
+    assert "Errno" not in failed.output
+
+
+def _refuse(*arguments, **options):
+    raise httpx.ConnectError("refused")
 
 
 async def test_a_collection_goes_into_a_store_and_comes_out_again(
