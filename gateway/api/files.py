@@ -93,6 +93,8 @@ class Files:
                 code="unsupported_parameter",
             )
         for name in ("file", "purpose"):
+            if sum(part.name == name for part in form) > 1:
+                raise InvalidRequest(f"Send one {name}.", param=name, code="invalid_form")
             if name not in fields:
                 raise InvalidRequest(
                     f"Missing required field: {name}.", param=name, code="missing_field"

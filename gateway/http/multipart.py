@@ -25,6 +25,14 @@ class FormPart:
 
 def read_form(body: bytes, content_type: bytes) -> list[FormPart]:
     """The fields in their order. Raises: InvalidRequest."""
+    try:
+        return _read_parts(body, content_type)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        # The email package's own, where a parameter is there plain and in pieces of RFC 2231.
+        raise _invalid() from None
+
+
+def _read_parts(body: bytes, content_type: bytes) -> list[FormPart]:
     header = Message()
     header["content-type"] = content_type.decode("latin-1")
     boundary = header.get_boundary()
