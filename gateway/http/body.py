@@ -144,7 +144,7 @@ class JsonBody(Generic[T]):
                 body.decode()  # the decoder does not look into the fields that it skips
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _locate(str(error), self._hints) from None
+            raise locate(str(error), self._hints) from None
         except RecursionError:
             raise InvalidRequest(
                 "The body nests objects and arrays too deeply: send at most 100 levels.",
@@ -163,7 +163,8 @@ def find_model_name(body: bytes) -> str:
         return ""
 
 
-def _locate(problem: str, hints: Mapping[str, str]) -> ApiError:
+def locate(problem: str, hints: Mapping[str, str]) -> ApiError:
+    """The error that names the field of a message of msgspec's, and repeats no value."""
     match = _AT.fullmatch(problem)
     assert match is not None  # every part of the pattern is optional
     reason = match["reason"]

@@ -129,7 +129,7 @@ class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
     chunking_strategy: ChunkingStrategy | None = None
 
 
-class ListQuery(msgspec.Struct, frozen=True, kw_only=True):
+class ListQuery(RequestStruct, frozen=True, kw_only=True):
     """Which part of a list."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
@@ -153,7 +153,7 @@ class ListQuery(msgspec.Struct, frozen=True, kw_only=True):
         return kept, len(entries) > self.limit
 
 
-class ItemsQuery(msgspec.Struct, frozen=True, kw_only=True):
+class ItemsQuery(RequestStruct, frozen=True, kw_only=True):
     """Which part of the items, in the order of their ids. `include`: `embedding`."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
@@ -161,7 +161,7 @@ class ItemsQuery(msgspec.Struct, frozen=True, kw_only=True):
     include: Literal["", "embedding"] = ""
 
 
-class ItemQuery(msgspec.Struct, frozen=True, kw_only=True):
+class ItemQuery(RequestStruct, frozen=True, kw_only=True):
     """`include`: `embedding`."""
 
     include: Literal["", "embedding"] = ""
