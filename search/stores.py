@@ -212,8 +212,24 @@ class Stores:
         self._check_digest(record, asked.digest)
         items = _normalized(asked.items, record)
         with self._writing(record) as index:
+            self._check_no_chunks(record, items)
             self._upsert(asked.tenant, record, index, items)
             return self._note_change(asked.tenant, record, index)
+
+    def _check_no_chunks(self, record: StoreRecord, items: Sequence[Item]) -> None:
+        """Raises: SearchError for an item that would replace a chunk of an attached file."""
+        for number, item in enumerate(items):
+            file_id, colon, _ = item.id.rpartition(":")
+            if (
+                colon
+                and file_id.startswith(FILE_ID)
+                and self._catalog.store_file(record.id, file_id)
+            ):
+                raise refuse(
+                    "invalid",
+                    "The id is that of a chunk of a file in this store: send another.",
+                    f"items.[{number}].id",
+                )
 
     def _upsert(
         self, tenant: str, record: StoreRecord, index: VectorIndex, items: Sequence[Item]
@@ -227,8 +243,7 @@ class Stores:
                     f"A vector store holds at most {limits.max_store_items} items: delete some, or "
                     "make another store.",
                 )
-        num_bytes = sum(len(item.vector) + len(item.text.encode()) for item in items)
-        self._check_bytes(tenant, num_bytes)
+        self._check_bytes(tenant, len(msgspec.msgpack.encode(items)))
         index.upsert(items)
         self._compact_later(record)
 

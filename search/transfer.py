@@ -1,7 +1,7 @@
 """Collections into vector stores of a gateway and out of them, and searches in either."""
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from search.embed import (
 )
 from search.flat import FlatIndex
 from shared.search import STORE_ID, Item
+from shared.settings.limits import LimitSettings
 
 LOAD_ITEMS = 512
 EXPORT_PART_ITEMS = 8192
@@ -82,14 +83,27 @@ def load(directory: Path, name: str, gateway: Gateway, model: str, tell: Tell) -
                 f"{directory} was made by another model than the one of the store ({manifest.model}, "
                 f"{store['embedding_model']}): name its model with --model"
             )
-        items = index.items()
         done = 0
-        while batch := list(islice(items, LOAD_ITEMS)):
+        for batch in _batches(index.items()):
             sent = [_to_wire(item) for item in batch]
             call(client, "PUT", f"{_STORES}/{store['id']}/items", {"items": sent})
             done += len(batch)
             tell(done, manifest.num_items)
         return call(client, "GET", f"{_STORES}/{store['id']}")
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """As many as one request may hold, in items and in characters of their texts."""
+    batch: list[Item] = []
+    num_chars = 0
+    for item in items:
+        num_chars += len(item.text)
+        if len(batch) == LOAD_ITEMS or (batch and num_chars > LimitSettings.max_input_chars):
+            yield batch
+            batch, num_chars = [], len(item.text)
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def _to_wire(item: Item) -> dict[str, Any]:

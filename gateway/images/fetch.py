@@ -22,13 +22,13 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 import httpcore
 
 from gateway.images.header import ImageRefused
+from shared.settings.limits import MAX_IMAGE_URL_CHARS
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 #: One text for every failure, so that nobody finds out what listens behind a URL.
 CANNOT_FETCH = "The image could not be fetched from its URL: send it as a data: URL."
 
-_MAX_URL_CHARS = 2048
 _MAX_CONCURRENT = 32  #: fetches at a time in this process
 _MAX_PER_HOST = 8  #: of these
 _MAX_PER_ADDRESS = 16  #: of these; hosts of a content network share addresses
@@ -258,7 +258,7 @@ class _PinnedNetwork(httpcore.AsyncNetworkBackend):
 
 def parse_url(url: str) -> SplitResult:
     """Split a URL once. Raises: ValueError for anything that two parsers could read differently."""
-    if len(url) > _MAX_URL_CHARS or not url.isascii() or not url.isprintable():
+    if len(url) > MAX_IMAGE_URL_CHARS or not url.isascii() or not url.isprintable():
         raise ValueError("not a plain URL")
     if " " in url or _FORBIDDEN.intersection(url):
         raise ValueError("not a plain URL")

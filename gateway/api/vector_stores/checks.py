@@ -16,6 +16,7 @@ from shared.search import (
 )
 from shared.settings.limits import (
     MAX_FILTER_VALUES,
+    MAX_IMAGE_URL_CHARS,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
     LimitSettings,
@@ -61,11 +62,21 @@ def to_image(url: str, param: str) -> ImageSource:
     return ImageSource(url, param)
 
 
-def name_of_image(url: str | None) -> str:
-    """What is kept of an image: the URL of one that is elsewhere."""
+def name_of_image(url: str | None, param: str) -> str:
+    """What is kept of an image: the URL of one that is elsewhere. Raises: InvalidRequest."""
     if url is None:
         return ""
-    return url if url[:8].lower().startswith(("http://", "https://")) else "inline"
+    if not url[:8].lower().startswith(("http://", "https://")):
+        return "inline"
+    if len(url) > MAX_IMAGE_URL_CHARS:
+        raise invalid(param, f"send a URL of at most {MAX_IMAGE_URL_CHARS} characters")
+    return url
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """No control characters. Raises: InvalidRequest."""
+    for key, value in (metadata or {}).items():
+        check_text("metadata", key + value)
 
 
 def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:

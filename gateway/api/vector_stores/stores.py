@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.api.fields import invalid
 from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.vector_stores.checks import (
     check_attributes,
     check_filter,
+    check_metadata,
     check_text,
     find_prompt,
     name_of_image,
@@ -73,12 +76,13 @@ from shared.search import (
     StoreFile,
     StoreRecord,
 )
-from shared.settings.limits import (
-    LimitSettings,
-)
+from shared.settings.group import MIB
+from shared.settings.limits import LimitSettings
 
 #: Hits that a model is asked to order, for each that is wanted.
 _RERANK_FACTOR = 4
+#: Of the items of a page: it ends before one that would be beyond, unless it is the first.
+_MAX_PAGE_BYTES = 4 * MIB
 _DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 _QUERY_PROMPTS = ("query", "search_query")
 _NO_RANKERS = ("none", "auto", "default-2024-11-15")
@@ -110,7 +114,7 @@ class VectorStores:
     def operations(self) -> list[Operation]:
         """All that is served."""
         stores, store = "/v1/vector_stores", "/v1/vector_stores/{vector_store_id}"
-        item, file = store + "/items/{item_id}", store + "/files/{file_id}"
+        item, file = store + "/items/{item_id:path}", store + "/files/{file_id}"
         return [
             Operation("POST", stores, "create_vector_store", "Create a vector store",
                       self.create, VectorStore, CreateStoreRequest),
@@ -149,6 +153,7 @@ class VectorStores:
     async def create(self, caller: Caller) -> VectorStore:
         """`POST /v1/vector_stores`"""
         request = _CREATE.decode(caller.body)
+        check_metadata(request.metadata)
         card = await self._choose_model(request.embedding_model)
         allowed = (*card.shorter_dimensions, card.dimensions)
         if request.dimensions is not None and request.dimensions not in allowed:
@@ -212,6 +217,7 @@ class VectorStores:
     async def modify(self, caller: Caller) -> VectorStore:
         """`POST /v1/vector_stores/{id}`"""
         request = _CHANGE.decode(caller.body)
+        check_metadata(request.metadata)
         change = ChangeStore(
             tenant=caller.tenant,
             store=caller.path["vector_store_id"],
@@ -233,6 +239,9 @@ class VectorStores:
         request = _PUT.decode(caller.body)
         items = request.items
         self._check_items(items)
+        images = [
+            name_of_image(item.image, f"items.[{index}].image") for index, item in enumerate(items)
+        ]
         store = await self._find(caller)
         vectors: dict[int, bytes] = {}
         parts: dict[int, str | ImageSource] = {}
@@ -258,7 +267,7 @@ class VectorStores:
                     id=item.id,
                     vector=vectors[index],
                     text=item.text or "",
-                    image=name_of_image(item.image),
+                    image=images[index],
                     attributes=dict(item.attributes or {}),
                 )
                 for index, item in enumerate(items)
@@ -298,6 +307,13 @@ class VectorStores:
                     code="text_too_long",
                 )
             check_attributes(item.attributes, f"{place}.attributes")
+        if sum(len(item.text or "") for item in items) > self._limits.max_input_chars:
+            raise InvalidRequest(
+                f"The texts are too long: send at most {self._limits.max_input_chars} characters.",
+                param="items",
+                status=413,
+                code="text_too_long",
+            )
 
     async def list_items(self, caller: Caller) -> ItemList:
         """`GET /v1/vector_stores/{id}/items`"""
@@ -310,8 +326,14 @@ class VectorStores:
             with_vectors=query.include == "embedding",
         )
         items = await self._search.ask(asked, list[Item])
-        data = [to_stored(item) for item in items[: query.limit]]
-        return ItemList(data, len(items) > query.limit, *_ends(data))
+        data, num_bytes = [], 0
+        for item in items[: query.limit]:
+            stored = to_stored(item)
+            num_bytes += len(msgspec.json.encode(stored))
+            if data and num_bytes > _MAX_PAGE_BYTES:
+                break
+            data.append(stored)
+        return ItemList(data, len(items) > len(data), *_ends(data))
 
     async def retrieve_item(self, caller: Caller) -> StoredItem:
         """`GET /v1/vector_stores/{id}/items/{item_id}`"""

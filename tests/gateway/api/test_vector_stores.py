@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 from array import array
+from urllib.parse import quote
 
 import openai
 import pytest
@@ -225,6 +226,9 @@ BAD_ITEMS = [
     ([], (400, "invalid_value", "items")),
     ([{"id": "", "text": "x"}], (400, "invalid_value", "items.[0].id")),
     ([{"id": "a\0", "text": "x"}], (400, "invalid_value", "items.[0].id")),
+    ([{"id": "a" * 257, "text": "x"}], (400, "invalid_value", "items.[0].id")),
+    ([{"id": str(n), "text": "x" * 100_000, "embedding": [1.0] * 64} for n in range(21)], (413, "text_too_long", "items")),
+    ([{"id": "a", "image": "https://a/".ljust(2049, "a"), "embedding": [1.0] * 64}], (400, "invalid_value", "items.[0].image")),
     ([{"id": "a", "text": "x"}] * 2, (400, "invalid_value", "items.[1].id")),
     ([{"id": "a", "text": "word " * 600}], (400, "context_length_exceeded", "items.[0].text")),
     ([{"id": "a", "image": "?"}], (400, "invalid_image", "items.[0].image")),
@@ -366,6 +370,8 @@ BAD_STORES = [
     ({"prompt": "nobody"}, (400, "invalid_value", "prompt")),
     ({"name": "x" * 257}, (400, "invalid_value", "name")),
     ({"name": "a\nb"}, (400, "invalid_value", "name")),
+    ({"metadata": {"a\nb": ""}}, (400, "invalid_value", "metadata")),
+    ({"metadata": {"a": "\x1b"}}, (400, "invalid_value", "metadata")),
     ({"metadata": {str(n): "" for n in range(17)}}, (400, "invalid_value", "metadata")),
     ({"expires_after": {"anchor": "last_active_at", "days": 1}}, (400, "unsupported_parameter", "expires_after")),
 ]  # fmt: skip
@@ -376,7 +382,28 @@ async def test_a_bad_store_is_named(gateway):
         assert error_of(await gateway.client.post(STORES, json=body)) == expected
 
 
+async def test_a_store_is_not_renamed_by_control_characters(gateway, store):
+    answer = await gateway.client.post(f"{STORES}/{store}", json={"metadata": {"a": "\0"}})
+    assert error_of(answer) == (400, "invalid_value", "metadata")
+
+
+FORM = b'--b\r\ncontent-disposition: form-data; name="file"; %b\r\n\r\nx\r\n--b--'
+MIXED = [
+    b"filename*1=b; filename*=b",
+    b"filename*=x''y; filename*0*=b",
+    b"filename*0=b; filename*=a''b",
+]
+
+
+def form_of(head, boundary="boundary=b"):
+    return {"content": FORM % head, "headers": {"content-type": f"multipart/form-data; {boundary}"}}
+
+
 BAD_UPLOADS = [
+    *((form_of(head), (400, "invalid_form", None)) for head in MIXED),
+    (form_of(b"filename=b", "boundary*1=b; boundary*=b"), (400, "invalid_form", None)),
+    ({"files": [("file", ("a.txt", b"x"))] * 2, "data": {"purpose": "assistants"}}, (400, "invalid_form", "file")),
+    ({"files": {"file": ("a" * 257, b"x")}, "data": {"purpose": "assistants"}}, (400, "invalid_value", "file")),
     ({"files": {"file": ("a.txt", b"x" * 10_000_000)}, "data": {"purpose": "assistants"}}, (413, "text_too_long", "file")),
     ({"files": {"file": ("a.txt", b"x")}, "data": {"purpose": "batches"}}, (400, "invalid_value", "purpose")),
     ({"files": {"file": ("a.txt", b"x")}}, (400, "missing_field", "purpose")),
@@ -390,6 +417,8 @@ BAD_UPLOADS = [
 async def test_a_bad_upload_is_named(gateway):
     for form, expected in BAD_UPLOADS:
         assert error_of(await gateway.client.post("/v1/files", **form)) == expected
+    form = {"files": {"file": ("a" * 256, b"x")}, "data": {"purpose": "assistants"}}
+    assert (await gateway.client.post("/v1/files", **form)).status_code == 200
 
 
 async def test_a_file_that_is_no_text_is_refused(client, gateway, store):
@@ -400,15 +429,72 @@ async def test_a_file_that_is_no_text_is_refused(client, gateway, store):
         assert response.json()["error"]["param"] == "file_id"
 
 
-async def test_list_parameters_are_checked(gateway):
-    for query, param in (
-        ("limit=0", "limit"),
-        ("limit=101", "limit"),
-        ("order=x", "order"),
-        ("a=b", "a"),
+async def test_list_parameters_are_checked_and_not_repeated(gateway, store):
+    for path, query, param in (
+        ("", "limit=0", "limit"),
+        ("", "limit=101", "limit"),
+        ("", "limit=VALUE", "limit"),
+        ("", "order=VALUE", "order"),
+        ("", f"after={'VALUE' * 60}", "after"),
+        ("", "a=VALUE", "a"),
+        ("", f"{'VALUE' * 60}=a", "?"),
+        (f"/{store}/items", "include=VALUE", "include"),
+        (f"/{store}/items/a", "include=VALUE", "include"),
     ):
-        response = await gateway.client.get(f"{STORES}?{query}")
+        response = await gateway.client.get(f"{STORES}{path}?{query}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert "VALUE" not in response.text
+
+
+async def test_an_item_may_have_any_id_that_is_no_chunks(client, gateway, store):
+    file = await client.files.create(file=("a.txt", b"word"), purpose="assistants")
+    ids = ["a/b.png", "/a//b", "a/../b", "file-1.png", f"{file.id}:0", "a" * 256]
+    for id_ in ids:
+        assert (await put(gateway, store, [{"id": id_, "text": "x"}])).status_code == 200
+        read = await gateway.client.get(f"{STORES}/{store}/items/{quote(id_, safe='')}")
+        assert read.json()["id"] == id_
+    await client.vector_stores.files.create(store, file_id=file.id)
+    answer = await put(
+        gateway, store, [{"id": "a", "text": "x"}, {"id": f"{file.id}:0", "text": "x"}]
+    )
+    assert error_of(answer) == (400, "invalid_value", "items.[1].id")
+    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == len(ids)
+
+
+async def test_a_page_ends_early_and_goes_on_where_it_ended(gateway, store):
+    for first in (0, 20):
+        items = [
+            {"id": f"{n:02}", "text": "\1" * 100_000, "embedding": [1.0] * 64}
+            for n in range(first, min(first + 20, 23))
+        ]
+        assert (await put(gateway, store, items)).status_code == 200
+    listed, after = [], ""
+    while True:
+        query = {"limit": 100, **({"after": after} if after else {})}
+        answer = await gateway.client.get(f"{STORES}/{store}/items", params=query)
+        assert len(answer.content) < 4 * 2**20 + 1000
+        page = answer.json()
+        listed += [item["id"] for item in page["data"]]
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    assert listed == [f"{n:02}" for n in range(23)]
+
+
+@pytest.mark.parametrize("limits", [{"max_key_search_bytes": 40_000}])
+async def test_a_key_keeps_so_many_bytes_of_all_fields(gateway, client, store):
+    vector = [1.0] * 64
+    for field in (
+        {"text": "x" * 50_000},
+        {"attributes": {f"{n}".ljust(64, "k"): "v" * 512 for n in range(16)}},
+        {"image": "https://a/".ljust(2048, "a")},
+    ):
+        items = [{"id": str(n), "embedding": vector, **field} for n in range(20)]
+        assert error_of(await put(gateway, store, items)) == (413, "store_full", None), field
+    with pytest.raises(openai.APIStatusError, match="40000 bytes"):
+        await client.files.create(file=("a.txt", b"x" * 40_001), purpose="assistants")
+    assert (await put(gateway, store, [{"id": "a", "text": "x"}])).status_code == 200
+    assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 1
 
 
 @pytest.mark.parametrize("limits", [{"max_stores": 1, "max_files": 1, "max_store_items": 2}])

@@ -96,7 +96,7 @@ ELSEWHERE = (
     "max_wrong_",
     "max_lora",
     *("max_store", "max_file", "max_filter", "max_item", "max_search"),
-    *("MAX_STORE", "MAX_FILE", "MAX_FILTER", "MAX_ITEM", "MAX_SEARCH", "MAX_PAGE"),
+    *("MAX_STORE", "MAX_FILE", "MAX_FILTER", "MAX_ITEM", "MAX_IMAGE_URL", "MAX_SEARCH", "MAX_PAGE"),
 )
 
 
