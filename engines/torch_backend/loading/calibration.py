@@ -232,9 +232,17 @@ def read_examples(file: Path) -> list[Example]:
 
     Raises: UnsupportedCheckpoint, naming the line; OSError.
     """
+    if not file.is_file():
+        raise UnsupportedCheckpoint(
+            f"--calibrate {file}: there is no such file; name one with a question a line, a .jsonl file "
+            f"of OpenAI messages, or `{OWN}`"
+        )
     if file.stat().st_size > _MAX_EXAMPLE_BYTES:
         raise UnsupportedCheckpoint(f"{file.name} has more than {_MAX_EXAMPLE_BYTES} bytes")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UnsupportedCheckpoint(f"{file.name} is not UTF-8: convert it first") from None
     examples = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -23,7 +23,7 @@ from engines.torch_backend.layers.quantized_linear import (
     Int4Linear,
     QuantizedLinear,
 )
-from engines.torch_backend.loading.calibration import Target, calibrate
+from engines.torch_backend.loading.calibration import OWN, Target, calibrate, read_examples
 from engines.torch_backend.loading.formats.compressed_tensors import to_config, to_parts
 from engines.torch_backend.loading.formats.reader import Integers
 from engines.torch_backend.loading.published import find_layer, find_published
@@ -32,6 +32,7 @@ from engines.torch_backend.loading.stored_tensors import (
     INDEX_FILE,
     MAX_SHARD_BYTES,
     TensorWriter,
+    check_new,
     list_tensors,
     new_directory,
 )
@@ -59,8 +60,7 @@ def quantize_checkpoint(
     there when all is written, and not before. Returns: bytes of the weights before and after.
     Raises: UnsupportedCheckpoint, FileExistsError, OSError.
     """
-    if examples != "none" and scheme != "int4":
-        raise UnsupportedCheckpoint(f"--calibrate {examples}: is for --scheme int4, not {scheme}")
+    _check(target, scheme, examples)
     family, config = find_family(source)
     rename = partial(family.rename, config=config)
     published, stored = find_published(source, list_tensors(source), torch.device("cpu"), rename)
@@ -100,6 +100,15 @@ def quantize_checkpoint(
         writer.close()
         _copy_text_files(source, made, to_config(writer.groups, layers.ignored()))
     return _weight_bytes(source), _weight_bytes(target)
+
+
+def _check(target: Path, scheme: str, examples: str) -> None:
+    """What can be seen before a model is there. Raises: UnsupportedCheckpoint, OSError."""
+    if examples != "none" and scheme != "int4":
+        raise UnsupportedCheckpoint(f"--calibrate {examples}: is for --scheme int4, not {scheme}")
+    check_new(target)
+    if examples not in ("none", OWN):
+        read_examples(Path(examples))
 
 
 class _Writer:
@@ -212,6 +221,7 @@ def run(model: str, target: Path, scheme: str, head: str = "none", examples: str
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task(f"{model} to {scheme}", total=1.0)
         try:
+            _check(target, scheme, examples)  # before a download
             source = resolve_model(model, lambda share: bar.update(task, completed=share))
             before, after = quantize_checkpoint(
                 source,

@@ -52,7 +52,9 @@ def read_fields(directory: Path) -> Fields:
     """The fields of a checkpoint's `config.json`. Raises: UnsupportedCheckpoint."""
     file = directory / "config.json"
     if not file.is_file():
-        raise UnsupportedCheckpoint("the checkpoint has no config.json")
+        raise UnsupportedCheckpoint(
+            f"{directory} has no config.json: name a directory with a checkpoint of transformers"
+        )
     return read_json(file)
 
 

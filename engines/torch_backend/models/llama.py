@@ -33,7 +33,7 @@ from engines.torch_backend.ops.decoder_chain.reference import Chain, LayerProduc
 from engines.torch_backend.ops.products import Before
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.ops.step_attention.reference import Attend
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, share_heads
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, advise_size, share_heads
 
 
 class SelfAttention(nn.Module):
@@ -193,13 +193,16 @@ class Llama(nn.Module):
 
 def _share_of(config: TextConfig, mesh: Mesh) -> TextConfig:
     """Whole heads and channels of each layer, and all layers. Raises: UnsupportedCheckpoint."""
+    advice = advise_size(config.num_heads, config.num_kv_heads, config.intermediate_size)
     for name in ("num_heads", "intermediate_size"):
         if (count := getattr(config, name)) % mesh.size:
-            raise UnsupportedCheckpoint(f"{mesh.size} devices cannot share {count} {name}")
+            raise UnsupportedCheckpoint(
+                f"{mesh.size} devices cannot share {count} {name}; {advice}"
+            )
     try:
         num_parts = share_heads(config.num_kv_heads, mesh).count
     except ValueError as error:
-        raise UnsupportedCheckpoint(str(error)) from None
+        raise UnsupportedCheckpoint(f"{error}; {advice}") from None
     return replace(
         config,
         num_heads=config.num_heads // mesh.size,

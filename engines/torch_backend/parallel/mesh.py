@@ -111,6 +111,17 @@ def share_heads(num_heads: int, mesh: Mesh) -> Share:
     raise ValueError(f"{mesh.size} devices cannot share {num_heads} heads of keys and values")
 
 
+def advise_size(num_heads: int, num_kv_heads: int, num_channels: int) -> str:
+    """What to set instead: the numbers of members that can share such layers, as words."""
+    fitting = [
+        str(size)
+        for size in range(2, num_heads + 1)
+        if num_heads % size == num_channels % size == 0
+        and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+    ]
+    return f"set --tensor-parallel to {', '.join(fitting) or '1'}"
+
+
 def least(number: int, mesh: Mesh) -> int:
     """The smallest of all members' numbers."""
     return int(mesh.all_gather(torch.tensor([number])).min())

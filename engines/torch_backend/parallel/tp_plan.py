@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from engines.torch_backend.models.config import UnsupportedCheckpoint
-from engines.torch_backend.parallel.mesh import Mesh, Share, share_heads
+from engines.torch_backend.parallel.mesh import Mesh, Share, advise_size, share_heads
 
 #: Kinds of decoders without a plan, and those whose modules they have.
 _KIN = {"qwen3_vl_text": "qwen3"}
@@ -60,7 +60,8 @@ def share_model(model: PreTrainedModel, mesh: Mesh) -> None:
     """Cut what members share down to this one's part. Raises: UnsupportedCheckpoint."""
     name = type(model).__name__
     plan = _plan_of(model, mesh)
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, style in plan.items():
         if style in _WHOLE:
@@ -75,8 +76,15 @@ def share_model(model: PreTrainedModel, mesh: Mesh) -> None:
             else:
                 raise ValueError(f"its style {style!r} is unknown")
         except ValueError as error:
+            kv_heads, channels = (
+                count
+                if isinstance(count := getattr(config, name, None), int) and count
+                else default
+                for name, default in (("num_key_value_heads", heads), ("intermediate_size", 0))
+            )
+            counts = (heads, kv_heads, channels)
             raise UnsupportedCheckpoint(
-                f"{name} cannot be shared by {mesh.size} devices: {path}: {error}"
+                f"{name} cannot be shared by {mesh.size} devices: {path}: {error}; {advise_size(*counts)}"
             ) from None
 
 

@@ -1,6 +1,7 @@
 """A checkpoint quantized and saved is, loaded again, the model that is quantized while it is loaded."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -184,6 +185,34 @@ def test_the_command_says_what_it_saved(
     run(str(tiny), tmp_path / "q", "int8")
 
     assert "MiB of weights became" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "examples", "reason"),
+    [
+        ("full", "none", "full is not empty; name"),
+        ("full/file/new", "none", "full/file is no directory"),
+        ("new", "missing.jsonl", "missing.jsonl: there is no such file; name"),
+        ("new", "latin", "latin is not UTF-8"),
+    ],
+)
+def test_what_needs_no_model_is_told_before_one_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, examples: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "latin").write_bytes(b"\xff")
+
+    with pytest.raises(SystemExit, match=f"quantize: .*{re.escape(reason)}"):
+        run("./nowhere", Path(target), "int4", examples=examples)
+
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape(str(tmp_path))):
+        find_family(tmp_path)
 
 
 @pytest.mark.parametrize(
