@@ -89,7 +89,7 @@ class Files:
             name = min(unknown)
             raise InvalidRequest(
                 "Unsupported parameter: send file and purpose alone.",
-                param=name if name.isidentifier() else None,
+                param=name if name.isidentifier() and len(name) <= 64 else None,
                 code="unsupported_parameter",
             )
         for name in ("file", "purpose"):

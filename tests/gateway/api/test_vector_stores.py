@@ -408,6 +408,7 @@ BAD_UPLOADS = [
     ({"files": {"file": ("a.txt", b"x")}, "data": {"purpose": "batches"}}, (400, "invalid_value", "purpose")),
     ({"files": {"file": ("a.txt", b"x")}}, (400, "missing_field", "purpose")),
     ({"files": {"other": ("a.txt", b"x")}, "data": {"purpose": "assistants"}}, (400, "unsupported_parameter", "other")),
+    ({"files": {"x" * 1000: ("a.txt", b"x")}}, (400, "unsupported_parameter", None)),
     ({"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=y"}}, (400, "invalid_form", None)),
     ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, (415, "unsupported_media_type", None)),
     ({"json": {}}, (415, "unsupported_media_type", None)),
