@@ -104,6 +104,7 @@ class WorkerProcess:
             # look at them.
             gc.collect()
             gc.freeze()
+            await worker.announce_first()
             logger.info(
                 "worker %s is ready: %s; health on port %d",
                 worker.worker_id, loaded.card.name, port,

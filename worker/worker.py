@@ -226,6 +226,11 @@ class Worker:
                 self._card = card
                 await self._announce_once()
 
+    async def announce_first(self) -> None:
+        """Be known before anybody is told that this worker is ready, if Redis answers."""
+        with suppress(QueueUnavailable, RedisError):
+            await self._announce_once()
+
     async def announce(self) -> None:
         """Tell the gateways that this worker is there, and how busy."""
         await repeat(self._announce_once, "announce this worker", self._settings.heartbeat_s)

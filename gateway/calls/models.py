@@ -64,8 +64,8 @@ class ModelDirectory:
     async def refresh(self) -> None:
         """Ask the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
-            workers = await self.registry.workers()
             known = await self.registry.models()
+            workers = await self.registry.workers()  # after: a worker is written before its model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             cards = {card.name: card for card in known if _is_spoken(card)}
             others = {card.name: card for card in known if not _is_spoken(card)}
@@ -107,8 +107,11 @@ class ModelDirectory:
         RedisError, OSError.
         """
         card = self.cards.get(name) or self.adapters.get(name)
-        if card is None and time.monotonic() - self._refreshed_at > _MISS_PAUSE_S:
-            await self._look_again()  # it may have come this second
+        if card is None:  # it may have come this second
+            looked_at = self._refreshed_at
+            await asyncio.sleep(looked_at + _MISS_PAUSE_S - time.monotonic())
+            if self._refreshed_at == looked_at:
+                await self._look_again()
             card = self.cards.get(name) or self.adapters.get(name)
         if card is None:
             raise self.missing(name)

@@ -19,7 +19,7 @@ from tests.engines.torch_backend.models.test_families import (
     generate,
     load,
     load_reference,
-    process_as_transformers_does,
+    load_their_processor,
 )
 from tests.integration.fleet_process import Served, start_fleet
 
@@ -83,7 +83,8 @@ def test_a_model_of_images_is_asked_about_one(tmp_path: Path) -> None:
     shown = (60, 20, 2)
     prompt = ask(processor, [shown, QUESTION])
     theirs = load_reference(directory, family.auto)
-    inputs = process_as_transformers_does(directory, theirs)([shown], prompt.token_ids)
+    inputs = load_their_processor(family, directory)([shown, QUESTION])
+    assert inputs.pop("input_ids")[0].tolist() == prompt.token_ids
     token_ids = generate(theirs, prompt.token_ids, **inputs)
     expected = b"".join(map(processor.tokenizer.token_bytes, token_ids)).decode(errors="replace")
     served = start_fleet(
