@@ -10,7 +10,7 @@ from rich.console import Console
 from engines.packages.shapes.training.evaluation import GROUPS, Score, report
 from tests.e2e.asking import ask_all, choose_cases
 
-NUM_SCENES = 300
+NUM_SCENES = 200
 GOALS = {
     "single questions": 0.97,
     "full descriptions": 0.95,
