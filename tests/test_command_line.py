@@ -39,9 +39,12 @@ def run(*arguments: str) -> None:
 
 
 def test_serve_hands_options_of_every_group_on(started):
-    run("serve", *ENGINE_OPTIONS, "--port", "0", "--allow-open", "--workers", "3", "--search")
-    [(target, settings, workers, data_dir, search)] = started
-    assert (target, workers, data_dir, search) == ("worker.node.serve.run_node", 3, None, True)
+    run("serve", *ENGINE_OPTIONS, "--port", "0", "--allow-open", "--workers", "3", "--search",
+        "--also", "shapes-clip")  # fmt: skip
+    [(target, *rest)] = started
+    settings, *others = rest
+    assert target == "worker.node.serve.run_node"
+    assert others == [3, None, True, ["shapes-clip"]]
     assert isinstance(settings, Settings)
     assert settings.engine.values() == {"kind": "mock", "max_num_seqs": 7, "dtype": "float16"}
     assert (settings.gateway.port, settings.gateway.allow_open) == (0, True)
