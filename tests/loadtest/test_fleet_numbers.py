@@ -71,10 +71,10 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
         assert (
             num_tokens == server.grown("vlm_generation_tokens_total") == NUM_TOKENS * len(records)
         )
-        assert len(records) >= 4
         differences = {latency: difference(records, server, latency) for latency in SERVER_NAMES}
-        if max(differences.values()) <= 0.02:
+        if len(records) >= 4 and max(differences.values()) <= 0.02:
             break
+    assert len(records) >= 4
     assert max(differences.values()) <= 0.02, differences
     for stage in ("queue", "vision", "prefill", "decode"):
         told_s = sum(record.stages_s[stage] for record in records)
