@@ -11,18 +11,24 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import ServiceTier, UserName, find_priority, invalid
+from gateway.api.fields import (
+    ModelName,
+    RequestStruct,
+    ServiceTier,
+    TokenId,
+    UserName,
+    find_priority,
+    invalid,
+    timings_of,
+    wants_timings,
+)
 from gateway.api.inputs import (
     CHARS_PER_TOKEN,
     InputUsage,
-    ModelName,
-    RequestStruct,
     Truncation,
     check_chars,
     split,
-    timings_of,
     to_truncate,
-    wants_timings,
 )
 from gateway.api.openapi import describe_operation
 from gateway.calls.key_limits import TOKENS_PER_IMAGE
@@ -43,7 +49,6 @@ from shared.protocol import (
 )
 from shared.settings.limits import LimitSettings
 
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = list[TokenId]
 _BYTES_PER_NUMBER = 4
 

@@ -1,18 +1,16 @@
 """What APIs that take inputs and give numbers have in common: their inputs, parts and usage."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
 
 from gateway.calls.resume import KEY_HEADER
 from gateway.calls.surface import Totals
 from gateway.http.errors import InvalidRequest
 from shared.protocol import Truncate
-from shared.settings.limits import MAX_MODEL_CHARS, LimitSettings
+from shared.settings.limits import LimitSettings
 
-ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 #: TEI's: which end to cut off of what is too long; true is END, false and NONE refuse it.
 Truncation = bool | Literal["NONE", "START", "END"]
 Item = TypeVar("Item")
@@ -21,10 +19,6 @@ Item = TypeVar("Item")
 MAX_CALL_TOKENS = 8192
 MAX_CALL_INPUTS = 256
 CHARS_PER_TOKEN = 4
-
-
-class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all that clients send: immutable, without unknown fields."""
 
 
 class InputUsage(msgspec.Struct):
@@ -49,16 +43,6 @@ def to_truncate(value: bool | str | None) -> Truncate:
     """What tasks call it."""
     names: dict[object, Truncate] = {"START": "start", "END": "end", True: "end"}
     return names.get(value, "none")
-
-
-def timings_of(totals: Totals) -> dict[str, float] | UnsetType:
-    """Each stage and the whole, where the client asked for them."""
-    return UNSET if totals.timings is None else totals.timings
-
-
-def wants_timings(asked: bool | None, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether body or header ask for them."""
-    return bool(asked) or headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
 
 
 def check_chars(num_chars: int, param: str, limits: LimitSettings) -> None:

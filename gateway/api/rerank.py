@@ -12,18 +12,23 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import ServiceTier, UserName, find_priority, invalid
+from gateway.api.fields import (
+    ModelName,
+    RequestStruct,
+    ServiceTier,
+    UserName,
+    find_priority,
+    invalid,
+    timings_of,
+    wants_timings,
+)
 from gateway.api.inputs import (
     CHARS_PER_TOKEN,
     InputUsage,
-    ModelName,
-    RequestStruct,
     Truncation,
     check_chars,
     split,
-    timings_of,
     to_truncate,
-    wants_timings,
 )
 from gateway.api.openapi import describe_operation
 from gateway.calls.open_call import ChoiceEvent

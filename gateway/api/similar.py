@@ -5,8 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gateway.api.fields import invalid
-from gateway.api.inputs import RequestStruct
+from gateway.api.fields import RequestStruct, invalid
 from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.vector_stores import VectorStores
 from shared.settings.limits import MAX_SEARCH_RESULTS

@@ -13,12 +13,8 @@ from gateway.api.chat.schemas import (
     ChatCompletionChunk,
     ChatCompletionRequest,
 )
-from gateway.api.chat.translate import (
-    ChatOptions,
-    check_stream_options,
-    check_supported,
-    translate,
-)
+from gateway.api.chat.translate import ChatOptions, check_supported, translate
+from gateway.api.fields import check_stream_options
 from gateway.api.openapi import branch, describe_operation
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http.body import JsonBody
@@ -55,7 +51,7 @@ class ChatCompletions(Surface):
         """The checked body. Raises: InvalidRequest."""
         request = _BODY.decode(body)
         check_supported(request)
-        check_stream_options(request)
+        check_stream_options(request.stream_options, request.stream)
         return request
 
     def plan(

@@ -10,6 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
+from gateway.api.answers import (
+    SYSTEM_FINGERPRINT,
+    CompletionUsage,
+    encode,
+    merge_tokens,
+    to_usage,
+    usage_of,
+)
 from gateway.api.chat.schemas import (
     AnswerMessage,
     ChatCompletion,
@@ -19,13 +27,10 @@ from gateway.api.chat.schemas import (
     ChoiceDelta,
     ChoiceLogprobs,
     ChunkChoice,
-    CompletionTokensDetails,
-    CompletionUsage,
-    PromptTokensDetails,
     TopLogprob,
-    encode,
 )
 from gateway.api.chat.translate import ChatOptions
+from gateway.api.fields import Timings, timings_of
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http import sse
@@ -38,11 +43,6 @@ from shared.protocol import (
     Tokens,
     Usage,
 )
-from shared.version import package_version
-
-Timings = dict[str, float] | UnsetType
-
-SYSTEM_FINGERPRINT = f"vlm-fleet-{package_version()}"
 
 
 class ChatAnswer:
@@ -70,14 +70,14 @@ class ChatAnswer:
             choices=[choice.to_choice(index, self.options) for index, choice in enumerate(choices)],
             usage=to_usage(totals),
             service_tier=self.options.service_tier,
-            timings=_timings(totals),
+            timings=timings_of(totals),
         )
         return encode(completion)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """Chunks; the last ones hold the usage and the timings, where they are asked for."""
         frames: list[Frame] = []
-        timings = UNSET if totals is None else _timings(totals)
+        timings = UNSET if totals is None else timings_of(totals)
         last = events[-1][1] if events else None
         for index, event in merge_tokens(events) if len(events) > 1 else events:
             if self.options.continuous_usage:
@@ -123,7 +123,7 @@ class ChatAnswer:
     def _chunk(self, choice: ChunkChoice, timings: Timings = UNSET) -> bytes:
         usage = self._no_usage
         if self.options.continuous_usage:
-            usage = _usage(self._prompt, sum(self._counts.values()))
+            usage = usage_of(self._prompt, sum(self._counts.values()))
         return self._encode([choice], usage, timings)
 
     def _count(self, index: int, event: CallEvent) -> None:
@@ -179,58 +179,6 @@ class _GatheredChoice:
         return Choice(index, message, self._finish_reason, logprobs)
 
 
-def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
-    """The same events with adjacent tokens of one choice made one."""
-    held: tuple[int, Tokens] | None = None
-    for index, event in events:
-        if held is not None and isinstance(event, Tokens) and held[0] == index:
-            held = (index, _merge(held[1], event))
-            continue
-        if held is not None:
-            yield held
-        held = None
-        if isinstance(event, Tokens):
-            held = (index, event)
-        else:
-            yield index, event
-    if held is not None:
-        yield held
-
-
-def _merge(first: Tokens, second: Tokens) -> Tokens:
-    return Tokens(
-        first.request_id,
-        first.attempt,
-        first.index,
-        first.token_ids + second.token_ids,
-        first.text + second.text,
-        first.logprobs + second.logprobs,
-        first.num_without_id + second.num_without_id,
-        first.reasoning + second.reasoning,
-    )
-
-
-def to_usage(totals: Totals) -> CompletionUsage:
-    """The `usage` object: the prompt counts once, whatever the number of choices."""
-    usage = _usage(totals.prompt, totals.num_output_tokens)
-    if num_reasoning := sum(event.usage.num_reasoning_tokens for event in totals.finished):
-        usage.completion_tokens_details = CompletionTokensDetails(num_reasoning)
-    return usage
-
-
-def _usage(prompt: Usage, num_output: int) -> CompletionUsage:
-    return CompletionUsage(
-        prompt_tokens=prompt.num_prompt_tokens,
-        completion_tokens=num_output,
-        total_tokens=prompt.num_prompt_tokens + num_output,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=prompt.num_cached_tokens,
-            image_tokens=prompt.num_image_tokens,
-            text_tokens=prompt.num_prompt_tokens - prompt.num_image_tokens,
-        ),
-    )
-
-
 def to_choice_logprobs(logprobs: Sequence[OutputLogprob]) -> ChoiceLogprobs:
     """The `logprobs` object of a choice."""
     return ChoiceLogprobs([_to_logprob(entry) for entry in logprobs])
@@ -244,7 +192,3 @@ def _to_logprob(entry: OutputLogprob) -> ChatLogprob:
 
 def _bytes(entry: TokenLogprob) -> tuple[int, ...]:
     return tuple(entry.token_bytes)
-
-
-def _timings(totals: Totals) -> Timings:
-    return UNSET if totals.timings is None else totals.timings

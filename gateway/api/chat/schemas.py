@@ -10,26 +10,30 @@ Source: OpenAI API reference, "Create chat completion" and "The chat completion 
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.fields import ServiceTier, UserName
+from gateway.api.answers import CompletionUsage
+from gateway.api.fields import (
+    Ignored,
+    IgnoredStreamFields,
+    ModelName,
+    Neutral,
+    RequestStruct,
+    ServiceTier,
+    StreamOptions,
+    Timings,
+    UserName,
+)
+from gateway.api.sampling import SamplingFields
 from shared.protocol import TemplateOption
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_VALUE_CHARS,
-    MAX_MODEL_CHARS,
     MAX_NAME_CHARS,
 )
 
-Ignored = Raw | UnsetType  #: checked to be JSON and otherwise skipped
-Neutral = Raw | UnsetType  #: skipped too, and refused unless it asks for nothing
-
 Detail = Literal["auto", "low", "high", "original"]
-
-
-class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all that clients send: immutable, without unknown fields."""
 
 
 class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
@@ -109,9 +113,6 @@ class ChatMessageParam(
     tool_calls: Neutral = UNSET
 
 
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
 MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 
@@ -119,20 +120,7 @@ MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
-    """Options of a stream that change nothing."""
-
-    include_obfuscation: bool = False
-
-
-class StreamOptions(IgnoredStreamFields, frozen=True, kw_only=True):
-    """What a stream holds besides the answer."""
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  #: vLLM's: counts so far in every chunk
-
-
-class IgnoredFields(RequestStruct, frozen=True, kw_only=True):
+class IgnoredFields(SamplingFields, frozen=True, kw_only=True):
     """Fields that clients send and that change nothing here: no answer, no log line, no metric.
 
     No model calls functions here; a choice that does not insist on a call lets it answer in words.
@@ -168,7 +156,7 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
 
 #: Fields that change nothing. The list in docs/api.md is tested against this one.
 IGNORED_FIELDS = (
-    *IgnoredFields.__struct_fields__,
+    *IgnoredFields.__annotations__,
     *(f"stream_options.{name}" for name in IgnoredStreamFields.__struct_fields__),
     *(f"messages[].{name}" for name in IgnoredMessageFields.__struct_fields__),
     *(f"messages[].content[].{name}" for name in IgnoredPartFields.__struct_fields__),
@@ -177,7 +165,7 @@ IGNORED_FIELDS = (
 
 #: JSON that asks for nothing, by field that is not supported; null always does.
 NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
-    **{name: () for name in NeutralFields.__struct_fields__ if name not in IGNORED_FIELDS},
+    **dict.fromkeys(NeutralFields.__annotations__, ()),
     "best_of": (b"1",),
     "function_call": (b'"none"', b'"auto"'),
     "modalities": (b'["text"]',),
@@ -189,22 +177,9 @@ NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
 class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
+    model: ModelName
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
-    #: By token id; as numbers, keys could be made to collide.
-    logit_bias: dict[str, Bias] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
@@ -216,34 +191,6 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
     include_reasoning: bool | None = None  #: vLLM's: false leaves out what the model thinks
     enable_thinking: bool | None = None  #: as in `chat_template_kwargs`
     chat_template_kwargs: dict[str, TemplateOption] | None = None  #: vLLM's
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None  #: vLLM's: no end before so many
-    ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """Of which kinds the prompt's tokens are; cached ones are of any kind."""
-
-    cached_tokens: int
-    image_tokens: int
-    text_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    """Of which kinds the answer's tokens are."""
-
-    reasoning_tokens: int
-
-
-class CompletionUsage(msgspec.Struct):
-    """Token counts as OpenAI names them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = (
-        UNSET  #: of a model that thinks
-    )
 
 
 class TopLogprob(msgspec.Struct):
@@ -299,7 +246,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: CompletionUsage
     system_fingerprint: str
     service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
-    timings: dict[str, float] | UnsetType = UNSET
+    timings: Timings = UNSET
 
 
 class ChoiceDelta(msgspec.Struct):
@@ -330,7 +277,4 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     service_tier: str | UnsetType = UNSET
     usage: CompletionUsage | UnsetType | None = UNSET
-    timings: dict[str, float] | UnsetType = UNSET
-
-
-encode = msgspec.json.Encoder().encode
+    timings: Timings = UNSET

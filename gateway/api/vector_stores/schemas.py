@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.inputs import ModelName, RequestStruct
+from gateway.api.fields import ModelName, RequestStruct
 from shared.search import (
     Filter,
     Hit,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.chat.schemas import ChatCompletionRequest
-from gateway.api.chat.translate import num_choices, translate_messages, translate_sampling
+from gateway.api.chat.translate import translate
 from gateway.calls.lifecycle import check_images
 from gateway.http.admission import Admission
 from gateway.http.body import JsonBody, read_body
@@ -19,7 +19,6 @@ from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from gateway.images.header import ImageHeader, ImageRefused, check_header
 from gateway.images.loader import ImageLoader, ImageSource
-from shared.protocol import SamplingDefaults
 from shared.settings import limits as limits_module
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_body
@@ -32,10 +31,8 @@ JSON = {b"content-type": b"application/json"}
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
     """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
     request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
-    images = translate_messages(request.messages, limits).sources
-    check_images(images, "generate", CARD, limits)
-    translate_sampling(request, limits, seed=0, defaults=SamplingDefaults())
-    num_choices(request, limits)
+    plan = translate(request, RequestContext("0" * 32, {}, 0.0), CARD, limits)
+    check_images(plan.images, "generate", CARD, limits)
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:

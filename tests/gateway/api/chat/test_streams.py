@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.chat.answer import ChatAnswer, merge_tokens
+from gateway.api.answers import merge_tokens
+from gateway.api.chat.answer import ChatAnswer
 from gateway.api.chat.translate import ChatOptions
 from gateway.calls.surface import AnswerHead
 from gateway.http.errors import FAILURES

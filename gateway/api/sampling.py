@@ -1,0 +1,167 @@
+"""How to sample tokens, as all APIs that write text ask for it.
+
+Every quantity that a client controls is held against `LimitSettings` here, and becomes an exact
+`SamplingParams` value or an error that names the field.
+"""
+
+import hashlib
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from gateway.api.fields import RequestStruct, invalid
+from gateway.http.context import RequestContext
+from shared.protocol import Generate, ModelCard, SamplingDefaults, SamplingParams
+from shared.settings.limits import LimitSettings
+
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Number = TypeVar("Number", int, float)
+
+_GREEDY_BELOW = 1e-5  #: temperatures under it are greedy: dividing by them would overflow
+_LEAST_TOP_P = 1e-9  #: 0 is legal on the wire and means the most probable token alone
+_MAX_TOKEN_ID_DIGITS = 10
+_SEED_MASK = 2**64 - 1  #: negative seeds are the upper half of the fleet's unsigned ones
+
+
+class SamplingFields(RequestStruct, frozen=True, kw_only=True):
+    """Fields of OpenAI's APIs of text, and vLLM's beside them."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    #: By token id; as numbers, keys could be made to collide.
+    logit_bias: dict[str, Bias] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None  #: vLLM's: no end before so many
+    ignore_eos: bool | None = None  #: ours: write until `max_tokens`, for load tests
+
+
+def seed_of(context: RequestContext) -> int:
+    """The seed of a request that names none: of its random id, so that nothing else is random."""
+    return int(context.id[:16], 16)
+
+
+def translate_sampling(
+    fields: SamplingFields,
+    limits: LimitSettings,
+    seed: int,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None = None,
+) -> SamplingParams:
+    """How to sample tokens. `seed` and `defaults` are used where the client says nothing.
+
+    Raises: InvalidRequest.
+    """
+    temperature = _first(fields.temperature, defaults.temperature, 1.0)
+    top_p = _first(fields.top_p, defaults.top_p, 1.0)
+    min_tokens = _min_tokens(fields, max_tokens, limits)
+    if max_tokens is None and defaults.max_tokens is not None:
+        max_tokens = min(max(defaults.max_tokens, min_tokens), limits.max_output_tokens)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_p=max(top_p, _LEAST_TOP_P),
+        top_k=max(_first(fields.top_k, defaults.top_k, 0), 0),
+        min_p=_first(fields.min_p, defaults.min_p, 0.0),
+        seed=(seed if fields.seed is None else fields.seed) & _SEED_MASK,
+        stop=_stop(fields, limits),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(fields, limits),
+        num_logprobs=num_logprobs,
+        ignore_eos=bool(fields.ignore_eos),
+    )
+
+
+def _first(asked: Number | None, default: Number | None, neutral: Number) -> Number:
+    """What the client says, else what the model's makers suggest, else what changes nothing."""
+    if asked is not None:
+        return asked
+    return neutral if default is None else default
+
+
+def check_max_tokens(value: int | None, name: str, limits: LimitSettings) -> int | None:
+    """What was asked for; the engine cuts it to what the context holds beside the prompt.
+
+    Raises: InvalidRequest.
+    """
+    if value is not None and value > limits.max_output_tokens:
+        raise invalid(name, f"send at most {limits.max_output_tokens}")
+    return value
+
+
+def _min_tokens(fields: SamplingFields, max_tokens: int | None, limits: LimitSettings) -> int:
+    value = fields.min_tokens or 0
+    most = limits.max_output_tokens if max_tokens is None else max_tokens
+    if value > most:
+        raise invalid("min_tokens", f"send at most {most}, as many as the answer may have")
+    return value
+
+
+def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
+    if fields.stop is None:
+        return ()
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    if len(stop) > limits.max_stop_strings:
+        raise invalid("stop", f"send at most {limits.max_stop_strings} strings")
+    if any(not 1 <= len(text) <= limits.max_stop_chars for text in stop):
+        raise invalid("stop", f"send strings of 1 to {limits.max_stop_chars} characters")
+    return stop
+
+
+def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, float]:
+    bias = fields.logit_bias or {}
+    if len(bias) > limits.max_logit_bias:
+        raise invalid("logit_bias", f"send at most {limits.max_logit_bias} entries")
+    if not all(map(_is_token_id, bias)):
+        raise invalid("logit_bias", "send token ids in decimal digits as keys")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    return len(key) <= _MAX_TOKEN_ID_DIGITS and key.isascii() and key.isdigit()
+
+
+def num_choices(fields: SamplingFields, limits: LimitSettings) -> int:
+    """How many answers to make. Raises: InvalidRequest."""
+    count = fields.n or 1
+    if count > limits.max_choices:
+        raise invalid("n", f"send at most {limits.max_choices}")
+    return count
+
+
+def check_model(sampling: SamplingParams, card: ModelCard) -> None:
+    """Refuse what this model cannot do. Raises: InvalidRequest."""
+    if any(token_id >= card.vocab_size for token_id in sampling.logit_bias):
+        raise invalid("logit_bias", f"send token ids below {card.vocab_size}")
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """An independent seed for each choice; the first keeps the request's own."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _SEED_MASK
+
+
+def split_choices(task: Generate, count: int) -> list[Generate]:
+    """One task per choice, that differ in their seeds and share all else."""
+    sampling = task.sampling
+    return [task] + [
+        replace(task, sampling=replace(sampling, seed=_choice_seed(sampling.seed, choice)))
+        for choice in range(1, count)
+    ]
