@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test families fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test store-test families fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_ARGS) torch torchvision
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[torch,traces,search]' --group dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[torch,traces,search,store]' --group dev
 	touch $(STAMP)
 
 install: $(STAMP)  ## set up .venv with everything
@@ -54,6 +54,10 @@ accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, i
 
 compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)
+
+store-test: $(STAMP)  ## keep packages in a bucket of moto, an S3-compatible server that this installs apart
+	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }
+	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages $(ARGS)
 
 lint: $(STAMP)  ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -36,10 +36,21 @@ def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_holds_our_packages_and_nothing_else(installed):
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"gateway", "worker", "search", "engines", "shared", "loadtest", "vlm.py"}
+    assert names == {
+        "gateway",
+        "worker",
+        "search",
+        "deploy",
+        "engines",
+        "shared",
+        "loadtest",
+        "vlm.py",
+    }
 
 
-@pytest.mark.parametrize("folder", ["gateway", "worker", "search", "engines", "shared", "loadtest"])
+@pytest.mark.parametrize(
+    "folder", ["gateway", "worker", "search", "deploy", "engines", "shared", "loadtest"]
+)
 def test_every_file_that_is_tracked_is_in_it_but_for_projects_of_their_own(installed, folder):
     listing = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True)
     tracked = set(listing.stdout.split())

@@ -1,0 +1,1 @@
+"""The commands of who deploys: pack a directory, upload what is missing, say what is to be served."""

@@ -1,0 +1,275 @@
+"""From a path to a package: what it is, which files it has, and their digests.
+
+A path is a model directory, a hub id, a directory of Python or with an executable, one executable, or a
+`.tar.gz` of one of these. The same files make the same package, however they came.
+"""
+
+import ast
+import gzip
+import os
+import shutil
+import stat
+import tarfile
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import IO
+
+from shared.packages.manifest import (
+    MAX_PACKAGE_BYTES,
+    BadPackage,
+    Layer,
+    Manifest,
+    PackageConfig,
+    check_content,
+    check_path,
+    digest_of_file,
+    make_manifest,
+)
+
+#: What tools leave behind, and nobody runs.
+_SKIPPED = frozenset(
+    {".git", ".hg", ".svn", ".venv", ".cache", "__pycache__", ".DS_Store"}
+    | {".mypy_cache", ".pytest_cache", ".ruff_cache"}
+)
+_ARCHIVES = (".tar.gz", ".tgz")
+#: An archive that unpacks to more than this times its size is a bomb, if it is larger than the free share.
+_MAX_RATIO = 200
+_FREE_BYTES = 64 * 1024 * 1024
+
+Report = Callable[[int], None]  #: told how many more bytes are hashed
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A package, and where the bytes of its layers are. `folder` is ours to remove."""
+
+    manifest: Manifest
+    files: Mapping[str, Path]  #: by digest
+    folder: Path | None = None
+
+    def close(self) -> None:
+        """Remove what was unpacked."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def pack(
+    application: str,
+    *,
+    engine: Mapping[str, str] | None = None,
+    entry: str = "",
+    command: Sequence[str] = (),
+    report: Report | None = None,
+) -> Packed:
+    """Read a package. Raises: BadPackage."""
+    path = Path(application).expanduser()
+    folder = None
+    try:
+        if path.is_file() and application.endswith(_ARCHIVES):
+            folder = Path(mkdtemp(prefix="vlm-package-"))
+            unpack(path, folder)
+            files = dict(_walk(folder, folder))
+        elif path.is_file():
+            files = {path.name: path}
+        else:
+            directory, root = _find_directory(application, path)
+            files = dict(_walk(directory, root))
+        config = find_config(files, dict(engine or {}), entry, tuple(command))
+        return _hash(config, files, folder, report)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
+    """A directory, and the one that links in it may point into. Raises: BadPackage."""
+    if path.is_dir():
+        return path, path.resolve()
+    # The hub's client is slow to import, and no part of a gateway's image.
+    from engines.base import EngineStartError  # noqa: PLC0415
+    from engines.packages.resolve import BUILT_IN, parse_hub_id, resolve_model  # noqa: PLC0415
+
+    if application in BUILT_IN:
+        return BUILT_IN[application], BUILT_IN[application].resolve()
+    if parse_hub_id(application) is None:
+        raise BadPackage(
+            f"{application}: there is no such file or directory; give a model directory, a hub id as "
+            "org/name[@revision], a Python application, an executable, or a .tar.gz of one"
+        )
+    try:
+        directory = resolve_model(application)
+    except EngineStartError as error:
+        raise BadPackage(str(error)) from None
+    # The hub's cache keeps files as links: snapshots/REVISION/NAME -> ../../blobs/HASH.
+    is_cached = directory.parent.name == "snapshots"
+    return directory, (directory.parents[1] if is_cached else directory).resolve()
+
+
+def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
+    """The files of a tree by their paths in it. Raises: BadPackage."""
+    for found in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        name, path = prefix + found.name, Path(found.path)
+        if found.name in _SKIPPED or found.name.endswith(".pyc"):
+            continue
+        if found.is_symlink():
+            if not path.resolve().is_relative_to(root):
+                raise BadPackage(f"{name}: a link out of the package; copy what it points to")
+            if path.is_dir():
+                raise BadPackage(f"{name}: a link to a directory; copy the directory")
+        if found.is_dir():
+            yield from _walk(path, root, name + "/")
+            continue
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise BadPackage(f"{name}: it cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(mode):
+            raise BadPackage(f"{name}: it is no regular file (a device, a socket or a pipe)")
+        yield name, path
+
+
+def unpack(archive: Path, folder: Path, max_bytes: int = MAX_PACKAGE_BYTES) -> None:
+    """Unpack a `.tar.gz` of files and folders; one folder around all others is left out. Raises: BadPackage."""
+    written, seen = 0, set[str]()
+    try:
+        with archive.open("rb") as raw, tarfile.open(fileobj=gzip.GzipFile(fileobj=raw)) as members:
+            for member in members:
+                name = member.name.removeprefix("./").rstrip("/")
+                if member.isdir() or member.type in (tarfile.XGLTYPE, tarfile.XHDTYPE):
+                    continue
+                if not member.isreg():
+                    raise BadPackage(f"{name}: it is no regular file (a link, a device or a pipe)")
+                check_path(name)
+                if name in seen:
+                    raise BadPackage(f"{name}: it is there twice")
+                seen.add(name)
+                source = members.extractfile(member)
+                assert source is not None
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("xb") as out:
+                    for piece in _pieces(source):
+                        written += len(piece)
+                        is_bomb = written > _FREE_BYTES and written > _MAX_RATIO * raw.tell()
+                        if is_bomb or written > max_bytes:
+                            raise BadPackage(
+                                f"{name}: the archive unpacks to more than {_MAX_RATIO} times its size, "
+                                f"or to more than {max_bytes} bytes"
+                            )
+                        out.write(piece)
+                target.chmod(0o755 if member.mode & 0o111 else 0o644)
+    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
+        raise BadPackage(f"{archive.name}: it is cut, or no .tar.gz: {error}") from None
+    except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        raise BadPackage(f"{archive.name}: a file and a folder have one name: {error}") from None
+    _leave_out_folder(folder)
+
+
+def _leave_out_folder(folder: Path) -> None:
+    inside = list(folder.iterdir())
+    if len(inside) == 1 and inside[0].is_dir():
+        outer = inside[0].rename(folder / ".outer")
+        for path in outer.iterdir():
+            path.rename(folder / path.name)
+        outer.rmdir()
+
+
+def _pieces(file: IO[bytes], size: int = 1024 * 1024) -> Iterator[bytes]:
+    while piece := file.read(size):
+        yield piece
+
+
+def find_config(
+    files: Mapping[str, Path], engine: dict[str, str], entry: str, command: tuple[str, ...]
+) -> PackageConfig:
+    """How these files are run. Raises: BadPackage."""
+    if command:
+        return PackageConfig("executable", command=command)
+    if entry:
+        return PackageConfig("python", entry=entry)
+    has_weights = any(path.endswith(".safetensors") for path in files)
+    if ("config.json" in files and has_weights) or engine.get("kind", "").startswith("mock"):
+        return PackageConfig("model", engine=engine)
+    if engine:
+        raise BadPackage("settings of an engine are for models: config.json and *.safetensors")
+    if found := _find_application(files):
+        return PackageConfig("python", entry=found)
+    programs = [path for path in files if path.startswith("bin/") and path.count("/") == 1]
+    programs = programs or (list(files) if len(files) == 1 else [])
+    programs = [path for path in programs if _is_executable(files[path])]
+    if len(programs) == 1:
+        return PackageConfig("executable", command=(programs[0],))
+    raise BadPackage(
+        "it is no model (config.json and *.safetensors), no Python application (app.py with one class "
+        "of Application, or --entry module:Class), and has not one executable (in bin/, or --command)"
+    )
+
+
+def _find_application(files: Mapping[str, Path]) -> str:
+    """The entry of `tool.vlm.entry` in pyproject.toml, or the one Application of app.py; empty without. Raises: BadPackage."""
+    if "pyproject.toml" in files:
+        try:
+            project = tomllib.loads(files["pyproject.toml"].read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise BadPackage(f"pyproject.toml: it is not TOML: {error}") from None
+        entry = project.get("tool", {}).get("vlm", {}).get("entry", "")
+        if entry:
+            return str(entry)
+    sources = [
+        path for path in files if path == "app.py" or (len(files) == 1 and path[-3:] == ".py")
+    ]
+    for path in sources:
+        try:
+            tree = ast.parse(files[path].read_bytes(), filename=path)
+        except (SyntaxError, ValueError) as error:
+            raise BadPackage(f"{path}: it is not Python: {error}") from None
+        names = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+            and any(ast.unparse(base).split(".")[-1] == "Application" for base in node.bases)
+        ]
+        if len(names) > 1:
+            raise BadPackage(f"{path}: it has {len(names)} applications: say which with --entry")
+        if names:
+            return f"{path.removesuffix('.py')}:{names[0]}"
+    return ""
+
+
+def _is_executable(path: Path) -> bool:
+    return bool(path.stat().st_mode & 0o111)
+
+
+def _hash(
+    config: PackageConfig, files: Mapping[str, Path], folder: Path | None, report: Report | None
+) -> Packed:
+    """The package of these files, hashed by as many threads as there are processors. Raises: BadPackage."""
+    for name in files:
+        check_path(name)  # before gigabytes are read
+
+    def read(name: str) -> Layer:
+        path = files[name]
+        with path.open("rb") as file:
+            check_content(name, file)
+        before = path.stat()
+        digest = digest_of_file(path)
+        if path.stat().st_mtime_ns != before.st_mtime_ns or path.stat().st_size != before.st_size:
+            raise BadPackage(f"{name}: it changed while it was read; try again")
+        if report is not None:
+            report(before.st_size)
+        runs = config.kind != "model" and bool(before.st_mode & 0o111)
+        return Layer(name, digest, before.st_size, runs)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        try:
+            layers = list(threads.map(read, files))
+        except OSError as error:
+            raise BadPackage(f"{error.filename}: it cannot be read: {error.strerror}") from None
+    manifest = make_manifest(config, layers)
+    return Packed(manifest, {layer.digest: files[layer.path] for layer in layers}, folder)

@@ -1,0 +1,260 @@
+"""What a package is: files by SHA-256, and how they are run. Its digest is its identity.
+
+The form is an OCI image manifest as `oras` writes one: a layer is a file, titled with its path. The bytes are
+canonical: one tree has one manifest, whoever packs it and when. Of a file's mode only whether it may be
+executed counts.
+
+Source: OCI image-spec 1.1, "Image Manifest"; ORAS, `org.opencontainers.image.title`.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+ARTIFACT_TYPE = "application/vnd.vlm-fleet.package.v1"
+CONFIG_TYPE = "application/vnd.vlm-fleet.package.config.v1+json"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+LAYER_TYPE = "application/octet-stream"
+TITLE = "org.opencontainers.image.title"
+MODE = "org.vlm-fleet.mode"
+
+MAX_FILES = 20_000
+MAX_PATH_CHARS = 512
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+MAX_PACKAGE_BYTES = 2 * 1024**4
+
+#: Files of these names are pickles as a rule: whoever loads one runs what its maker wrote.
+_PICKLES = re.compile(r".*\.(pkl|pickle|pt|pth|ckpt|bin|joblib|dill)", re.IGNORECASE)
+_PICKLE_HEAD = re.compile(rb"\x80[\x02-\x05]", re.DOTALL)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
+Kind = Literal["model", "python", "executable"]
+#: Names of engines' settings, and those that the node decides.
+_ENGINE_SETTING = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_NOT_OF_PACKAGES = frozenset({"model", "served_name", "device"})
+
+
+class BadPackage(ValueError):
+    """What cannot be a package; the message begins with the layer's path, where one is to blame."""
+
+
+class PackageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a package is run."""
+
+    kind: Kind
+    engine: dict[
+        str, str
+    ] = {}  #: of a model: the engine's settings by name, such as `quantization`
+    entry: str = ""  #: of Python: `module:Class`
+    command: tuple[str, ...] = ()  #: of an executable: its path in the package, and arguments
+    protocol: int = 1
+
+
+class Layer(msgspec.Struct, frozen=True, order=True):
+    """One file. `path` is relative, with `/` between its parts."""
+
+    path: str
+    digest: str
+    size: int
+    is_executable: bool = False
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A package; its layers are in the order of their paths."""
+
+    config: PackageConfig
+    layers: tuple[Layer, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(layer.size for layer in self.layers)
+
+    def encode(self) -> bytes:
+        """The canonical bytes, whose SHA-256 is the digest."""
+        config = _canonical(msgspec.to_builtins(self.config))
+        return _canonical(
+            {
+                "schemaVersion": 2,
+                "mediaType": MANIFEST_TYPE,
+                "artifactType": ARTIFACT_TYPE,
+                "config": {
+                    "mediaType": CONFIG_TYPE,
+                    "digest": digest_of(config),
+                    "size": len(config),
+                    "data": base64.b64encode(config).decode(),
+                },
+                "layers": [_describe(layer) for layer in self.layers],
+            }
+        )
+
+    @property
+    def digest(self) -> str:
+        """The identity: `sha256:` and 64 hex digits."""
+        return digest_of(self.encode())
+
+
+def make_manifest(config: PackageConfig, layers: list[Layer]) -> Manifest:
+    """A checked manifest of files in any order. Raises: BadPackage."""
+    manifest = Manifest(config, tuple(sorted(layers)))
+    check_manifest(manifest)
+    return manifest
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read and check a manifest. Raises: BadPackage."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BadPackage(f"the manifest is larger than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        raw = json.loads(data)
+        config = msgspec.json.decode(base64.b64decode(raw["config"]["data"]), type=PackageConfig)
+        layers = tuple(_read_layer(layer) for layer in raw["layers"])
+        manifest = Manifest(config, layers)
+        is_canonical = manifest.encode() == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadPackage(f"the manifest cannot be read: {str(error)[:200]}") from None
+    if not is_canonical:
+        raise BadPackage(
+            "the manifest is not canonical: sort keys and layers, leave out spaces and fields that "
+            "this version does not know"
+        )
+    check_manifest(manifest)
+    return manifest
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Refuse what no node may unpack or run. Raises: BadPackage."""
+    if len(manifest.layers) > MAX_FILES:
+        raise BadPackage(
+            f"the package has {len(manifest.layers)} files; at most {MAX_FILES} may be"
+        )
+    if manifest.size > MAX_PACKAGE_BYTES:
+        raise BadPackage(
+            f"the package has {manifest.size} bytes; at most {MAX_PACKAGE_BYTES} may be"
+        )
+    paths: set[str] = set()
+    for layer in manifest.layers:
+        check_path(layer.path)
+        if not _DIGEST.fullmatch(layer.digest) or layer.size < 0:
+            raise BadPackage(f"{layer.path}: its digest is no sha256, or its size below 0")
+        if layer.path in paths:
+            raise BadPackage(f"{layer.path}: it is there twice")
+        paths.add(layer.path)
+    for path in paths:
+        parts = path.split("/")
+        for end in range(1, len(parts)):
+            if "/".join(parts[:end]) in paths:
+                raise BadPackage(f"{path}: {'/'.join(parts[:end])} is a file, too")
+    _check_config(manifest.config, paths)
+
+
+def _check_config(config: PackageConfig, paths: set[str]) -> None:
+    if config.protocol != 1:
+        raise BadPackage(f"config.protocol is {config.protocol}; this version knows 1")
+    match config.kind:
+        case "model":
+            is_mock = config.engine.get("kind", "").startswith("mock")
+            if "config.json" not in paths and not is_mock:
+                raise BadPackage("config.json: a model needs it; it says what model it is")
+        case "python":
+            module = config.entry.partition(":")[0].replace(".", "/")
+            if f"{module}.py" not in paths and f"{module}/__init__.py" not in paths:
+                raise BadPackage(f"config.entry: {config.entry!r} names no module of the package")
+        case "executable":
+            if not config.command or config.command[0] not in paths:
+                raise BadPackage("config.command: its first word names no file of the package")
+    for name in config.engine:
+        first = name.split("__")[0]
+        if config.kind != "model" or first in _NOT_OF_PACKAGES:
+            raise BadPackage(f"config.engine: {name} is not for a package to say")
+        if not _ENGINE_SETTING.fullmatch(name):
+            raise BadPackage(f"config.engine: {name!r} is no name of a setting")
+
+
+def check_path(path: str) -> None:
+    """Refuse a path that could lead out of a directory, or whose file would be unpickled. Raises: BadPackage."""
+    parts = path.split("/")
+    if not path or len(path) > MAX_PATH_CHARS:
+        raise BadPackage(f"{path[:80]!r}: a path has 1 to {MAX_PATH_CHARS} characters")
+    if any(part in ("", ".", "..") for part in parts):
+        raise BadPackage(
+            f"{path}: the path leads out of the package, or is not in its shortest form"
+        )
+    if "\\" in path or any(ord(character) < 32 or character == "\x7f" for character in path):
+        raise BadPackage(f"{path!r}: no backslash and no control character may be in a path")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise BadPackage(f"{path!r}: the path is not UTF-8") from None
+    if _PICKLES.fullmatch(path):
+        raise BadPackage(f"{path}: {_PICKLED}")
+
+
+_PICKLED = (
+    "pickled data is not deployed, because unpickling can run any code: keep arrays as safetensors"
+)
+
+
+def check_content(path: str, file: IO[bytes]) -> None:
+    """Refuse a pickle whatever it is called. Raises: BadPackage."""
+    head = file.read(4)
+    file.seek(0)
+    if _PICKLE_HEAD.match(head):
+        raise BadPackage(f"{path}: {_PICKLED}")
+    if head == b"PK\x03\x04" and not path.endswith((".whl", ".jar", ".docx")):
+        try:
+            names = zipfile.ZipFile(file).namelist()
+        except (zipfile.BadZipFile, OSError, ValueError):
+            names = []
+        file.seek(0)
+        if any(name.endswith("data.pkl") for name in names):
+            raise BadPackage(f"{path}: {_PICKLED}")
+
+
+def is_digest(text: str) -> bool:
+    """Whether this is `sha256:` and 64 hex digits."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def digest_of(data: bytes) -> str:
+    """The digest of bytes."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def digest_of_file(path: Path) -> str:
+    """The digest of a file; other threads run meanwhile."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _describe(layer: Layer) -> dict[str, Any]:
+    mode = "0755" if layer.is_executable else "0644"
+    return {
+        "mediaType": LAYER_TYPE,
+        "digest": layer.digest,
+        "size": layer.size,
+        "annotations": {TITLE: layer.path, MODE: mode},
+    }
+
+
+def _read_layer(raw: Mapping[str, Any]) -> Layer:
+    notes = raw["annotations"]
+    path, digest, size = notes[TITLE], raw["digest"], raw["size"]
+    is_int = isinstance(size, int) and not isinstance(size, bool)
+    if not (isinstance(path, str) and isinstance(digest, str) and is_int):
+        raise ValueError("a layer's title, digest or size is of another type")
+    return Layer(path, digest, size, notes[MODE] == "0755")
+
+
+def _canonical(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode()

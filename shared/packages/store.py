@@ -1,0 +1,303 @@
+"""Where the bytes of packages and the records of deployments are: a directory, or a bucket.
+
+The layout is an OCI image layout (`blobs/sha256/HEX`), with records beside it. What is there never changes: a
+blob is its hash, and a record is written once, by whoever comes first.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Protocol
+from urllib.parse import urlsplit
+
+from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
+
+PIECE_BYTES = 4 * 1024 * 1024
+SCHEMES = ("file", "s3", "gs", "az", "memory")
+
+Report = Callable[[int], None]  #: told how many more bytes are done
+
+
+class StoreError(Exception):
+    """The store does not do what it is asked; the message says why and what to do."""
+
+
+class BadBlob(StoreError):
+    """Bytes that are not those that their digest names."""
+
+
+class PackageStore(Protocol):
+    """Blobs by digest, and records by key. Blocks. All methods raise StoreError."""
+
+    url: str
+
+    def size(self, digest: str) -> int | None:
+        """Bytes of a blob; None if it is not there."""
+        ...
+
+    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+        """Keep a blob; there is all of it afterwards, or nothing. Raises: BadBlob."""
+        ...
+
+    def read(self, digest: str) -> Iterator[bytes]:
+        """The bytes of a blob, as they are there: whoever reads them checks them."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Write a record unless there is one. Returns whether this one is there now."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """A record; None if it is not there."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """The keys of records below a folder, sorted."""
+        ...
+
+
+def open_store(url: str) -> PackageStore:
+    """The store of a URL: file:///DIRECTORY, s3://, gs:// or az:// with bucket and prefix. Raises: StoreError."""
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise StoreError(f"{url}: write file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX")
+    if scheme == "file":
+        return FileStore(Path(url.removeprefix("file://")))
+    return ObjectStore(url)
+
+
+class FileStore:
+    """A directory, which several machines may share. Files are written aside, synced, and renamed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"file://{root}"
+
+    def size(self, digest: str) -> int | None:
+        """See `PackageStore.size`."""
+        try:
+            return self._blob(digest).stat().st_size
+        except OSError:
+            return None
+
+    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+        """See `PackageStore.put`."""
+        found = hashlib.sha256()
+        with self._aside() as (part, out):
+            while piece := file.read(PIECE_BYTES):
+                found.update(piece)
+                out.write(piece)
+                if report is not None:
+                    report(len(piece))
+            _compare(digest, found)
+            _sync(out)
+            target = self._blob(digest)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, target)
+            _sync_folder(target.parent)
+
+    def read(self, digest: str) -> Iterator[bytes]:
+        """See `PackageStore.read`."""
+        try:
+            with self._blob(digest).open("rb") as file:
+                while piece := file.read(PIECE_BYTES):
+                    yield piece
+        except OSError as error:
+            raise StoreError(f"{self.url} has no readable {digest}: {error.strerror}") from None
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `PackageStore.put_if_absent`."""
+        target = self.root / key
+        with self._aside() as (part, out):
+            out.write(data)
+            _sync(out)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(part, target)  # which no other has made: a rename would take its place
+            except FileExistsError:
+                return False
+            _sync_folder(target.parent)
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """See `PackageStore.get`."""
+        try:
+            return (self.root / key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
+
+    def list(self, prefix: str) -> list[str]:
+        """See `PackageStore.list`."""
+        folder = self.root / prefix
+        return sorted(
+            str(file.relative_to(self.root)) for file in folder.rglob("*") if file.is_file()
+        )
+
+    def _blob(self, digest: str) -> Path:
+        return self.root / blob_key(digest)
+
+    def _aside(self) -> "_Aside":
+        return _Aside(self.root)
+
+
+class _Aside:
+    """A file beside the store that goes away unless it was renamed; a killed process leaves it, for `vlm gc`."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / "uploads" / f"{secrets.token_hex(8)}.part"
+        self.file: IO[bytes] | None = None
+
+    def __enter__(self) -> tuple[Path, IO[bytes]]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            layout = self.path.parents[1] / "oci-layout"
+            if not layout.exists():
+                layout.write_text('{"imageLayoutVersion":"1.0.0"}')
+            self.file = self.path.open("xb")
+        except OSError as error:
+            raise StoreError(f"{self.path.parent} cannot be written: {error.strerror}") from None
+        return self.path, self.file
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        assert self.file is not None
+        with suppress(OSError):
+            self.file.close()
+        self.path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise StoreError(f"{self.path.parent} cannot be written: {error.strerror}") from error
+
+
+class ObjectStore:
+    """A bucket, by obstore; its credentials are the environment's, as the cloud's own tools read them."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import obstore  # noqa: PLC0415 (an extra)
+            from obstore.store import from_url  # noqa: PLC0415
+        except ModuleNotFoundError:
+            raise StoreError(f"{url} needs a package: pip install 'vlm-fleet[store]'") from None
+        self.url = url
+        self._obstore = obstore
+        try:
+            self._store: Any = from_url(url)
+        except Exception as error:  # obstore's own kinds share no base but Exception
+            raise StoreError(f"{url} cannot be opened: {_first_line(error)}") from None
+
+    def size(self, digest: str) -> int | None:
+        """See `PackageStore.size`."""
+        try:
+            return self._obstore.head(self._store, blob_key(digest))["size"]
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+        """See `PackageStore.put`."""
+        found = hashlib.sha256()
+
+        def pieces() -> Iterator[bytes]:
+            while piece := file.read(PIECE_BYTES):
+                found.update(piece)
+                if report is not None:
+                    report(len(piece))
+                yield piece
+            # Within the upload: an error here leaves no object.
+            _compare(digest, found)
+
+        try:
+            self._obstore.put(self._store, blob_key(digest), pieces(), use_multipart=True)
+        except Exception as error:
+            if found.hexdigest() != digest.removeprefix("sha256:") and not file.read(1):
+                _compare(digest, found)
+            raise self._failed(error) from None
+
+    def read(self, digest: str) -> Iterator[bytes]:
+        """See `PackageStore.read`."""
+        try:
+            for piece in self._obstore.get(self._store, blob_key(digest)).stream(PIECE_BYTES):
+                yield bytes(piece)
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `PackageStore.put_if_absent`."""
+        from obstore.exceptions import AlreadyExistsError  # noqa: PLC0415
+
+        try:
+            self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return False
+        except Exception as error:
+            raise self._failed(error) from None
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """See `PackageStore.get`."""
+        try:
+            return bytes(self._obstore.get(self._store, key).bytes())
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def list(self, prefix: str) -> list[str]:
+        """See `PackageStore.list`."""
+        try:
+            pages = self._obstore.list(self._store, prefix=prefix)
+            return sorted(item["path"] for page in pages for item in page)
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: Exception) -> StoreError:
+        return StoreError(f"{self.url}: {_first_line(error)}")
+
+
+def blob_key(digest: str) -> str:
+    """Where a blob is in an OCI image layout. Raises: StoreError."""
+    if not is_digest(digest):
+        raise StoreError(f"{digest[:80]!r} is no digest: write sha256: and 64 hex digits")
+    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
+
+
+def read_manifest(store: PackageStore, digest: str) -> Manifest:
+    """The manifest of a package. Raises: StoreError, BadBlob, BadPackage."""
+    data = store.get(blob_key(digest))
+    if data is None:
+        raise StoreError(f"{store.url} has no package {digest}")
+    if digest_of(data) != digest:
+        raise BadBlob(f"the manifest {digest} was changed in {store.url}")
+    return decode_manifest(data)
+
+
+def _compare(digest: str, found: Any) -> None:
+    if found.hexdigest() != digest.removeprefix("sha256:"):
+        raise BadBlob(f"its bytes have the digest sha256:{found.hexdigest()}, not {digest}")
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+__all__ = [
+    "BadBlob", "BadPackage", "FileStore", "ObjectStore", "PackageStore", "StoreError", "blob_key",
+    "open_store", "read_manifest",
+]  # fmt: skip

@@ -1,0 +1,241 @@
+"""One tree is one package, and what must not be deployed is refused by its name."""
+
+import gzip
+import io
+import os
+import random
+import socket
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.pack import pack, unpack
+from shared.packages.manifest import (
+    BadPackage,
+    Layer,
+    PackageConfig,
+    decode_manifest,
+    make_manifest,
+)
+
+MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "sub/tokenizer.json": b"[]"}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def make_tar(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for member, data in members:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, to: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, to
+    return info
+
+
+def digest_of(path: Path | str, **options) -> str:
+    packed = pack(str(path), **options)
+    packed.close()
+    return packed.manifest.digest
+
+
+def test_one_tree_is_one_package_whatever_its_times_modes_order_and_wrapping(tmp_path):
+    one = write(tmp_path / "one", MODEL)
+    other = write(tmp_path / "other", dict(reversed(MODEL.items())))
+    for path in other.rglob("*"):
+        os.utime(path, (1, 1))
+        path.chmod(0o700)
+    (other / ".git").mkdir()
+    (other / ".git" / "HEAD").write_text("left out")
+    tar = make_tar(tmp_path / "m.tar.gz", [(member(name), data) for name, data in MODEL.items()])
+    wrapped = [(member(f"m-1.0/{name}"), data) for name, data in MODEL.items()]
+    wrapped_tar = make_tar(tmp_path / "w.tar.gz", wrapped)
+    assert len({digest_of(path) for path in (one, other, tar, wrapped_tar)}) == 1
+
+
+def test_bytes_names_and_what_runs_them_change_the_digest(tmp_path):
+    base = digest_of(write(tmp_path / "a", MODEL))
+    assert digest_of(write(tmp_path / "b", {**MODEL, "config.json": b"{ }"})) != base
+    assert digest_of(write(tmp_path / "c", {**MODEL, "x.json": b"{}"})) != base
+    assert digest_of(tmp_path / "a", engine={"quantization": "int8"}) != base
+
+
+def test_a_digest_is_the_same_on_every_machine(tmp_path):
+    known = "sha256:775bdf61a4d59e5d69069f154504c47bc842a54d9006ac22add74a3173768dbf"
+    assert digest_of(write(tmp_path / "m", MODEL)) == known
+
+
+LAYERS = st.dictionaries(
+    st.from_regex(r"[a-zé][a-z0-9]{0,6}(/[b-y]{1,4}\.json)?", fullmatch=True),
+    st.integers(0, 2**40),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(LAYERS, st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_a_manifest_reads_back_as_itself_and_order_does_not_count(sizes, order: random.Random):
+    layers = [Layer(f"d-{p}", "sha256:" + f"{n:064x}", n) for p, n in sizes.items()]
+    shuffled = layers.copy()
+    order.shuffle(shuffled)
+    config = PackageConfig("model", engine={"kind": "mock"})
+    try:
+        manifest = make_manifest(config, layers)
+    except BadPackage:  # a file and a folder of one name
+        return
+    assert make_manifest(config, shuffled).digest == manifest.digest
+    assert decode_manifest(manifest.encode()) == manifest
+
+
+def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(tmp_path):
+    data = pack(str(write(tmp_path / "m", MODEL))).manifest.encode()
+    with pytest.raises(BadPackage, match="not canonical"):
+        decode_manifest(data.replace(b'":', b'": ', 1))
+    with pytest.raises(BadPackage, match="cannot be read"):
+        decode_manifest(data[:-5])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a\\b", "a\nb", "", "x" * 600, "a/"],
+)
+def test_a_layer_that_leads_elsewhere_is_refused(path):
+    layer = Layer(path, "sha256:" + 64 * "0", 1)
+    with pytest.raises(BadPackage):
+        make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
+
+
+def test_a_file_that_is_a_folder_too_is_refused():
+    layers = [Layer(path, "sha256:" + 64 * "0", 1) for path in ("a", "a/b")]
+    with pytest.raises(BadPackage, match="a/b: a is a file"):
+        make_manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
+
+
+def test_links_out_and_special_files_are_refused_by_name(tmp_path):
+    folder = write(tmp_path / "m", MODEL)
+    (tmp_path / "secret").write_text("x")
+    (folder / "inside.json").symlink_to("config.json")
+    digest_of(folder)
+    (folder / "leak.json").symlink_to("../secret")
+    with pytest.raises(BadPackage, match=r"leak\.json: a link out"):
+        pack(str(folder))
+    (folder / "leak.json").unlink()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(BadPackage, match="pipe: it is no regular file"):
+        pack(str(folder))
+    (folder / "pipe").unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "s"))
+        with pytest.raises(BadPackage, match="s: it is no regular file"):
+            pack(str(folder))
+
+
+def test_pickles_are_refused_by_name_and_by_content(tmp_path):
+    torch_zip = io.BytesIO()
+    with zipfile.ZipFile(torch_zip, "w") as file:
+        file.writestr("archive/data.pkl", b"x")
+    cases = {
+        "pytorch_model.bin": b"x",
+        "a/weights.PT": b"x",
+        "notes.json": b"\x80\x04N.",
+        "renamed.safetensors": torch_zip.getvalue(),
+    }
+    for number, (name, data) in enumerate(cases.items()):
+        folder = write(tmp_path / str(number), {**MODEL, name: data})
+        with pytest.raises(BadPackage, match=rf"{name}: pickled"):
+            pack(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (member("../../evil.json"), "leads out"),
+        (member("/etc/evil.json"), "leads out"),
+        (member("link.json", tarfile.SYMTYPE, "/etc/passwd"), "no regular file"),
+        (member("hard.json", tarfile.LNKTYPE, "config.json"), "no regular file"),
+        (member("disk", tarfile.BLKTYPE), "no regular file"),
+        (member("config.json/x"), "one name"),
+    ],
+)
+def test_an_archive_with_a_trap_is_refused_and_leaves_nothing(tmp_path, monkeypatch, made, says):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    tar = make_tar(tmp_path / "m.tar.gz", [(member("config.json"), b"{}"), (made, b"")])
+    with pytest.raises(BadPackage, match=says):
+        pack(str(tar))
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not list(tmp_path.rglob("evil.json"))
+
+
+def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path):
+    tar = tmp_path / "bomb.tar.gz"
+    info = member("zeros.json")
+    info.size = 300 * 1024 * 1024
+    with gzip.open(tar, "wb", compresslevel=9) as out:
+        out.write(info.tobuf())
+        for _ in range(300):
+            out.write(bytes(1024 * 1024))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(
+        BadPackage, match=r"zeros\.json: the archive unpacks to more than 200 times"
+    ):
+        unpack(tar, folder)
+    assert (folder / "zeros.json").stat().st_size < 80 * 1024 * 1024
+
+
+def test_an_archive_that_was_cut_is_refused(tmp_path):
+    tar = make_tar(tmp_path / "m.tar.gz", [(member("config.json"), os.urandom(5000))])
+    tar.write_bytes(tar.read_bytes()[:2000])
+    with pytest.raises(BadPackage, match="cut"):
+        pack(str(tar))
+
+
+def test_what_it_is_is_found(tmp_path):
+    python = write(tmp_path / "py", {"app.py": b"class A(vlm_app.Application): pass", "l.txt": b""})
+    assert pack(str(python)).manifest.config == PackageConfig("python", entry="app:A")
+    program = write(tmp_path / "p", {"bin/run": b"#!/bin/sh\n", "data.json": b"{}"})
+    (program / "bin" / "run").chmod(0o755)
+    found = pack(str(program)).manifest
+    assert found.config == PackageConfig("executable", command=("bin/run",))
+    assert [layer.is_executable for layer in found.layers] == [True, False]
+    alone = pack(str(program / "bin" / "run")).manifest
+    assert alone.config == PackageConfig("executable", command=("run",))
+    assert pack(str(program), command=["bin/run", "-v"]).manifest.config.command[1] == "-v"
+    with pytest.raises(BadPackage, match="no model"):
+        pack(str(write(tmp_path / "none", {"readme.md": b""})))
+    with pytest.raises(BadPackage, match="no such file"):
+        pack(str(tmp_path / "missing"))
+
+
+def test_a_model_of_the_hubs_cache_is_read_through_its_links(tmp_path, monkeypatch):
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / "abc"
+    write(repo / "blobs", {"1": b"{}", "2": b"weights"})
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/2")
+    monkeypatch.setattr("engines.packages.resolve.resolve_model", lambda _: snapshot)
+    plain = write(tmp_path / "m", {"config.json": b"{}", "model.safetensors": b"weights"})
+    assert digest_of("org/name") == digest_of(plain)
+
+
+def test_the_built_in_model_is_a_package():
+    manifest = pack("shapes").manifest
+    assert manifest.config.kind == "model"
+    assert manifest.size > 1_000_000

@@ -1,0 +1,146 @@
+"""A store keeps blobs by their hash and records by who comes first; a directory and buckets alike."""
+
+import io
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from shared.packages.manifest import digest_of
+from shared.packages.store import BadBlob, PackageStore, StoreError, open_store
+
+MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
+
+
+@pytest.fixture(scope="module")
+def s3_url() -> Iterator[str]:
+    """A bucket of moto, an S3-compatible server; `make store-test` installs it."""
+    pytest.importorskip("obstore")
+    if not MOTO:
+        pytest.skip("no moto_server: make store-test")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [MOTO, "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        patch.setenv(name, value)
+    try:
+        for _ in range(600):
+            try:
+                request = urllib.request.Request(f"{url}/packages", method="PUT")
+                urllib.request.urlopen(request, timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"s3://packages/{uuid4().hex}"
+    finally:
+        patch.undo()
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> PackageStore:
+    if request.param == "file":
+        return open_store(f"file://{tmp_path / 'store'}")
+    return open_store(request.getfixturevalue("s3_url") + f"/{uuid4().hex}")
+
+
+def test_a_blob_comes_back_as_it_was_kept(store: PackageStore):
+    data = os.urandom(12 * 1024 * 1024)
+    digest, told = digest_of(data), []
+    assert store.size(digest) is None
+    store.put(digest, io.BytesIO(data), told.append)
+    assert store.size(digest) == len(data) == sum(told)
+    assert b"".join(store.read(digest)) == data
+    store.put(digest, io.BytesIO(data))  # again changes nothing
+    empty = digest_of(b"")
+    store.put(empty, io.BytesIO(b""))
+    assert store.size(empty) == 0
+    assert not b"".join(store.read(empty))
+
+
+def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
+    digest = digest_of(b"right")
+    with pytest.raises(BadBlob, match="its bytes have the digest"):
+        store.put(digest, io.BytesIO(b"wrong"))
+    assert store.size(digest) is None
+    with pytest.raises(StoreError):
+        list(store.read(digest))
+    with pytest.raises(StoreError, match="no digest"):
+        store.size("sha256:../../etc/passwd")
+
+
+def test_of_many_who_write_a_record_one_does(store: PackageStore):
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(lambda n: store.put_if_absent("a/1.json", b"%d" % n), range(8)))
+    assert won.count(True) == 1
+    assert store.get("a/1.json") == b"%d" % won.index(True)
+    assert store.get("a/2.json") is None
+    store.put_if_absent("a/b/2.json", b"")
+    store.put_if_absent("ab/3.json", b"")
+    assert store.list("a") == ["a/1.json", "a/b/2.json"]
+    assert store.list("none") == []
+
+
+def test_a_killed_upload_leaves_nothing_that_counts(tmp_path: Path):
+    url, data = f"file://{tmp_path}/store", os.urandom(1024)
+    script = (
+        "import sys, io, time\n"
+        "from shared.packages.store import open_store\n"
+        "class Slow(io.RawIOBase):\n"
+        "    def read(self, size=-1):\n"
+        "        print('reads', flush=True); time.sleep(60)\n"
+        "open_store(sys.argv[1]).put(sys.argv[2], Slow())\n"
+    )
+    arguments = [sys.executable, "-c", script, url, digest_of(data)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"reads\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    store = open_store(url)
+    assert store.size(digest_of(data)) is None
+    store.put(digest_of(data), io.BytesIO(data))
+    assert store.size(digest_of(data)) == 1024
+
+
+def test_a_store_that_cannot_be_written_says_so(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        open_store(f"file://{tmp_path}/file/x").put_if_absent("a", b"")
+    with pytest.raises(StoreError, match="write file:///DIRECTORY"):
+        open_store("http://somewhere")
+
+
+def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
+    store, data = open_store(f"file://{tmp_path}"), os.urandom(1_000_000)
+    barrier = threading.Barrier(4)
+
+    def put(_: int) -> None:
+        barrier.wait()
+        store.put(digest_of(data), io.BytesIO(data))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(put, range(4)))
+    assert b"".join(store.read(digest_of(data))) == data
+    assert not list((tmp_path / "uploads").iterdir())
