@@ -24,8 +24,10 @@ class SearchClient:
         is_unix = parts.scheme == "unix"
         token = settings.token.get_secret_value()
         self.is_on = bool(settings.url)
+        is_tls = parts.scheme == "https"  # the system's certificates take a while to read
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=parts.path) if is_unix else None,
+            transport=httpx.AsyncHTTPTransport(uds=parts.path, verify=False) if is_unix else None,
+            verify=is_tls,
             base_url="http://search" if is_unix else settings.url,
             headers={"authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=_CONNECT_S),

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import uvicorn.server
 from redis.asyncio import Redis
 
 from gateway.api import SURFACES
@@ -242,6 +243,20 @@ class RunningGateway:
         response = await self.chat({**(body or make_body()), "stream": True}, **options)
         assert response.status_code == 200, response.text
         return response.text
+
+
+class _Impatience:
+    """asyncio, for uvicorn: it looks ten times a second whether to end, and then waits as long."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
+uvicorn.server.asyncio = _Impatience()  # type: ignore[assignment]
 
 
 @asynccontextmanager
