@@ -10,29 +10,40 @@ export function setKey(key) {
 
 /** What the gateway refused, or that it could not be reached (status 0). `message` is for people. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, retryAfter = null } = {}) {
+  constructor(message, { status = 0, retryAfter = null, param = null } = {}) {
     super(message);
     this.status = status;
     this.retryAfter = retryAfter;
+    this.param = param;
   }
 }
 
-/** The models of `/v1/models` that chat. Throws ApiError. */
+/** The models of `/v1/models`. Throws ApiError. */
 export async function listModels() {
   const response = await call("v1/models");
-  const { data } = await response.json();
-  return data.filter(({ tasks }) => !tasks || tasks.includes("generate"));
+  return (await response.json()).data;
+}
+
+/** A vector of length 1 for each input, in order. Throws ApiError, or AbortError when `signal` says stop. */
+export async function embed(body, signal) {
+  const response = await post("v1/embeddings", { ...body, encoding_format: "base64" }, signal);
+  try {
+    return (await response.json()).data.map(({ embedding }) => toVector(embedding));
+  } catch {
+    signal.throwIfAborted();
+    throw new ApiError("The connection was lost before the answer was complete.");
+  }
+}
+
+function toVector(base64) {
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  return new Float32Array(bytes.buffer);
 }
 
 /** The chunks of a streamed answer. Throws ApiError, or AbortError when `signal` says stop. */
 export async function* streamAnswer(body, signal) {
   const wanted = { stream: true, stream_options: { include_usage: true }, timings: true };
-  const response = await call("v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...body, ...wanted }),
-    signal,
-  });
+  const response = await post("v1/chat/completions", { ...body, ...wanted }, signal);
   for await (const data of readChunks(response, signal)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
@@ -49,6 +60,11 @@ async function* readChunks(response, signal) {
     signal.throwIfAborted();
     throw new ApiError("The connection was lost before the answer was complete.");
   }
+}
+
+function post(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return call(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 async function call(path, options = {}) {
@@ -68,7 +84,8 @@ async function toError(response) {
   const retryAfter = Number(response.headers.get("retry-after")) || null;
   const options = { status: response.status, retryAfter };
   try {
-    return new ApiError((await response.json()).error.message, options);
+    const { message, param } = (await response.json()).error;
+    return new ApiError(message, { ...options, param });
   } catch {
     return new ApiError(`The gateway answered with status ${response.status}.`, options);
   }

@@ -3,9 +3,11 @@
 import { ApiError, listModels, streamAnswer } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { askForKey } from "./key_dialog.js";
-import { ImageTray } from "./images.js";
+import { filesIn, ImageTray } from "./images.js";
+import { SearchView } from "./search.js";
 import { describeModel, readSettings, showModels } from "./settings.js";
 import { Turn } from "./turn.js";
+import { followAddress, shownView } from "./views.js";
 import { showWelcome } from "./welcome.js";
 
 const REFRESH_PAUSE_MS = 15000;
@@ -15,6 +17,7 @@ const question = find("#question");
 const hint = find("#hint");
 const settings = find("#settings");
 const tray = new ImageTray(find("#tray"), () => showHint(""));
+const search = new SearchView(() => refreshModels());
 
 let conversation = new Conversation();
 let models = [];
@@ -168,7 +171,9 @@ function refreshModels() {
 
 async function loadModels() {
   try {
-    models = await listModels();
+    const all = await listModels();
+    models = all.filter(({ tasks }) => !tasks || tasks.includes("generate"));
+    search.showModels(all);
     showModels(find("#model"), models);
     showModel();
   } catch (error) {
@@ -223,7 +228,9 @@ find("#files").addEventListener("change", ({ target }) => {
   target.value = "";
 });
 document.addEventListener("paste", ({ clipboardData }) => {
-  if (clipboardData.files.length) addFiles([...clipboardData.files]);
+  if (!clipboardData.files.length) return;
+  if (shownView() === "search") search.askByImage(clipboardData.files[0]);
+  else addFiles([...clipboardData.files]);
 });
 document.addEventListener("dragover", (event) => {
   if (!carriesFiles(event)) return;
@@ -237,10 +244,13 @@ document.addEventListener("drop", (event) => {
   if (!carriesFiles(event)) return;
   event.preventDefault();
   find("#drop-zone").hidden = true;
-  addFiles([...event.dataTransfer.files]);
+  if (shownView() === "search") filesIn(event.dataTransfer).then((files) => search.add(files));
+  else addFiles([...event.dataTransfer.files]);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Escape") return;
+  if (shownView() === "search") search.stop();
+  else running?.abort();
 });
 
 showWelcome(
@@ -249,4 +259,6 @@ showWelcome(
 );
 refreshModels();
 setInterval(() => document.hidden || refreshModels(), REFRESH_PAUSE_MS);
-if (matchMedia("(pointer: fine)").matches) question.focus();
+followAddress((view) => {
+  if (matchMedia("(pointer: fine)").matches) (view === "search" ? find("#words") : question).focus();
+});

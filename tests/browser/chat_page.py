@@ -95,6 +95,13 @@ class ChatPage:
         """Drop or paste a file."""
         self.browser.execute_script(GIVE_FILES, kind, name, media_type, base64)
 
+    def drop(self, *paths: Path) -> None:
+        """Drop files and folders as a hand would: only the browser itself can make folders of them."""
+        data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            event = {"type": kind, "x": 200, "y": 300, "data": data}
+            self.browser.execute_cdp_cmd("Input.dispatchDragEvent", event)
+
     def ask(self, question: str, *images: Path) -> None:
         """Type a question and press enter."""
         if images:

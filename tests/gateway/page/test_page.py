@@ -65,7 +65,7 @@ def test_the_page_has_no_inline_code_and_names_only_files_that_are_there():
     html = FILES["/"].body.decode()
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", html)
     assert all(" src=" in tag for tag in re.findall(r"<script[^>]*>", html))
-    named = set(re.findall(r'(?:src|href)="([^"]+)"', html))
+    named = set(re.findall(r'(?:src|href)="([^"#]+)"', html))
     for path, file in FILES.items():
         if path.endswith(".js"):
             text = file.body.decode()
@@ -79,8 +79,13 @@ def test_the_page_has_no_inline_code_and_names_only_files_that_are_there():
 
 
 def test_sample_images_are_those_of_the_built_in_model():
-    originals = {path.name: path.read_bytes() for path in SAMPLE.parent.glob("*.png")}
-    assert {path.name: path.read_bytes() for path in (FOLDER / "samples").iterdir()} == originals
+    for folder, package in (("samples", "shapes"), ("samples/search", "shapes_clip")):
+        originals = SAMPLE.parents[2] / package / "samples"
+        shown, known = (
+            {path.name: path.read_bytes() for path in place.glob("*.png")}
+            for place in (FOLDER / folder, originals)
+        )
+        assert shown == known
 
 
 def contrast(one: str, other: str) -> float:

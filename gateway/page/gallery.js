@@ -1,0 +1,130 @@
+// Images with their vectors, and which are nearest to another vector. Knows the API and no page.
+
+import { ApiError, embed } from "./api.js";
+import { makeThumbnail, readImage } from "./images.js";
+
+export const MAX_IMAGES = 5000; // their vectors and thumbnails stay in the page's memory
+const SENT_SIZE = { maxBytes: 512 * 1024, maxSide: 768 }; // models look at less
+const THUMBNAIL_SIDE = 320;
+const BATCH = 8;
+const MAX_REFUSALS = 5; // of an overloaded gateway, in a row
+
+export class Gallery {
+  /** `onChange` is called whenever there is more to show. */
+  constructor(onChange) {
+    this.onChange = onChange;
+    this.empty();
+  }
+
+  empty() {
+    this.images = []; // {name, file, thumbnail, vector}
+    this.skipped = []; // names of files that are no images
+    this.problem = "";
+  }
+
+  get numDone() {
+    return this.images.filter(({ vector }) => vector).length;
+  }
+
+  /** Take files; returns how many were too many. */
+  add(files) {
+    const found = files.filter(({ type }) => type.startsWith("image/"));
+    const taken = found.slice(0, MAX_IMAGES - this.images.length);
+    this.images.push(...taken.map((file) => ({ name: file.name, file, thumbnail: "", vector: null })));
+    return found.length - taken.length;
+  }
+
+  /** Vectors of another model do not compare. */
+  forgetVectors() {
+    for (const image of this.images) image.vector = null;
+  }
+
+  /** Make the vectors that are missing. Throws ApiError, or AbortError when `signal` says stop. */
+  async embedAll(model, signal) {
+    let size = BATCH;
+    let refusals = 0;
+    for (;;) {
+      const batch = await this.nextBatch(size);
+      signal.throwIfAborted();
+      if (!batch.length) return;
+      try {
+        const input = batch.map(({ url }) => ({ image: url }));
+        const vectors = await embed({ model, input, service_tier: "flex" }, signal);
+        batch.forEach(({ image }, index) => (image.vector = vectors[index]));
+        refusals = 0;
+        this.problem = "";
+      } catch (error) {
+        if (!(error instanceof ApiError)) throw error;
+        const bad = /^input\.\[(\d+)\]/.exec(error.param ?? "");
+        if (error.status === 400 && bad) {
+          this.skip(batch[Number(bad[1])].image);
+        } else if (error.status === 413 && size > 1) {
+          size >>= 1;
+        } else if (error.retryAfter && ++refusals <= MAX_REFUSALS) {
+          this.problem = error.message;
+          this.onChange();
+          await pause(error.retryAfter * 1000, signal);
+        } else throw error;
+      }
+      this.onChange();
+    }
+  }
+
+  /** The next images without a vector, read: `{image, url}`. */
+  async nextBatch(size) {
+    const batch = [];
+    for (const image of this.images.filter(({ vector }) => !vector)) {
+      if (batch.length === size) break;
+      try {
+        const { url } = await readImage(image.file, image.name, SENT_SIZE);
+        image.thumbnail ||= await makeThumbnail(url, THUMBNAIL_SIDE);
+        batch.push({ image, url });
+      } catch {
+        this.skip(image);
+      }
+    }
+    return batch;
+  }
+
+  skip(image) {
+    if (!this.images.includes(image)) return;
+    this.images = this.images.filter((other) => other !== image);
+    this.skipped.push(image.name);
+  }
+
+  /** The images nearest to a vector, best first: `{image, score}`. */
+  nearest(vector, limit) {
+    return this.images
+      .filter((image) => image.vector)
+      .map((image) => ({ image, score: dot(image.vector, vector) }))
+      .sort((one, other) => other.score - one.score)
+      .slice(0, limit);
+  }
+}
+
+/** The vector of a file by a model; not kept. Throws ApiError, AbortError, or Error with words for people. */
+export async function embedImage(file, model, signal) {
+  const { url } = await readImage(file, file.name || "image", SENT_SIZE);
+  const [vector] = await embed({ model, input: [{ image: url }] }, signal);
+  return { vector, thumbnail: await makeThumbnail(url, THUMBNAIL_SIDE) };
+}
+
+/** The vector of words by a model. Throws ApiError or AbortError. */
+export async function embedWords(text, model, prompts, signal) {
+  const prompt = ["query", "search_query"].find((name) => prompts.includes(name));
+  const [vector] = await embed({ model, input: [text], truncate: true, ...(prompt && { prompt_name: prompt }) }, signal);
+  return vector;
+}
+
+function dot(one, other) {
+  let sum = 0;
+  for (let index = 0; index < one.length; index++) sum += one[index] * other[index];
+  return sum;
+}
+
+function pause(ms, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener("abort", () => (clearTimeout(timer), reject(signal.reason)), { once: true });
+  });
+}

@@ -1,0 +1,24 @@
+// Which view is shown, by the address: `#search`, or else the chat.
+
+const DEFAULT = "chat";
+const links = [...document.querySelectorAll("#views a")];
+
+export function shownView() {
+  return document.body.dataset.view;
+}
+
+/** Show the view that the address names, and tell `onShow` its name each time. */
+export function followAddress(onShow) {
+  const show = () => {
+    const isKnown = links.some(({ hash }) => hash === location.hash);
+    const name = isKnown ? location.hash.slice(1) : DEFAULT;
+    document.body.dataset.view = name;
+    for (const link of links) {
+      if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    onShow(name);
+  };
+  addEventListener("hashchange", show);
+  show();
+}

@@ -1,0 +1,153 @@
+"""The search view against a real fleet and the built-in model that finds images by words."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from engines.packages.shapes_clip import __file__ as PACKAGE
+from tests.browser.chat_page import DESK, ChatPage
+from tests.integration.fleet_process import Served, start_fleet
+
+SAMPLES = sorted((Path(PACKAGE).parent / "samples").glob("*.png"))
+SMALL = (320, 640)
+
+
+@pytest.fixture(scope="module")
+def clip(browser, tmp_path_factory) -> Iterator[Served]:
+    """A fleet of shapes-clip alone, that wants a key."""
+    folder = tmp_path_factory.mktemp("clip")
+    fleet = start_fleet(
+        folder, "--model", "shapes-clip", engine="auto", VLM_GATEWAY__API_KEYS="sk-one"
+    )
+    yield fleet
+    fleet.end()
+
+
+@pytest.fixture
+def search(browser, clip) -> Iterator[ChatPage]:
+    """The search view, its key given."""
+    page = ChatPage(browser, f"{clip.url}/#search")
+    open_search(page)
+    yield page
+    refused = ("401 (Unauthorized)", "400 (Bad Request)")  # no key yet, a broken image
+    complaints = page.complaints()
+    assert [line for line in complaints if not any(text in line for text in refused)] == []
+
+
+def open_search(page: ChatPage, size: tuple[int, int] = DESK, scheme: str = "light") -> None:
+    page.browser.get("about:blank")  # another fragment alone loads nothing
+    page.open(size, scheme)
+    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys("sk-one", Keys.ENTER)
+    page.wait_for(lambda: page.find("#search-welcome").is_displayed())
+    assert page.find("#search-model").get_property("value") == "shapes-clip"
+
+
+def hits(page: ChatPage) -> list[tuple[str, float]]:
+    rows = [row.text.split("\n") for row in page.find_all("#hits li")]
+    return [(row[0], float(row[1]) if len(row) > 1 else 0.0) for row in rows]
+
+
+def wait_for_all(page: ChatPage, count: int) -> None:
+    page.wait_for(lambda: page.find("#search-status").text.startswith(f"{count} image"))
+
+
+def ask(page: ChatPage, words: str) -> str:
+    """The name of the nearest image."""
+    page.find("#words").clear()
+    page.find("#words").send_keys(words, Keys.ENTER)
+    said = f"Nearest to {words}: "
+    text = page.wait_for(
+        lambda: (t := page.find("#announcer").get_property("textContent")).startswith(said) and t
+    )
+    return text.removeprefix(said)
+
+
+def test_a_dropped_folder_is_found_by_words_and_by_an_image(search: ChatPage, tmp_path):
+    folder = tmp_path / "images" / "deeper"
+    folder.mkdir(parents=True)
+    for sample in SAMPLES:
+        shutil.copy(sample, folder / sample.name)
+    (folder / "notes.txt").write_text("no image")
+    (folder / "broken.png").write_bytes(SAMPLES[0].read_bytes()[:60])
+    search.drop(tmp_path / "images")
+    wait_for_all(search, len(SAMPLES))
+    assert "1 file left out: broken.png" in search.find("#search-status").text
+    assert ask(search, "a red star") == "wreath.png"
+    found = hits(search)
+    assert len(found) == len(SAMPLES)
+    assert found == sorted(found, key=lambda hit: -hit[1])
+    assert found[0][1] > found[1][1]
+    search.keep("search")
+    search.find('[aria-label="More like sea.png"]').click()
+    search.wait_for(lambda: hits(search)[0] == ("sea.png", 1.0))
+    search.find("#query-file").send_keys(str(folder / "toys.png"))
+    search.wait_for(lambda: hits(search)[0] == ("toys.png", 1.0))
+    search.find('[aria-label="Remove toys.png"]').click()
+    assert [score for _, score in hits(search)] == [0.0] * len(SAMPLES)
+
+
+def test_words_that_are_asked_first_find_images_as_they_come(search: ChatPage):
+    ask_before = search.find("#words")
+    ask_before.send_keys("a red star", Keys.ENTER)
+    search.find("#gallery-folder").send_keys(str(SAMPLES[0].parent))
+    wait_for_all(search, len(SAMPLES))
+    search.wait_for(lambda: hits(search)[0][0] == "wreath.png" and hits(search)[0][1] > 0)
+    search.find("#search-clear").click()
+    assert search.find("#search-intro").is_displayed()
+    search.find("#gallery-files").send_keys("\n".join(map(str, SAMPLES[:2])))
+    wait_for_all(search, 2)
+
+
+def test_many_images_show_progress_and_can_be_stopped(search: ChatPage, tmp_path):
+    for number in range(60):
+        shutil.copy(SAMPLES[number % len(SAMPLES)], tmp_path / f"{number}.png")
+    search.drop(tmp_path)
+    search.wait_for(lambda: search.find("#search-progress").is_displayed())
+    search.find("#words").send_keys(Keys.ESCAPE)
+    search.wait_for(lambda: search.find("#search-go").is_displayed())
+    search.find("#search-go").click()
+    wait_for_all(search, 60)
+    assert not search.find("#search-progress").is_displayed()
+
+
+def test_it_is_used_by_keyboard_and_fits_the_smallest_screen(search: ChatPage):
+    for name, size, scheme in (("small", SMALL, "light"), ("small-dark", SMALL, "dark")):
+        open_search(search, size, scheme)
+        search.find("#search-samples").send_keys(Keys.ENTER)
+        wait_for_all(search, len(SAMPLES))
+        assert ask(search, "a yellow star on black") == "night.png"
+        search.keep(f"search-{name}")
+        assert search.find("html").get_property("scrollWidth") <= size[0]
+    names = []
+    search.browser.execute_script("document.querySelector('#views a').focus()")
+    while (element := search.browser.switch_to.active_element) != search.find(
+        "#search-form button"
+    ):
+        names.append(element.accessible_name)
+        ActionChains(search.browser).send_keys(Keys.TAB).perform()
+        assert len(names) < 40
+    assert all(names), names
+    wanted = {
+        "Chat",
+        "Search",
+        "Choose a folder",
+        "Search by an image",
+        "Words",
+        "More like sea.png",
+    }
+    assert wanted <= set(names)
+
+
+def test_without_a_model_it_says_what_to_start(page: ChatPage):
+    page.find('#views [href="#search"]').click()
+    page.wait_for(lambda: page.find("#search-none").is_displayed())
+    assert "vlm serve --also shapes-clip" in page.find("#search-none").text
+    page.keep("search-none")
+    page.find('#views [href="#chat"]').click()
+    page.ask("What is it?")
+    assert page.wait_for_end()
