@@ -142,9 +142,9 @@ def bench_engine(
 
 def bench_peers(
     model: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a checkpoint.", show_default="random, llava-1b"),
-    ] = None,
+        str,
+        typer.Option(help="Directory of a checkpoint, or a shape of `vlm make-checkpoint`."),
+    ] = "llava-1b",
     systems: Annotated[str, typer.Option(help="Comma-separated: maker:precision.")] = (
         "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
     ),
@@ -154,6 +154,10 @@ def bench_peers(
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each system.")] = 2,
     device: Annotated[str, typer.Option(help="cpu, or cuda without llama.cpp.")] = "cpu",
+    one_by_one: Annotated[
+        bool,
+        typer.Option("--one-by-one", help="Hold one system in memory at a time: for large models."),
+    ] = False,
     results: Annotated[
         Path | None, typer.Option(help="Keep results here, beside those of earlier runs.")
     ] = None,
@@ -175,6 +179,7 @@ def bench_peers(
         rounds=rounds,
         num_threads=threads,
         device=device,
+        one_by_one=one_by_one,
         results=results,
         plots=plots,
     )

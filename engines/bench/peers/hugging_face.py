@@ -1,4 +1,4 @@
-"""`transformers` as a peer: `LlavaForConditionalGeneration`, with its own caches, or compiled.
+"""`transformers` as a peer: its own model of a checkpoint, with its own caches, or compiled.
 
 Run in a process of its own. Its forward pass is called directly and the likeliest token taken, which spares it the
 bookkeeping of `generate`. Of its growing and its static cache the one that is faster at a batch size is taken. The
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlavaForConditionalGeneration, StaticCache
+from transformers import AutoModelForImageTextToText, DynamicCache, StaticCache
 from transformers.utils.logging import disable_progress_bar
 
-from engines.bench.peers.peer import NUM_TEXT_TOKENS
-from engines.torch_backend.models.registry import read_config
+from engines.bench.peers.prompts import ExamplePrompts
+from engines.core.runner import Prompt
+from engines.torch_backend.models.generic.self_check import joined_inputs, whole_inputs
+from engines.torch_backend.multimodal.transformers_images import ProcessedImage
 
 _MAX_STEPS = 128
 
@@ -30,14 +32,14 @@ class HuggingFace:
         torch.set_num_threads(num_threads)
         self._device = torch.device(device)
         self._dtype = getattr(torch, precision)
-        self._config = read_config(checkpoint)
+        self._prompts = ExamplePrompts(checkpoint)
+        self._num_context = self._prompts.num_tokens
         disable_progress_bar()
-        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=self._dtype)
-        self._model = model.eval().to(self._device)  # pyright: ignore[reportArgumentType]
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
+        self._model: Any = model.eval().to(self._device)
         self._is_static: dict[int, bool] = {}  # by batch size, where it is known
         self._is_compiled = mode == "compiled"
         self._step: Any = torch.compile(model.forward) if self._is_compiled else model.forward
-        self._num_context = self._config.tokens_per_image + NUM_TEXT_TOKENS
         self._generator = torch.Generator().manual_seed(0)
 
     @torch.inference_mode()
@@ -60,7 +62,7 @@ class HuggingFace:
     @torch.inference_mode()
     def prefill(self) -> float:
         """One forward pass with logits of the last token only."""
-        token_ids = self._text(self._num_context)
+        token_ids = torch.tensor([self._prompts.text(self._num_context)], device=self._device)
         started = time.perf_counter()
         self._first(input_ids=token_ids)
         return time.perf_counter() - started
@@ -68,9 +70,9 @@ class HuggingFace:
     @torch.inference_mode()
     def image(self) -> float:
         """`get_image_features`."""
-        pixels = self._pixels()
+        inputs = joined_inputs(self._model, [_image(self._prompts.make())])
         started = time.perf_counter()
-        self._model.get_image_features(pixel_values=pixels)
+        self._model.base_model.get_image_features(**inputs)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
@@ -78,7 +80,7 @@ class HuggingFace:
     @torch.inference_mode()
     def first_token(self) -> float:
         """One forward pass with the image."""
-        inputs = self._prompts(1)
+        inputs = self._inputs(1)
         started = time.perf_counter()
         self._first(**inputs)
         return time.perf_counter() - started
@@ -90,7 +92,7 @@ class HuggingFace:
     @torch.inference_mode()
     def serve(self, batch_size: int, num_steps: int) -> float:
         """One batch, which nobody joins or leaves, with the static cache: the best that it can do."""
-        inputs = self._prompts(batch_size)
+        inputs = self._inputs(batch_size)
         cache = self._static_cache(num_steps)
         started = time.perf_counter()
         token_ids = self._first(**inputs, past_key_values=cache)
@@ -104,14 +106,15 @@ class HuggingFace:
         next_ids.tolist()
         return next_ids
 
-    def _prompts(self, batch_size: int) -> dict[str, Tensor]:
+    def _inputs(self, batch_size: int) -> dict[str, Any]:
         """A new image and text for each."""
-        shape = (batch_size, self._config.tokens_per_image)
-        slots = torch.full(shape, self._config.image_token_id, device=self._device)
-        text = self._text(NUM_TEXT_TOKENS, batch_size)
+        prompts = [self._prompts.make() for _ in range(batch_size)]
+        token_ids = torch.tensor([prompt.token_ids for prompt in prompts], device=self._device)
+        images = [_image(prompt) for prompt in prompts]
+        slot_id = self._prompts.slot_id
         return {
-            "input_ids": torch.cat([slots, text], dim=1),
-            "pixel_values": self._pixels(batch_size),
+            "input_ids": token_ids,
+            **whole_inputs(self._model, token_ids, slot_id, images),
         }
 
     def _next_tokens(self, token_ids: Tensor, cache: DynamicCache | StaticCache) -> Tensor:
@@ -121,25 +124,31 @@ class HuggingFace:
         return next_ids
 
     def _filled_cache(self, batch_size: int, is_static: bool) -> DynamicCache | StaticCache:
-        text, cache = self._config.text, DynamicCache(config=self._model.config)
+        text, cache = self._text_config, DynamicCache(config=self._model.config)
         if is_static:
             cache = self._static_cache(_MAX_STEPS)
-        shape = (batch_size, text.num_kv_heads, self._num_context - 1, text.head_dim)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        shape = (batch_size, text.num_key_value_heads, self._num_context - 1, width)
         noise = torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
-        for layer in range(text.num_layers):
+        for layer in range(text.num_hidden_layers):
             cache.update(noise.clone(), noise.clone(), layer)
+        if hasattr(self._model.base_model, "rope_deltas"):
+            self._model.base_model.rope_deltas = None  # of another prompt
         return cache
 
     def _static_cache(self, num_steps: int) -> StaticCache:
         length = self._num_context + num_steps
         return StaticCache(config=self._model.config, max_cache_len=length)
 
-    def _text(self, count: int, batch_size: int = 1) -> Tensor:
-        high = self._config.text.vocab_size - 64
-        ids = torch.randint(3, high, (batch_size, count), generator=self._generator)
-        return ids.to(self._device)
+    @property
+    def _text_config(self) -> Any:
+        return self._model.config.get_text_config(decoder=True)
 
-    def _pixels(self, batch_size: int = 1) -> Tensor:
-        size = self._config.vision.image_size
-        pixels = torch.randn(batch_size, 3, size, size, generator=self._generator)
-        return pixels.to(self._device, self._dtype)
+
+def _image(prompt: Prompt) -> ProcessedImage:
+    """As transformers' own processor would have made it."""
+    [image] = prompt.images
+    if isinstance(image.pixels, ProcessedImage):
+        return image.pixels
+    pixels = torch.as_tensor(image.pixels)[None]
+    return ProcessedImage({"pixel_values": pixels}, "", image.num_slots)

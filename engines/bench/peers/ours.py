@@ -5,15 +5,16 @@ own: reading them takes as long as reading true ones, and computing sixteen prom
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engines.bench.peers.peer import NUM_TEXT_TOKENS
+from engines.bench.peers.prompts import ExamplePrompts
 from engines.core.engine import BatchingEngine
-from engines.core.request import EngineRequest, ImageInput
-from engines.core.runner import ComputedStep, ModelRunner, StepResult, TokenChoice
+from engines.core.request import EngineRequest
+from engines.core.runner import ComputedStep, ModelRunner, Prompt, StepResult, TokenChoice
 from engines.core.sequence import Batch
 from engines.registry import create_engine
 from engines.torch_backend.runner import TorchRunner
@@ -36,7 +37,9 @@ class Ours:
     ) -> None:
         """Load and warm up. Raises: what loading raises."""
         is_dtype = precision in ("float32", "bfloat16")
-        num_tokens = 1024 + _MAX_STEPS
+        self._prompts = ExamplePrompts(checkpoint)
+        self._num_context = self._prompts.num_tokens
+        num_blocks = -(-(self._num_context + _MAX_STEPS) // _BLOCK_SIZE)
         settings = {
             "model": str(checkpoint),
             "device": device,
@@ -44,8 +47,8 @@ class Ours:
             "quantization": "none" if is_dtype else precision,
             "num_threads": num_threads,
             "max_num_seqs": max_batch_size,
-            "max_num_batched_tokens": max_batch_size * num_tokens,
-            "num_kv_blocks": max_batch_size * num_tokens // _BLOCK_SIZE,
+            "max_num_batched_tokens": max_batch_size * num_blocks * _BLOCK_SIZE,
+            "num_kv_blocks": max_batch_size * num_blocks,
             "block_size": _BLOCK_SIZE,
         }
         engine = create_engine(settings).engine
@@ -53,18 +56,16 @@ class Ours:
         assert isinstance(engine.runner, TorchRunner)
         self._engine, self._runner = engine, engine.runner
         self._device = torch.device(device)
-        self._config = engine.runner.model.config
-        self._num_context = self._config.tokens_per_image + NUM_TEXT_TOKENS
-        self._generator = torch.Generator().manual_seed(0)
         self._num_requests = 0
         self._last: EngineRequest | None = None
         self._skipping = _SkippingRunner(engine.runner)
-        _fill_with_noise(engine.runner)
+        for pool in engine.runner._kv_pools:
+            pool._data.normal_()  # untouched memory is one page of zeros, read from the cache
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """Time of whole engine steps."""
         for _ in range(batch_size):
-            self._engine.add(self._request(self._num_context - 1, num_steps + 2))
+            self._engine.add(self._request(self._text(self._num_context - 1), num_steps + 2))
         self._engine.runner = self._skipping  # pyright: ignore[reportAttributeAccessIssue]
         self._engine.step()
         self._engine.runner = self._runner
@@ -78,21 +79,21 @@ class Ours:
 
     def prefill(self) -> float:
         """One request of one token."""
-        return self._run(self._request(self._num_context, 1))
+        return self._run(self._request(self._text(self._num_context), 1))
 
     def image(self) -> float:
         """As the runner encodes it, cache aside."""
-        pixels = self._pixels()[None].to(self._device, self._runner._dtype)
+        images = self._prompts.make().images
         started = time.perf_counter()
         with torch.inference_mode():
-            self._runner.model.encode_images(pixels)
+            self._runner.model.encode(images, self._device, self._runner._dtype)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
 
     def first_token(self) -> float:
         """One request of one token."""
-        self._last = self._request(NUM_TEXT_TOKENS, 1, with_image=True)
+        self._last = self._request(self._prompts.make(), 1)
         return self._run(self._last)
 
     def repeat(self) -> float:
@@ -100,17 +101,12 @@ class Ours:
         if self._last is None:
             self.first_token()
         assert self._last is not None
-        last = self._last
-        return self._run(
-            EngineRequest(self._next_id(), last.prompt_token_ids, last.sampling, last.images)
-        )
+        return self._run(replace(self._last, request_id=self._next_id()))
 
     def serve(self, batch_size: int, num_steps: int) -> float:
         """All added at once."""
-        requests = [
-            self._request(NUM_TEXT_TOKENS, num_steps, with_image=True) for _ in range(batch_size)
-        ]
-        return self._run(*requests)
+        prompts = [self._prompts.make() for _ in range(batch_size)]
+        return self._run(*(self._request(prompt, num_steps) for prompt in prompts))
 
     def _run(self, *requests: EngineRequest) -> float:
         started = time.perf_counter()
@@ -121,20 +117,17 @@ class Ours:
                 assert output.error is None, output.error
         return time.perf_counter() - started
 
-    def _request(self, num_text: int, max_tokens: int, with_image: bool = False) -> EngineRequest:
-        request_id = self._next_id()
-        config = self._config
-        ids = torch.randint(3, config.text.vocab_size - 64, (num_text,), generator=self._generator)
-        slots, images = [], ()
-        if with_image:
-            slots = [config.image_token_id] * config.tokens_per_image
-            images = (ImageInput(0, len(slots), request_id, self._pixels()),)
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        return EngineRequest(request_id, slots + ids.tolist(), sampling, images)
+    def _request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
+        return EngineRequest(
+            self._next_id(),
+            prompt.token_ids,
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            prompt.images,
+            positions=prompt.positions,
+        )
 
-    def _pixels(self) -> torch.Tensor:
-        size = self._config.vision.image_size
-        return torch.randn(3, size, size, generator=self._generator)
+    def _text(self, count: int) -> Prompt:
+        return Prompt(self._prompts.text(count))
 
     def _next_id(self) -> str:
         self._num_requests += 1
@@ -154,13 +147,3 @@ class _SkippingRunner:
         """A step of no time."""
         choices = [TokenChoice(5) if item.samples else None for item in batch.items]
         return ComputedStep(StepResult(choices))
-
-
-def _fill_with_noise(runner: TorchRunner) -> None:
-    """Untouched memory is one page of zeros, read from the cache; and it could be anything."""
-    pool, text = runner._kv_pools[0], runner.model.config.text
-    slots = torch.arange(pool.num_blocks * pool.block_size, device=runner.device)
-    shape = (len(slots), text.num_kv_heads, text.head_dim)
-    noise = torch.randn(shape).to(runner.device, runner._dtype)
-    for layer in range(text.num_layers):
-        pool.write(layer, slots, noise, noise)

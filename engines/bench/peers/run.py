@@ -4,6 +4,7 @@ Called by `vlm bench peers`. What else the machine does falls so on all of them 
 """
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -18,35 +19,38 @@ from rich.console import Console
 from engines.bench.machine import device_name
 from engines.bench.peers.fleet import Fleet, PeerFailure
 from engines.bench.peers.install import LLAMA_CPP_VERSION, is_installed
-from engines.bench.peers.peer import (
-    CPU_WORKLOADS,
-    NUM_TEXT_TOKENS,
-    WORKLOADS,
-    SystemName,
-    Workload,
-)
+from engines.bench.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName, Workload
 from engines.bench.peers.plot import write_plots
+from engines.bench.peers.prompts import IMAGE_SIZE, ExamplePrompts
 from engines.bench.peers.report import TABLE_WIDTH, show
 from engines.bench.peers.results import Result, Results
-from engines.torch_backend.loading.make_checkpoint import make_any_checkpoint
+from engines.torch_backend.loading.make_checkpoint import (
+    SHAPES,
+    TRANSFORMERS_SHAPES,
+    make_any_checkpoint,
+)
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config
 
-#: Of the default model's 22, in a first look.
-_QUICK_LAYERS = 6
+#: In a first look: of a shape's layers, and seconds after which no turn begins.
+_QUICK_LAYERS, _QUICK_S = 6, 270
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
     """What to compare. Fields mean what the command's options say."""
 
-    model: Path | None
+    model: Path | str  #: a directory, or a shape of random weights
     systems: tuple[str, ...]
     workloads: tuple[str, ...] = CPU_WORKLOADS
     rounds: int = 3
     num_threads: int = 2
     device: str = "cpu"
     folder: Path = Path(".cache/peers")
+    one_by_one: bool = False
+    max_layers: int | None = None
+    limit_s: float | None = None
     results: Path | None = None
     plots: Path | None = None
 
@@ -55,10 +59,10 @@ class PeerOptions:
         """A first look, five minutes: a cut model, two workloads, two rounds, llama.cpp if it is built already."""
         has_llama_cpp = is_installed(self.folder)
         systems = [x for x in self.systems if has_llama_cpp or not x.startswith("llama.cpp")]
-        model = self.model or _default_checkpoint(self.folder, _QUICK_LAYERS)
         return replace(
-            self, model=model, systems=tuple(systems), workloads=("decode-1", "prefill"), rounds=2
-        )
+            self, systems=tuple(systems), workloads=("decode-1", "prefill"), rounds=2, max_layers=_QUICK_LAYERS,
+            limit_s=_QUICK_S,
+        )  # fmt: skip
 
 
 class Comparison:
@@ -72,19 +76,27 @@ class Comparison:
         self.options = options
         self._began_s = time.monotonic()
         self.systems = [SystemName.parse(name) for name in options.systems]
-        is_for_llama_cpp = options.device == "cpu" and set(options.workloads) <= set(CPU_WORKLOADS)
-        if not is_for_llama_cpp and any(s.maker == "llama.cpp" for s in self.systems):
-            message = "llama.cpp computes on the CPU here, and one image at a time"
-            raise ValueError(f"{message}; leave it out of --systems")
         self.workloads = [WORKLOADS[name] for name in options.workloads]
-        self.checkpoint = options.model or _default_checkpoint(options.folder)
-        self.num_context = read_config(self.checkpoint).tokens_per_image + NUM_TEXT_TOKENS
+        self.checkpoint = _find_checkpoint(options)
+        if any(system.maker == "llama.cpp" for system in self.systems):
+            self._check_llama_cpp()
+        self.num_context = ExamplePrompts(self.checkpoint).num_tokens
+
+    def _check_llama_cpp(self) -> None:
+        reason = None
+        if self.options.device != "cpu" or not {*self.options.workloads} <= {*CPU_WORKLOADS}:
+            reason = "llama.cpp computes on the CPU here, and one image at a time"
+        elif not isinstance(read_config(self.checkpoint), VLMConfig):
+            reason = "llama.cpp's files are written of LLaVA's checkpoints alone here"
+        if reason:
+            raise ValueError(f"{reason}; leave it out of --systems")
 
     def about(self) -> dict[str, str | int]:
         """What the numbers belong to."""
         return {
             "model": self.checkpoint.name,
             "context": self.num_context,
+            "image": "x".join(map(str, IMAGE_SIZE)),
             "device": device_name(torch.device(self.options.device)),
             "threads": self.options.num_threads,
             "torch": version("torch"),
@@ -108,24 +120,34 @@ class Comparison:
             f"{self.checkpoint.name}: {len(self.systems)} systems at {len(self.workloads)} workloads "
             f"({', '.join(workload.name for workload in self.workloads)}), {self.options.rounds} rounds"
         )
-        with Fleet(self.systems, self.options.folder, options, self._tell) as fleet:
-            for number, workload in enumerate(self.workloads):
-                self._tell(f"{workload.name}, {number + 1} of {len(self.workloads)} workloads")
-                yield from self._take_turns(fleet, workload)
+        groups = [[x] for x in self.systems] if self.options.one_by_one else [self.systems]
+        for systems in groups:
+            with Fleet(systems, self.options.folder, options, self._tell) as fleet:
+                for number, workload in enumerate(self.workloads):
+                    self._tell(f"{workload.name}, {number + 1} of {len(self.workloads)} workloads")
+                    yield from self._take_turns(fleet, systems, workload)
 
-    def _take_turns(self, fleet: Fleet, workload: Workload) -> Iterator[Result]:
+    def _take_turns(
+        self, fleet: Fleet, systems: list[SystemName], workload: Workload
+    ) -> Iterator[Result]:
         """What is known of a system after each of its turns."""
         if workload.task == "decode":  # the first touches weights and chooses caches
-            for system in self.systems:
+            for system in systems:
                 fleet.ask(system, workload)
-        seconds: dict[SystemName, list[float]] = {system: [] for system in self.systems}
+        seconds: dict[SystemName, list[float]] = {system: [] for system in systems}
         for number in range(self.options.rounds):
-            for system in self.systems:
+            for system in systems:
+                if self._is_over():
+                    return
                 seconds[system].append(fleet.ask(system, workload))
                 result = self._result(system, workload, seconds[system])
                 value = f"{result.values[-1]:,.1f} {result.unit}"
                 self._tell(f"  round {number + 1} of {self.options.rounds}: {system} {value}")
                 yield result
+
+    def _is_over(self) -> bool:
+        limit_s = self.options.limit_s
+        return limit_s is not None and time.monotonic() - self._began_s > limit_s
 
     def _tell(self, text: str) -> None:
         elapsed_s = int(time.monotonic() - self._began_s)
@@ -168,10 +190,16 @@ def run(options: PeerOptions, as_json: bool) -> None:
         show(console, results)
 
 
-def _default_checkpoint(folder: Path, num_layers: int | None = None) -> Path:
-    """Random weights of a 1.1 B decoder behind CLIP ViT-L/14 at 336 px, or of some of its layers."""
-    directory = folder / ("llava-1b" if num_layers is None else f"llava-1b-{num_layers}-layers")
+def _find_checkpoint(options: PeerOptions) -> Path:
+    """A directory, or random weights of a shape, or of some of its layers."""
+    shape, num_layers = str(options.model), options.max_layers
+    if shape not in (*SHAPES, *TRANSFORMERS_SHAPES):
+        return Path(shape)
+    directory = options.folder / (shape if num_layers is None else f"{shape}-{num_layers}-layers")
     if not directory.exists():
         print(f"making {directory}", file=sys.stderr, flush=True)
-        make_any_checkpoint("llava-1b", directory, num_layers=num_layers)
+        part = directory.with_name(f"{directory.name}.part")
+        shutil.rmtree(part, ignore_errors=True)  # of a run that was cut
+        make_any_checkpoint(shape, part, num_layers=num_layers)
+        part.rename(directory)
     return directory

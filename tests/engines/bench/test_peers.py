@@ -1,11 +1,13 @@
 """The comparison with peers: what is timed is computed, and slices of it add up."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from engines.bench.peers import run as comparison
 from engines.bench.peers.fleet import Fleet
 from engines.bench.peers.hugging_face import HuggingFace
 from engines.bench.peers.ours import Ours
@@ -15,6 +17,7 @@ from engines.bench.peers.report import compare
 from engines.bench.peers.results import Result, Results
 from engines.bench.peers.run import PeerOptions, run
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
 
 ABOUT: dict[str, str | int] = {"model": "tiny", "threads": 2}
 
@@ -37,6 +40,20 @@ def test_our_engine_and_transformers_answer_every_workload(tiny, workload):
     for peer in (ours, theirs):
         seconds = getattr(peer, workload.task)(**workload.arguments)
         assert workload.value(seconds, 48) > 0
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "SmolVLM"])
+def test_models_of_transformers_answer_with_their_own_images_and_positions(name, tmp_path):
+    [family] = [family for family in FAMILIES if family.name == name]
+    write_checkpoint(family, tmp_path)
+    ours = Ours(tmp_path, "float32", 1, max_batch_size=4)
+    theirs = HuggingFace(tmp_path, "float32", "", 1)
+    for workload in ("first-token", "repeat", "decode-4", "prefill", "image"):
+        for peer in (ours, theirs):
+            asked = WORKLOADS[workload]
+            assert getattr(peer, asked.task)(**asked.arguments) > 0
+    assert ours._engine.stats().num_prefix_hit_tokens > 0
+    assert theirs.serve(batch_size=2, num_steps=3) > 0
 
 
 def test_our_batches_decode_behind_contexts_of_their_own(tiny, monkeypatch):
@@ -182,6 +199,54 @@ def test_unknown_systems_are_named(name):
 def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
     with pytest.raises(SystemExit, match="leave it out of --systems"):
         run(PeerOptions(tiny, ("llama.cpp:BF16",), device="cuda"), as_json=True)
+
+
+def test_llama_cpp_is_no_peer_of_families_whose_files_nobody_writes(tmp_path):
+    [family] = [family for family in FAMILIES if family.name == "SmolVLM"]
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(SystemExit, match="leave it out of --systems"):
+        run(PeerOptions(tmp_path, ("llama.cpp:BF16",)), as_json=True)
+
+
+def test_a_model_without_images_has_another_benchmark(tmp_path):
+    [family] = [family for family in FAMILIES if family.name == "GPT-2"]
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(SystemExit, match="takes no images"):
+        run(PeerOptions(tmp_path, ("ours:float32",)), as_json=True)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """The systems that were in memory together; they answer without being there."""
+    seen = []
+
+    class Loaded(nullcontext):
+        def __init__(self, systems, *_):
+            seen.append([str(system) for system in systems])
+            super().__init__(self)
+
+        def ask(self, system, workload):
+            return 1.0
+
+    monkeypatch.setattr(comparison, "Fleet", Loaded)
+    return seen
+
+
+def test_a_first_look_begins_no_turn_after_its_time(tiny, tmp_path, held, capsys):
+    options = PeerOptions(tiny, ("ours:float32",), ("prefill",), limit_s=0, folder=tmp_path)
+    run(options, as_json=True)
+    assert json.loads(capsys.readouterr().out)["results"] == []
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_systems_may_be_held_one_after_another(one_by_one, tiny, tmp_path, held, capsys):
+    systems = ["ours:float32", "transformers:float32"]
+    options = PeerOptions(
+        tiny, tuple(systems), ("prefill",), folder=tmp_path, one_by_one=one_by_one
+    )
+    run(options, as_json=True)
+    assert held == ([systems[:1], systems[1:]] if one_by_one else [systems])
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 2
 
 
 def test_a_wrong_workload_ends_with_the_reason(tiny):

@@ -492,22 +492,6 @@ class GenericModel(FamilyModel):
         """Read features in rank 0's form."""
         self._form = ImageForm.from_bytes(form)
 
-    def whole_inputs(self, token_ids: Tensor, images: Sequence[ImageInput]) -> dict[str, Any]:
-        """What transformers' own forward pass is given of a whole prompt, images included. Shapes: (1, N)."""
-        slots = (token_ids == getattr(self.inner.config, "image_token_id", None)).long()
-        types = {name for name in self._arguments if name.endswith("token_type_ids")}
-        if any("grid" in name for name in self._arguments):
-            types.add("mm_token_type_ids")
-        inputs: dict[str, Any] = dict.fromkeys(types, slots)
-        [image] = images
-        for name, given in image.pixels.inputs.items():
-            if name in self._arguments:
-                inputs[name] = _placed(given, token_ids.device, self.inner.dtype)
-        base: Any = self.inner.base_model
-        if hasattr(base, "rope_deltas"):
-            base.rope_deltas = None  # of another prompt
-        return inputs
-
     @contextmanager
     def as_transformers_does(self) -> Iterator[PreTrainedModel]:
         """The model with transformers' own attention for a while."""

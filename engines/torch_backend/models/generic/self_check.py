@@ -4,13 +4,16 @@ Two made-up prompts of different lengths, in chunks that share steps with decode
 may get wrong without a word (a window, a scale, positions, a state, features) shows in the scores of a few tokens.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from engines.core.runner import Prompt
 from engines.core.sequence import ScheduledSequence, Sequence
+from engines.torch_backend.multimodal.transformers_images import ProcessedImage
 from shared.protocol import SamplingParams
 
 LENGTHS = (40, 13)
@@ -46,9 +49,39 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
     found = _draw(runner, [sequence], max(CHUNK, -(-length // 3)))
     ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
     with model.as_transformers_does() as plain:
-        inputs = model.whole_inputs(ids, prompt.images)
+        slot_id: Any = getattr(plain.config, "image_token_id", None)
+        inputs = whole_inputs(plain, ids, slot_id, [image.pixels for image in prompt.images])
         scores = plain(input_ids=ids, use_cache=False, **inputs).logits[0]
     return _worst(sequence, found, scores)
+
+
+def whole_inputs(
+    model: PreTrainedModel, token_ids: Tensor, slot_id: int | None, images: list[ProcessedImage]
+) -> dict[str, Any]:
+    """What transformers' own forward pass is given beside the tokens of whole prompts, an image in each.
+
+    Shapes: token_ids (B, N).
+    """
+    arguments = inspect.signature(model.forward).parameters
+    types = {name for name in arguments if name.endswith("token_type_ids")}
+    if any("grid" in name for name in arguments):
+        types.add("mm_token_type_ids")
+    inputs: dict[str, Any] = dict.fromkeys(types, (token_ids == slot_id).long())
+    return inputs | {n: x for n, x in joined_inputs(model, images).items() if n in arguments}
+
+
+def joined_inputs(model: PreTrainedModel, images: list[ProcessedImage]) -> dict[str, Any]:
+    """What a model's image encoder is given of images at once, where the model is, in its precision."""
+    inputs: dict[str, Any] = {}
+    for name, first in images[0].inputs.items():
+        if isinstance(first, Tensor):
+            x = torch.cat([image.inputs[name] for image in images]).to(model.device)
+            first = x.to(model.dtype) if x.is_floating_point() else x
+        inputs[name] = first
+    base: Any = model.base_model
+    if hasattr(base, "rope_deltas"):
+        base.rope_deltas = None  # of another prompt
+    return inputs
 
 
 def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -> float:
