@@ -188,6 +188,9 @@ class EngineStats:
     num_encoder_queries: int = 0
     num_encoder_hits: int = 0
     encoder_cache_bytes: int = 0
+    num_result_queries: int = 0  #: inputs looked up among the results of earlier ones
+    num_result_hits: int = 0  #: of these, those that needed no computing of their own
+    result_cache_bytes: int = 0
     num_preemptions: int = 0
     num_adapters: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)  #: by use: weights, kv_cache, ...

@@ -45,6 +45,7 @@ class StoppableEngine(Engine):
         self.gate.set()
         self.steps_left: int | None = None  #: steps until the gate closes; None: it stays open
         self.error: Exception | None = None
+        self.num_prepared = 0
         self.added: list[EngineInput] = []
         self.company: list[int] = []  #: how many others were there when each was added
         self.aborted: list[str] = []
@@ -57,7 +58,9 @@ class StoppableEngine(Engine):
         return self.engine.prepare_image(data, image, decode)
 
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> EngineInput:
-        return self.engine.prepare(call, images)
+        prepared = self.engine.prepare(call, images)
+        self.num_prepared += 1
+        return prepared
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         return self.engine.load_adapter(directory, limits)

@@ -155,7 +155,7 @@ def ours(folder: str | Path, dtype: torch.dtype) -> Compute:
         (),
         is_scorer=False,
     )
-    engine = PoolingEngine(encoder, PoolingSettings())
+    engine = PoolingEngine(encoder, PoolingSettings(result_cache_bytes=0))
 
     def compute(texts: list[list[int]]) -> torch.Tensor:
         for index, ids in enumerate(texts):

@@ -38,6 +38,11 @@ class _Content:
     dimensions: int
     is_normalized: bool = True
 
+    @property
+    def identity(self) -> bytes:
+        """Equal for equal results."""
+        return b"%d %d " % (self.dimensions, self.is_normalized) + self.data
+
 
 class MockPoolingModel:
     """Vectors and scores of hashes."""
@@ -71,7 +76,7 @@ class MockPoolingModel:
         if isinstance(part, ImagePart):
             content = _Content(images[part.image].content, size, task.is_normalized)
             num_tokens = self._mock.tokens_per_image
-            return Row(content, num_tokens, "image", num_tokens)
+            return Row(content, num_tokens, "image", num_tokens, content.identity)
         if isinstance(part, TextPart):
             prompt = self.prompts[task.prompt_name] if task.prompt_name else ""
             words: Sequence[Any] = (prompt + part.text).split()
@@ -83,13 +88,15 @@ class MockPoolingModel:
                 )
             words = part.token_ids
         words = self._fit(words, task.truncate, task.param(index), task.max_tokens)
-        return Row(_Content(repr(words).encode(), size, task.is_normalized), max(1, len(words)))
+        content = _Content(repr(words).encode(), size, task.is_normalized)
+        return Row(content, max(1, len(words)), identity=content.identity)
 
     def _pair(self, task: Rerank, index: int) -> Row:
         query = task.queries[index if len(task.queries) > 1 else 0].split()
         document = task.documents[index].split()[: task.max_document_tokens]
         words = self._fit([*query, "\n", *document], task.truncate, task.param(index))
-        return Row(_Content(repr(words).encode(), 0, not task.is_raw), len(words))
+        content = _Content(repr(words).encode(), 0, not task.is_raw)
+        return Row(content, len(words), identity=content.identity)
 
     def _fit(
         self, words: Sequence[Any], truncate: Truncate, param: str, max_tokens: int | None = None

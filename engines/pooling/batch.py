@@ -19,8 +19,11 @@ class Row:
     num_tokens: int
     kind: str = "text"
     num_image_tokens: int = 0
+    identity: bytes = b""  #: equal for rows of a kind with equal results; empty: unknown
     result: bytes = b""  #: little-endian float32
     number: int = field(default=0, init=False)  #: in the order of arrival
+    cache_key: bytes = field(default=b"", init=False)  #: empty: its result is its call's alone
+    followers: list["Row"] = field(default_factory=list, init=False)  #: that wait for its result
 
     @property
     def key(self) -> tuple[int, int]:

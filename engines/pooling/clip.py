@@ -45,10 +45,12 @@ class ClipEncoder:
     def _row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
         part = task.inputs[index]
         if isinstance(part, ImagePart):
-            content = Picture(images[part.image].content, task.dimensions, task.is_normalized)
-            return Row(content, self.image_tokens, "image", self.image_tokens)
+            image = images[part.image]
+            picture = Picture(image.content, task.dimensions, task.is_normalized, image.image_hash)
+            size = self.image_tokens
+            return Row(picture, size, "image", size, picture.identity)
         words = self.texts.words(task, index)
-        return Row(words, len(words.ids))
+        return Row(words, len(words.ids), identity=words.identity)
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:

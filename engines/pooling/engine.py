@@ -20,11 +20,13 @@ from engines.base import (
     PreparedImage,
 )
 from engines.pooling.batch import Row, Waiting
+from engines.pooling.cache import ResultCache, cache_key
 from engines.pooling.settings import PoolingSettings
 from shared.protocol import Embed, FinishReason, ImageRef, Priority, StageTimings, Task, Usage
 
 #: Rows of one step: short ones would fill the budget by the thousand, and a step must end.
 MAX_ROWS_PER_STEP = 512
+_ORDER = {priority: place for place, priority in enumerate(Priority)}
 #: Work that waits in the engine, in steps: with less, the next step would be smaller than it could be.
 STEPS_AHEAD = 2
 
@@ -76,16 +78,24 @@ class PoolingInput:
     first_step_at: float = 0.0
     image_s: float = 0.0  #: of steps with images
     num_left: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def usage(self) -> Usage:
         """All inputs together."""
-        num_image_tokens = sum(row.num_image_tokens for row in self.rows)
-        return Usage(sum(row.num_tokens for row in self.rows), num_image_tokens=num_image_tokens)
+        return Usage(
+            sum(row.num_tokens for row in self.rows),
+            num_image_tokens=sum(row.num_image_tokens for row in self.rows),
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class PoolingEngine(Engine[PoolingInput]):
-    """Batches the inputs of all calls over any `PoolingModel`. Batch work takes the steps that others leave."""
+    """Batches the inputs of all calls over any `PoolingModel`. Batch work takes the steps that others leave.
+
+    What one tenant sends again is not computed again: its result is kept for a while, and while a row waits, equal
+    ones follow it. If its call is aborted, the first that follows takes its place.
+    """
 
     def __init__(
         self,
@@ -99,8 +109,14 @@ class PoolingEngine(Engine[PoolingInput]):
         self._calls: dict[str, PoolingInput] = {}
         self._owners: dict[Row, PoolingInput] = {}  # of rows that wait
         self._waiting = {priority: Waiting() for priority in Priority}
+        self._results = ResultCache(settings.result_cache_bytes, settings.result_cache_s)
+        self._leaders: dict[bytes, Row] = {}  # rows that wait, by what is computed
+        self._answered: list[PoolingInput] = []  # calls that need no step
+        self._has_just_answered = False
         self._num_steps = 0
         self._num_tokens = 0
+        self._num_queries = 0
+        self._num_hits = 0
 
     def capabilities(self) -> Capabilities:
         """Tasks of the model; a call is begun anew by another worker, as nothing is told before its end."""
@@ -123,6 +139,11 @@ class PoolingEngine(Engine[PoolingInput]):
             dimensions = task.dimensions or self._model.dimensions
             self._check(task, dimensions)
         rows = self._model.rows(task, images)
+        if self._results.is_on:
+            for row in rows:
+                row.cache_key = (
+                    cache_key(call.tenant, row.kind, row.identity) if row.identity else b""
+                )
         return PoolingInput(call.request_id, call.priority, rows, dimensions)
 
     def _check(self, task: Embed, dimensions: int) -> None:
@@ -141,44 +162,110 @@ class PoolingEngine(Engine[PoolingInput]):
         request.added_at, request.num_left = time.perf_counter(), len(request.rows)
         self._calls[request.request_id] = request
         for row in request.rows:
-            self._owners[row] = request
-            self._waiting[request.priority].add(row)
+            self._add_row(row, request)
+        if request.num_left == 0:
+            self._answered.append(request)
+
+    def _add_row(self, row: Row, call: PoolingInput) -> None:
+        self._num_queries += bool(row.cache_key)
+        found = self._results.find(row.cache_key) if row.cache_key else None
+        if found is not None:
+            row.result = found
+            self._note_hit(row, call)
+            call.num_left -= 1
+            return
+        self._owners[row] = call
+        leader = self._leaders.get(row.cache_key)
+        if leader is None:
+            self._lead(row, call.priority)
+            return
+        priority = self._owners[leader].priority
+        if _ORDER[call.priority] < _ORDER[priority]:  # it must not wait where the leader does
+            self._waiting[priority].remove(leader)
+            row.followers, leader.followers = [leader, *leader.followers], []
+            self._lead(row, call.priority)
+        else:
+            leader.followers.append(row)
+
+    def _lead(self, row: Row, priority: Priority) -> None:
+        self._waiting[priority].add(row)
+        if row.cache_key:
+            self._leaders[row.cache_key] = row
+
+    def _note_hit(self, row: Row, call: PoolingInput) -> None:
+        self._num_hits += 1
+        call.num_cached_tokens += row.num_tokens
 
     def abort(self, request_id: str) -> None:
         """Forget a call and its inputs."""
         request = self._calls.pop(request_id, None)
         if request is None:
             return
-        for row in request.rows:
-            if self._owners.pop(row, None) is not None:
-                self._waiting[request.priority].remove(row)
+        if request in self._answered:
+            self._answered.remove(request)
+        rows = [row for row in request.rows if self._owners.pop(row, None) is not None]
+        for row in rows:
+            if self._leaders.get(row.cache_key, row) is row:
+                self._stop_leading(row, request.priority)
+
+    def _stop_leading(self, row: Row, priority: Priority) -> None:
+        self._waiting[priority].remove(row)
+        self._leaders.pop(row.cache_key, None)
+        followers = [follower for follower in row.followers if follower in self._owners]
+        if followers:
+            heir = min(followers, key=lambda follower: _ORDER[self._owners[follower].priority])
+            followers.remove(heir)
+            heir.followers = followers
+            self._lead(heir, self._owners[heir].priority)
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch; calls that are complete end."""
+        """Compute one batch; calls that are complete end. Those that need no batch do not wait for one."""
+        self._num_steps += 1
+        is_idle = not any(self._waiting.values())
+        if self._answered and (is_idle or not self._has_just_answered):
+            self._has_just_answered = True
+            answered, self._answered = self._answered, []
+            return [self._finish(call) for call in answered]
+        self._has_just_answered = False
         waiting = next(waiting for waiting in self._waiting.values() if waiting)
         rows = waiting.take(self._settings.max_batch_tokens, MAX_ROWS_PER_STEP)
-        calls = [self._owners.pop(row) for row in rows]
         began_at = time.perf_counter()
-        for call in calls:
-            call.first_step_at = call.first_step_at or began_at
+        for row in rows:
+            for each in (row, *row.followers):
+                if (call := self._owners.get(each)) is not None:
+                    call.first_step_at = call.first_step_at or began_at
         self._model.compute(rows)
+        self._num_tokens += sum(row.num_tokens for row in rows)
+        calls = [call for row in rows for call in self._hand_out(row)]
         if rows[0].kind == "image":
             took_s = time.perf_counter() - began_at
             for call in set(calls):
                 call.image_s += took_s
-        self._num_steps += 1
-        self._num_tokens += sum(row.num_tokens for row in rows)
         return [self._finish(call) for call in _count_down(calls)]
+
+    def _hand_out(self, row: Row) -> list[PoolingInput]:
+        """The calls that get the result of a computed row, its own first."""
+        calls = [self._owners.pop(row)]
+        if row.cache_key:
+            del self._leaders[row.cache_key]
+            self._results.keep(row.cache_key, row.result)
+        for follower in row.followers:
+            if (call := self._owners.pop(follower, None)) is not None:
+                follower.result = row.result
+                self._note_hit(follower, call)
+                calls.append(call)
+        return calls
 
     def _finish(self, call: PoolingInput) -> EngineOutput:
         del self._calls[call.request_id]
-        computed_s = time.perf_counter() - call.first_step_at
+        now = time.perf_counter()
+        computed_s = now - (call.first_step_at or now)
         return EngineOutput(
             call.request_id,
             usage=call.usage,
             finish_reason=FinishReason.STOP,
             timings=StageTimings(
-                queue_s=call.first_step_at - call.added_at,
+                queue_s=(call.first_step_at or now) - call.added_at,
                 vision_s=call.image_s,
                 prefill_s=computed_s - call.image_s,
             ),
@@ -187,8 +274,8 @@ class PoolingEngine(Engine[PoolingInput]):
         )
 
     def has_work(self) -> bool:
-        """Whether an input waits."""
-        return any(self._waiting.values())
+        """Whether a call has not ended."""
+        return bool(self._answered) or any(self._waiting.values())
 
     def stats(self) -> EngineStats:
         """Calls count as running while the work that waits fits into a few steps."""
@@ -205,7 +292,13 @@ class PoolingEngine(Engine[PoolingInput]):
             num_waiting_batch=by_priority[Priority.BATCH] if is_full else 0,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_tokens,
-            memory_bytes=self._model.memory_bytes(),
+            num_result_queries=self._num_queries,
+            num_result_hits=self._num_hits,
+            result_cache_bytes=self._results.num_bytes,
+            memory_bytes={
+                **self._model.memory_bytes(),
+                "result_cache": self._results.num_bytes,
+            },
             startup_s=self._startup_s,
         )
 
@@ -213,6 +306,9 @@ class PoolingEngine(Engine[PoolingInput]):
         """Forget all calls, free the device."""
         self._calls.clear()
         self._owners.clear()
+        self._leaders.clear()
+        self._answered.clear()
+        self._results.clear()
         for waiting in self._waiting.values():
             waiting.clear()
         self._model.close()

@@ -16,6 +16,12 @@ class PoolingSettings(EngineSettings):
     max_batch_tokens: int = Field(
         default=8192, ge=1, description="Tokens that a step of an engine for embeddings computes."
     )
+    result_cache_bytes: int = Field(
+        default=64 * 1024 * 1024,
+        ge=0,
+        description="Vectors and scores that an engine for embeddings keeps for a tenant that sends an input again; 0: none.",
+    )
+    result_cache_s: float = Field(default=3600.0, gt=0, description="How long it keeps one.")
 
 
 class EncoderSettings(PoolingSettings):

@@ -30,8 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=SETTINGS)
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Engine]:
-    """With steps of a few tokens."""
+    """With steps of a few tokens, each computed anew."""
     values = {"kind": request.param, "max_batch_tokens": 12, **SETTINGS[request.param]}
+    values["result_cache_bytes"] = 0
     if request.param == "pooling":
         values["model"] = str(checkpoint)
     loaded = create_engine(values)

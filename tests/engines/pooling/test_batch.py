@@ -101,7 +101,7 @@ def test_a_call_ends_once_with_all_its_vectors():
 def test_batch_work_takes_the_steps_that_others_leave():
     engine = make_engine(max_batch_tokens=1)
     add(engine, "later", "w", priority=Priority.BATCH)
-    add(engine, "now", "w")
+    add(engine, "now", "v")
     assert [output.request_id for output in engine.step()] == ["now"]
     assert [output.request_id for output in engine.step()] == ["later"]
 
@@ -118,5 +118,5 @@ def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
     engine = make_engine(max_batch_tokens=2)
     add(engine, "a", "w w w")
     assert engine.stats().num_waiting == 0
-    add(engine, "b", "w")
+    add(engine, "b", "v")
     assert engine.stats().num_waiting == 2
