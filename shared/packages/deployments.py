@@ -1,0 +1,162 @@
+"""What is to be served under a name: the truth, in the store, as records that are written once.
+
+`deployments/NAME/GENERATION.json` says what was asked for, `GENERATION.outcome.json` beside it what came of it.
+Redis only holds what is now, and is filled from here.
+"""
+
+import re
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shared.packages.store import PackageStore, StoreError
+
+#: In Python `$` also stands before a last newline.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
+_KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
+MAX_INSTANCES = 256
+
+Name = Annotated[str, Meta(pattern=NAME)]
+Cause = Literal["deploy", "rollback", "scale", "undeploy"]
+Verdict = Literal["active", "rolled_back"]
+Record = TypeVar("Record")
+
+
+class Conflict(Exception):
+    """Another change came first; the message says which."""
+
+
+class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one instance needs of a node."""
+
+    cpu: Annotated[float, Meta(ge=0, le=4096)] = 1.0
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    gpu: Annotated[int, Meta(ge=0, le=64)] = 0
+
+
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a package is served. Units: seconds."""
+
+    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
+    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] = 4
+    resources: Resources = Resources()
+    #: Of the requests, for the new version until it is promoted; 0: it takes over when it is ready.
+    canary: Annotated[float, Meta(ge=0, le=0.99)] = 0.0
+    idle_s: Annotated[float, Meta(gt=0)] = 300.0  #: without work, before an instance is stopped
+    #: One more instance is started when the oldest request waits that long.
+    target_age_s: Annotated[float, Meta(gt=0)] = 2.0
+    start_s: Annotated[float, Meta(gt=0)] = 300.0  #: in which a new version has to be ready
+    retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: failed starts that it may have
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        if self.min_instances > self.max_instances:
+            raise ValueError("min_instances is larger than max_instances")
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One change of a deployment. Without a digest: it is undeployed. Units: epoch seconds."""
+
+    name: Name
+    number: int
+    digest: str
+    spec: Spec
+    cause: Cause = "deploy"
+    created_at: float = 0.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a generation; whoever writes it first decides."""
+
+    verdict: Verdict
+    message: str = ""
+
+
+class History(msgspec.Struct):
+    """A deployment's generations by their numbers, and what came of them."""
+
+    generations: dict[int, Generation] = {}
+    outcomes: dict[int, Outcome] = {}
+
+    @property
+    def last(self) -> Generation:
+        """The latest generation; there is one."""
+        return self.generations[max(self.generations)]
+
+    @property
+    def active(self) -> Generation | None:
+        """What serves: the latest generation that was promoted."""
+        promoted = [n for n, outcome in self.outcomes.items() if outcome.verdict == "active"]
+        found = self.generations.get(max(promoted)) if promoted else None
+        return found if found is not None and found.digest else None
+
+    @property
+    def candidate(self) -> Generation | None:
+        """The latest generation, while nothing has come of it."""
+        last = self.last
+        return last if last.number not in self.outcomes and last.digest else None
+
+    def before(self, digest: str) -> Generation | None:
+        """The last generation that served with another digest: where a rollback leads."""
+        served = (n for n, outcome in self.outcomes.items() if outcome.verdict == "active")
+        for number in sorted(served, reverse=True):
+            found = self.generations.get(number)
+            if found is not None and found.digest not in ("", digest):
+                return found
+        return None
+
+
+def record_generation(store: PackageStore, generation: Generation) -> None:
+    """Write a generation. Raises: Conflict if there is one of its number; StoreError."""
+    key = _key(generation.name, generation.number)
+    if not store.put_if_absent(key, msgspec.json.encode(generation)):
+        raise Conflict(
+            f"generation {generation.number} of {generation.name} was made by another deployment at the "
+            "same time; look at it, then deploy again"
+        )
+
+
+def settle(store: PackageStore, name: str, number: int, outcome: Outcome) -> Outcome:
+    """Write what came of a generation. Returns what is written: this, or what came before it. Raises: StoreError."""
+    key = _key(name, number, "outcome")
+    if store.put_if_absent(key, msgspec.json.encode(outcome)):
+        return outcome
+    return _decode(store, key, Outcome)
+
+
+def read_history(store: PackageStore, name: str) -> History | None:
+    """All of a deployment; None if there is none. Raises: StoreError."""
+    history = History()
+    for key in store.list(f"deployments/{name}"):
+        match = _KEY.fullmatch(key)
+        if match is None or match[1] != name:
+            continue
+        number = int(match[2])
+        if match[3]:
+            history.outcomes[number] = _decode(store, key, Outcome)
+        else:
+            history.generations[number] = _decode(store, key, Generation)
+    return history if history.generations else None
+
+
+def last_numbers(store: PackageStore) -> dict[str, int]:
+    """The number of the latest generation of every deployment. Raises: StoreError."""
+    numbers: dict[str, int] = {}
+    for key in store.list("deployments"):
+        match = _KEY.fullmatch(key)
+        if match is not None and not match[3]:
+            numbers[match[1]] = max(int(match[2]), numbers.get(match[1], 0))
+    return numbers
+
+
+def _key(name: str, number: int, kind: str = "") -> str:
+    return f"deployments/{name}/{number:08d}{kind and '.' + kind}.json"
+
+
+def _decode(store: PackageStore, key: str, kind: type[Record]) -> Record:
+    data = store.get(key)
+    try:
+        return msgspec.json.decode(data or b"", type=kind)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{store.url}: {key} cannot be read: {error}") from None

@@ -1,0 +1,518 @@
+"""What should run of a deployment, and what happens next: pure functions of what is known at one moment.
+
+    candidate: starting -> [canary] -> active, and the old one retires once its queue is empty
+                        -> rolled back: it failed too often, did not start in time, or fails more than the old
+    slot:      wanted -> starting (on a node) -> ready -> draining -> gone
+
+Whoever looks, any node, computes the next state and writes it if nobody else was first. Start first, stop
+after: the old version keeps its instances until the new one serves. Units: seconds of Redis's clock.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from shared.packages.deployments import Generation, Outcome, Resources, Spec
+from shared.protocol import ModelCard
+
+SlotState = Literal["wanted", "starting", "ready", "draining"]
+ReportState = Literal["starting", "ready", "failed", "gone"]
+
+#: Gateways look once a second: so long they may send requests by what was before.
+SETTLE_S = 5.0
+#: Then an old version is stopped with work left in its queue.
+RETIRE_S = 600.0
+#: A node that says nothing of a slot it took has forgotten it.
+FORGOTTEN_S = 10.0
+SCALE_PAUSE_S = 2.0
+LONGEST_BACKOFF_S = 60.0
+#: Ready for so long, a slot's earlier failures count no more.
+STABLE_S = 120.0
+#: A canary is given up if, of that many answers, so much more fail than of the old version's.
+MIN_ANSWERS = 50
+MAX_MORE_FAILED = 0.05
+MAX_EVENTS = 50
+
+
+class Slot(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One instance that should be: of which package, and where."""
+
+    id: int
+    digest: str
+    state: SlotState = "wanted"
+    node: str = ""
+    since: float = 0.0
+    not_before: float = 0.0  #: nobody takes it earlier
+    phase: str = ""
+
+
+class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A package that is served, was, or is to be."""
+
+    number: int  #: of its generation
+    digest: str
+    spec: Spec
+    since: float = 0.0
+    started_at: float = 0.0  #: when a node first took a slot of it; 0: none has
+    num_failed: int = 0  #: starts and instances, since the last that was stable
+    card: ModelCard | None = None  #: as its first instance announced it
+    is_canary: bool = False
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What happened, for people."""
+
+    at: float
+    text: str
+
+
+class App(msgspec.Struct, frozen=True):
+    """A deployment as it is now. `version` counts the changes of this record."""
+
+    name: str
+    number: int = 0  #: of the latest generation
+    version: int = 0
+    active: Revision | None = None
+    candidate: Revision | None = None
+    retiring: tuple[Revision, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    next_slot: int = 0
+    desired: int = 0  #: instances of what is active
+    scaled_at: float = 0.0
+    busy_at: float = 0.0
+    message: str = ""
+    events: tuple[Event, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if self.candidate is not None:
+            return "canary" if self.candidate.is_canary else "starting"
+        return "undeployed" if self.active is None else "active"
+
+    def revision(self, digest: str) -> Revision | None:
+        """What is known of a package."""
+        for found in (self.active, self.candidate, *self.retiring):
+            if found is not None and found.digest == digest:
+                return found
+        return None
+
+    def of(self, digest: str, *states: SlotState) -> list[Slot]:
+        """The slots of a package, in these states if any are named."""
+        return [s for s in self.slots if s.digest == digest and (not states or s.state in states)]
+
+
+class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node says of a slot that it took."""
+
+    app: str
+    slot: int
+    digest: str
+    state: ReportState
+    phase: str = ""
+    message: str = ""
+    is_final: bool = False  #: of a failure: another try will fail the same way
+    card: ModelCard | None = None
+
+
+class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node says of itself with every heartbeat."""
+
+    id: str
+    cpu: float
+    memory_bytes: int
+    gpu: int
+    is_stopping: bool = False
+    slots: tuple[SlotReport, ...] = ()
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What there is to do for a package, and what came of it so far."""
+
+    num_open: int = 0
+    age_s: float = 0.0  #: of the oldest request that no worker has taken
+    num_finished: int = 0
+    num_failed: int = 0
+
+
+NO_LOAD = Load()
+
+
+def admit(app: App, generation: Generation, now: float) -> App:
+    """Take a new generation: what it names is started beside what serves."""
+    app = replace(app, number=generation.number, message="")
+    if not generation.digest:
+        app = _note(app, now, f"generation {generation.number}: undeployed")
+        for revision in (app.candidate, app.active):
+            app = _retire(app, revision, now)
+        return replace(app, active=None, candidate=None, desired=0)
+    text = f"generation {generation.number} ({generation.cause}): {generation.digest[:19]}"
+    app = _note(app, now, text)
+    spec, digest = generation.spec, generation.digest
+    if app.candidate is not None and app.candidate.digest != digest:
+        app = _retire(app, app.candidate, now)
+    if app.active is not None and app.active.digest == digest:
+        active = replace(app.active, number=generation.number, spec=spec)
+        desired = min(max(app.desired, spec.min_instances), spec.max_instances)
+        return replace(app, active=active, candidate=None, desired=desired)
+    known = app.revision(digest)
+    candidate = Revision(
+        generation.number, digest, spec, since=now, card=known.card if known else None
+    )
+    retiring = tuple(each for each in app.retiring if each.digest != digest)
+    return replace(app, candidate=candidate, retiring=retiring)
+
+
+def restore(
+    name: str, active: Generation | None, candidate: Generation | None, number: int, now: float
+) -> App:
+    """What the store says of a deployment, after Redis forgot it."""
+    app = App(name, number)
+    if active is not None:
+        revision = Revision(active.number, active.digest, active.spec, since=now)
+        app = replace(app, active=revision, desired=max(1, active.spec.min_instances), busy_at=now)
+    if candidate is not None:
+        app = admit(app, candidate, now)
+    return _note(app, now, "restored from the store")
+
+
+def advance(
+    app: App, nodes: Mapping[str, NodeRecord], loads: Mapping[str, Load], now: float
+) -> tuple[App, Outcome | None]:
+    """The next state, and what the candidate's outcome should be, if it is time to say."""
+    app = _adopt(app, nodes, now)
+    app = _follow(app, nodes, now)
+    app = _retire_idle(app, loads, now)
+    app = _scale(app, loads, now)
+    app = _place(app, loads, now)
+    app = _explain(app, nodes)
+    outcome = _judge(app, loads, now)
+    if outcome is None and app.candidate is not None and _is_canary_ready(app):
+        candidate = replace(app.candidate, is_canary=True)
+        share = f"{candidate.spec.canary:.0%}"
+        app = _note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
+    return app, outcome
+
+
+def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
+    """Do what an outcome says: flip the pointer, or take the candidate back."""
+    candidate = app.candidate
+    if candidate is None or candidate.number != number:
+        return app
+    app = replace(app, candidate=None, message=outcome.message)
+    if outcome.verdict == "rolled_back":
+        app = _retire(app, candidate, now)
+        return _note(app, now, f"generation {number} was rolled back: {outcome.message}")
+    app = _retire(app, app.active, now)
+    num_running = len(app.of(candidate.digest, "starting", "ready"))
+    desired = max(num_running, candidate.spec.min_instances)
+    app = replace(
+        app, active=replace(candidate, is_canary=False), desired=desired, busy_at=now, scaled_at=now
+    )
+    return _note(app, now, f"generation {number} is active")
+
+
+def claim(app: App, node: NodeRecord, free: Resources, now: float) -> tuple[App, Slot | None]:
+    """Take one slot that waits and fits."""
+    if node.is_stopping:
+        return app, None
+    for slot in app.slots:
+        revision = app.revision(slot.digest)
+        if slot.state != "wanted" or slot.not_before > now or revision is None:
+            continue
+        if not fits(revision.spec.resources, free):
+            continue
+        taken = replace(slot, state="starting", node=node.id, since=now)
+        app = _put(app, taken)
+        if not revision.started_at:
+            app = _change(app, replace(revision, started_at=now))
+        return app, taken
+    return app, None
+
+
+def fits(needed: Resources, free: Resources) -> bool:
+    """Whether there is room."""
+    return (
+        needed.cpu <= free.cpu
+        and needed.memory_bytes <= free.memory_bytes
+        and needed.gpu <= free.gpu
+    )
+
+
+# What nodes say
+
+
+def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
+    """Take over instances that run and that this record, restored from the store, does not know."""
+    known = {slot.id for slot in app.slots}
+    for node in nodes.values():
+        for report in node.slots:
+            if report.app != app.name or report.slot in known or report.state != "ready":
+                continue
+            if app.revision(report.digest) is not None:
+                slot = Slot(report.slot, report.digest, "starting", node.id, since=now)
+                app = replace(app, slots=(*app.slots, slot))
+                app = replace(app, next_slot=max(app.next_slot, report.slot + 1))
+    return app
+
+
+def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
+    for slot in app.slots:
+        if not slot.node:
+            continue
+        node = nodes.get(slot.node)
+        report = None
+        if node is not None:
+            found = (r for r in node.slots if r.app == app.name and r.slot == slot.id)
+            report = next(found, None)
+        is_lost = node is None or (report is None and now - slot.since > FORGOTTEN_S)
+        if is_lost:
+            where = f"node {slot.node} " + ("is gone" if node is None else "knows nothing of it")
+            app = _free(app, slot, now, where, is_blamed=False)
+        elif report is not None:
+            app = _hear(app, slot, report, now)
+    return app
+
+
+def _hear(app: App, slot: Slot, report: SlotReport, now: float) -> App:
+    if report.state == "gone":
+        return _remove(app, slot)
+    if report.state == "failed":
+        return _free(app, slot, now, f"{report.phase}: {report.message}", report.is_final)
+    if slot.state == "draining":
+        return app
+    if report.state == "starting":
+        return _put(app, replace(slot, phase=report.phase)) if report.phase != slot.phase else app
+    revision = app.revision(slot.digest)
+    if slot.state != "ready":
+        app = _put(app, replace(slot, state="ready", since=now, phase=""))
+        if revision is not None and report.card is not None and revision.card is None:
+            app = _change(app, replace(revision, card=report.card))
+        return _note(app, now, f"slot {slot.id} of {slot.digest[:19]} is ready on {slot.node}")
+    if revision is not None and revision.num_failed and now - slot.since > STABLE_S:
+        return _change(app, replace(revision, num_failed=0))
+    return app
+
+
+def _free(
+    app: App, slot: Slot, now: float, why: str, is_final: bool = False, *, is_blamed: bool = True
+) -> App:
+    """Have another instance in place of one that ended; it waits longer the more have failed."""
+    app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
+    revision = app.revision(slot.digest)
+    if slot.state == "draining" or revision is None:
+        return _remove(app, slot)
+    pause_s = 0.0
+    if is_blamed:
+        limit = revision.spec.retry_limit
+        num_failed = max(revision.num_failed + 1, limit + 1 if is_final else 0)
+        app = _change(app, replace(revision, num_failed=num_failed))
+        app = replace(app, message=why)
+        pause_s = min(LONGEST_BACKOFF_S, 2.0 ** min(num_failed - 1, 6))
+    # A new number: what the lost node may still say of the old one is of no account.
+    number = _next_number(app, now)
+    app = replace(_remove(app, slot), next_slot=number + 1)
+    wanted = Slot(number, slot.digest, not_before=now + pause_s)
+    return replace(app, slots=(*app.slots, wanted))
+
+
+# How a rollout ends
+
+
+def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
+    candidate = app.candidate
+    if candidate is None:
+        return None
+    spec = candidate.spec
+    ready, starting = app.of(candidate.digest, "ready"), app.of(candidate.digest, "starting")
+    if candidate.num_failed > spec.retry_limit:
+        return Outcome("rolled_back", app.message or "its instances ended")
+    if not ready and candidate.started_at and now - candidate.started_at > spec.start_s:
+        return Outcome("rolled_back", f"not ready within {spec.start_s:g} s")
+    if candidate.is_canary:
+        old = loads.get(app.active.digest, NO_LOAD) if app.active else NO_LOAD
+        return _compare(loads.get(candidate.digest, NO_LOAD), old)
+    is_whole = not spec.canary or app.active is None
+    if is_whole and ready and not starting and not _is_coming(app, candidate, now):
+        return Outcome("active")
+    return None
+
+
+def _is_coming(app: App, candidate: Revision, now: float) -> bool:
+    """Whether more instances may be ready soon: some wait for a node, and that not for long."""
+    waiting = app.of(candidate.digest, "wanted")
+    return bool(waiting) and now - max(slot.since for slot in app.of(candidate.digest)) < SETTLE_S
+
+
+def _compare(new: Load, old: Load) -> Outcome | None:
+    num_answers = new.num_finished + new.num_failed
+    if num_answers < MIN_ANSWERS:
+        return None
+    share = new.num_failed / num_answers
+    usual = old.num_failed / max(1, old.num_finished + old.num_failed)
+    if share <= usual + MAX_MORE_FAILED:
+        return None
+    return Outcome(
+        "rolled_back",
+        f"{share:.0%} of {num_answers} answers failed, {usual:.0%} of the old version's",
+    )
+
+
+def _is_canary_ready(app: App) -> bool:
+    candidate = app.candidate
+    assert candidate is not None
+    has_share = candidate.spec.canary > 0 and app.active is not None
+    return has_share and not candidate.is_canary and bool(app.of(candidate.digest, "ready"))
+
+
+# How many instances there should be
+
+
+def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
+    active = app.active
+    if active is None:
+        return app
+    load, spec = loads.get(active.digest, NO_LOAD), active.spec
+    desired = min(max(app.desired, spec.min_instances), spec.max_instances)
+    if load.num_open or app.candidate is not None:
+        app = _touch(app, now)
+    is_settled = now - app.scaled_at >= SCALE_PAUSE_S
+    is_starting = bool(app.of(active.digest, "starting", "wanted"))
+    if load.num_open and not desired:
+        desired = 1
+    elif load.age_s > spec.target_age_s and is_settled and not is_starting:
+        more = min(math.ceil(load.age_s / spec.target_age_s), max(1, desired))
+        desired = min(desired + more, spec.max_instances)
+    elif now - app.busy_at > spec.idle_s and is_settled and not is_starting:
+        desired = max(desired - 1, spec.min_instances)
+    if desired == app.desired:
+        return app
+    app = _note(app, now, f"scaled from {app.desired} to {desired}")
+    return replace(app, desired=desired, scaled_at=now, busy_at=now)
+
+
+def _touch(app: App, now: float) -> App:
+    """Note that there is work; not with every look, as each note is a write."""
+    return replace(app, busy_at=now) if now - app.busy_at > 1.0 else app
+
+
+def _place(app: App, loads: Mapping[str, Load], now: float) -> App:
+    """Want as many slots of each package as there should be, and drain the others."""
+    wanted: dict[str, int] = {}
+    if app.active is not None:
+        wanted[app.active.digest] = app.desired
+    if app.candidate is not None:
+        wanted[app.candidate.digest] = _size_of_candidate(app, app.candidate)
+    for revision in app.retiring:
+        num_slots = len(app.of(revision.digest, "starting", "ready"))
+        is_needed = _can_work(revision) and loads.get(revision.digest, NO_LOAD).num_open > 0
+        wanted.setdefault(revision.digest, max(num_slots, int(is_needed)))
+    for digest in {slot.digest for slot in app.slots} | wanted.keys():
+        app = _resize(app, digest, wanted.get(digest, 0), now)
+    return app
+
+
+def _size_of_candidate(app: App, candidate: Revision) -> int:
+    spec = candidate.spec
+    num_old = len(app.of(app.active.digest, "ready", "starting")) if app.active else 0
+    least = spec.min_instances
+    if spec.canary and app.active is not None:
+        num_old, least = math.ceil(spec.canary * num_old), 1
+    return min(max(1, least, num_old), spec.max_instances)
+
+
+def _resize(app: App, digest: str, count: int, now: float) -> App:
+    alive = app.of(digest, "wanted", "starting", "ready")
+    order = {"wanted": 0, "starting": 1, "ready": 2}
+    for slot in sorted(alive, key=lambda each: (order[each.state], -each.id))[: -count or None]:
+        if len(alive) <= count:
+            break
+        alive.remove(slot)
+        if slot.state == "wanted":
+            app = _remove(app, slot)
+        else:
+            app = _put(app, replace(slot, state="draining", since=now))
+    for _ in range(count - len(alive)):
+        number = _next_number(app, now)
+        app = replace(
+            app, next_slot=number + 1, slots=(*app.slots, Slot(number, digest, since=now))
+        )
+    return app
+
+
+def _retire(app: App, revision: Revision | None, now: float) -> App:
+    if revision is None:
+        return app
+    others = tuple(each for each in app.retiring if each.digest != revision.digest)
+    return replace(app, retiring=(*others, replace(revision, since=now, is_canary=False)))
+
+
+def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
+    """Drain old versions that nobody waits for, and forget those that have no instance left."""
+    for revision in app.retiring:
+        age_s = now - revision.since
+        is_idle = not loads.get(revision.digest, NO_LOAD).num_open or not _can_work(revision)
+        if age_s <= SETTLE_S or not (is_idle or age_s > RETIRE_S):
+            continue
+        app = _resize(app, revision.digest, 0, now)
+        if not app.of(revision.digest):
+            left = tuple(each for each in app.retiring if each.digest != revision.digest)
+            app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
+    return app
+
+
+def _can_work(revision: Revision) -> bool:
+    return revision.num_failed <= revision.spec.retry_limit
+
+
+def _explain(app: App, nodes: Mapping[str, NodeRecord]) -> App:
+    """Say why slots wait that no node could take, even an idle one."""
+    for slot in app.slots:
+        revision = app.revision(slot.digest)
+        if slot.state != "wanted" or revision is None:
+            continue
+        needed = revision.spec.resources
+        rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
+        if not any(fits(needed, room) for room in rooms):
+            text = (
+                f"no node has room for an instance of {needed.cpu:g} processors, "
+                f"{needed.memory_bytes} bytes and {needed.gpu} GPUs"
+            )
+            return app if app.message == text else replace(app, message=text)
+    return app
+
+
+# Small changes
+
+
+def _next_number(app: App, now: float) -> int:
+    """Higher than all before, also than those of a record that Redis lost."""
+    return max(app.next_slot, int(now * 1000))
+
+
+def _put(app: App, slot: Slot) -> App:
+    return replace(app, slots=tuple(slot if each.id == slot.id else each for each in app.slots))
+
+
+def _remove(app: App, slot: Slot) -> App:
+    return replace(app, slots=tuple(each for each in app.slots if each.id != slot.id))
+
+
+def _change(app: App, revision: Revision) -> App:
+    def new(old: Revision | None) -> Revision | None:
+        return revision if old is not None and old.digest == revision.digest else old
+
+    retiring: Sequence[Revision | None] = [new(each) for each in app.retiring]
+    return replace(
+        app,
+        active=new(app.active),
+        candidate=new(app.candidate),
+        retiring=tuple(each for each in retiring if each is not None),
+    )
+
+
+def _note(app: App, now: float, text: str) -> App:
+    return replace(app, events=(*app.events, Event(now, text[:300]))[-MAX_EVENTS:])

@@ -1,0 +1,320 @@
+"""Rollouts by a clock that the test turns: what is started, what is stopped, and when the pointer flips."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec.structs import replace
+
+from shared.packages import rollout
+from shared.packages.deployments import Generation, Outcome, Resources, Spec
+from shared.packages.rollout import App, Load, NodeRecord, SlotReport
+from shared.protocol import ModelCard
+
+A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
+SPEC = Spec(min_instances=1, start_s=60)
+
+
+@dataclass
+class World:
+    """A deployment, its nodes and the load; instances start as `behaviour` says by digest."""
+
+    app: App = field(default_factory=lambda: App("n"))
+    rooms: dict[str, Resources] = field(default_factory=lambda: {"one": Resources(8)})
+    loads: dict[str, Load] = field(default_factory=dict)
+    behaviour: dict[str, str] = field(default_factory=dict)
+    running: dict[int, tuple[str, SlotReport]] = field(default_factory=dict)
+    now: float = 1000.0
+    outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
+    least_ready: int = 1_000_000
+
+    def deploy(self, digest: str, spec: Spec = SPEC) -> None:
+        number = self.app.number + 1
+        self.app = rollout.admit(self.app, Generation("n", number, digest, spec), self.now)
+
+    def nodes(self) -> dict[str, NodeRecord]:
+        return {
+            name: NodeRecord(
+                name, room.cpu, room.memory_bytes, room.gpu,
+                slots=tuple(report for node, report in self.running.values() if node == name),
+            )
+            for name, room in self.rooms.items()
+        }  # fmt: skip
+
+    def free(self, name: str) -> Resources:
+        room = self.rooms[name]
+        taken = [
+            self.app.revision(report.digest).spec.resources  # type: ignore[union-attr]
+            for node, report in self.running.values()
+            if node == name and report.state in ("starting", "ready")
+            and self.app.revision(report.digest)
+        ]  # fmt: skip
+        return Resources(
+            room.cpu - sum(t.cpu for t in taken), 0, room.gpu - sum(t.gpu for t in taken)
+        )
+
+    def step(self, seconds: float = 1.0) -> None:
+        self.now += seconds
+        self.app, outcome = rollout.advance(self.app, self.nodes(), self.loads, self.now)
+        if outcome is not None:
+            assert self.app.candidate is not None
+            number = self.app.candidate.number
+            self.outcomes.append((number, outcome))
+            self.app = rollout.conclude(self.app, number, outcome, self.now)
+        self.run_nodes()
+        if self.app.active is not None:
+            self.least_ready = min(self.least_ready, self.num_ready(self.app.active.digest))
+
+    def run_nodes(self) -> None:
+        slots = {slot.id: slot for slot in self.app.slots}
+        for number, (node, report) in list(self.running.items()):
+            slot = slots.get(number)
+            if slot is None or slot.node != node:
+                del self.running[number]
+            elif slot.state == "draining":
+                self.running[number] = (node, replace(report, state="gone"))
+            elif report.state == "starting":
+                how = self.behaviour.get(report.digest, "works")
+                if how == "works":
+                    card = ModelCard("n@x", 1, 10, 10)
+                    self.running[number] = (node, replace(report, state="ready", card=card))
+                elif how == "crashes":
+                    failed = replace(report, state="failed", phase="start", message="exit code 1")
+                    self.running[number] = (node, failed)
+        for name in self.rooms:
+            self.app, slot = rollout.claim(self.app, self.nodes()[name], self.free(name), self.now)
+            if slot is not None:
+                self.running[slot.id] = (name, SlotReport("n", slot.id, slot.digest, "starting"))
+
+    def run(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.step()
+
+    def num_ready(self, digest: str) -> int:
+        return len(self.app.of(digest, "ready"))
+
+    @property
+    def active(self) -> str | None:
+        return self.app.active.digest if self.app.active else None
+
+
+@pytest.fixture
+def world() -> World:
+    """With version A active."""
+    world = World()
+    world.deploy(A)
+    world.run(10)
+    assert world.active == A
+    world.least_ready = 1_000_000
+    return world
+
+
+def test_the_first_version_is_active_once_it_is_ready(world: World):
+    assert world.outcomes == [(1, Outcome("active"))]
+    assert world.app.active is not None
+    assert world.app.active.card is not None
+    assert world.num_ready(A) == 1
+
+
+def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World):
+    world.loads = {A: Load(num_open=3)}
+    world.deploy(B)
+    world.run(20)
+    assert world.active == B
+    assert world.num_ready(B) == world.num_ready(A) == 1
+    world.loads = {}
+    world.run(10)
+    assert not world.app.of(A)
+    assert not world.app.retiring
+    assert world.least_ready >= 1
+
+
+@pytest.mark.parametrize(
+    ("how", "says"), [("crashes", "exit code 1"), ("hangs", "not ready within")]
+)
+def test_a_version_that_does_not_start_is_rolled_back_and_the_old_one_never_stops(
+    world: World, how: str, says: str
+):
+    world.behaviour = {B: how}
+    world.deploy(B)
+    world.run(90)
+    [(number, outcome)] = world.outcomes[1:]
+    assert (number, outcome.verdict) == (2, "rolled_back")
+    assert says in outcome.message
+    assert world.active == A
+    assert world.least_ready == 1
+    assert not world.app.of(B)
+
+
+def test_failed_starts_are_tried_again_with_growing_pauses(world: World):
+    world.behaviour = {B: "crashes"}
+    world.deploy(B, replace(SPEC, retry_limit=4, start_s=1e6))
+    claims, seen = [], set[int]()
+    for _ in range(60):
+        world.step()
+        for slot in world.app.of(B, "starting"):
+            if slot.id not in seen:
+                seen.add(slot.id)
+                claims.append(slot.since)
+    gaps = [round(b - a) for a, b in itertools.pairwise(claims)]
+    assert len(claims) == 5
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 8
+
+
+def test_a_canary_takes_its_share_until_it_is_promoted(world: World):
+    world.deploy(B, replace(SPEC, canary=0.1))
+    world.run(100)
+    assert world.app.state == "canary"
+    assert world.active == A
+    world.app = rollout.conclude(world.app, 2, Outcome("active"), world.now)
+    world.run(20)
+    assert world.active == B
+    assert not world.app.of(A)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "is_kept"),
+    [
+        (Load(num_finished=40, num_failed=9), Load(num_finished=100), True),  # too few to say
+        (Load(num_finished=40, num_failed=10), Load(num_finished=100), False),
+        (Load(num_finished=40, num_failed=10), Load(num_finished=80, num_failed=20), True),
+        (Load(num_finished=96, num_failed=4), Load(num_finished=100), True),
+    ],
+)
+def test_a_canary_that_fails_more_than_the_old_version_is_rolled_back(
+    world: World, new: Load, old: Load, is_kept: bool
+):
+    world.deploy(B, replace(SPEC, canary=0.5))
+    world.run(10)
+    world.loads = {A: old, B: new}
+    world.run(5)
+    assert (world.app.state == "canary") is is_kept
+    assert world.active == A
+
+
+def test_a_canary_that_crashes_is_rolled_back(world: World):
+    world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
+    world.run(10)
+    [slot] = world.app.of(B)
+    node, report = world.running[slot.id]
+    world.running[slot.id] = (node, replace(report, state="failed", phase="serve", message="OOM"))
+    world.run(3)
+    assert world.outcomes[-1][1].message == "serve: OOM"
+    assert world.active == A
+
+
+def test_rollback_in_the_middle_of_an_update(world: World):
+    for digest in (B, A, C):
+        world.deploy(digest)
+        world.run(2)
+    world.run(40)
+    assert world.active == C
+    assert world.num_ready(C) == 1
+    assert not world.app.of(A) + world.app.of(B)
+    assert world.least_ready >= 1
+
+
+def test_a_change_of_scale_needs_no_rollout(world: World):
+    world.deploy(A, replace(SPEC, min_instances=3))
+    world.run(10)
+    assert world.num_ready(A) == 3
+    assert world.outcomes == [(1, Outcome("active"))]
+
+
+def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
+    world.deploy(A, replace(SPEC, min_instances=0, idle_s=10))
+    world.loads = {A: Load(num_open=50, age_s=5)}
+    counts = []
+    for _ in range(40):
+        world.step()
+        counts.append(world.app.desired)
+    assert counts[-1] == 4
+    assert counts == sorted(counts)
+    assert 2 in counts
+    world.loads = {A: Load(num_open=4, age_s=0.1)}  # busy but keeping up
+    world.run(60)
+    assert world.app.desired == 4
+    world.loads = {}
+    world.run(120)
+    assert world.app.desired == 0
+    assert not world.app.slots
+    world.loads = {A: Load(num_open=1, age_s=0.5)}
+    world.run(4)
+    assert world.num_ready(A) == 1
+
+
+def test_what_fits_nowhere_waits_and_says_so(world: World):
+    world.deploy(B, replace(SPEC, resources=Resources(1, 0, 1)))
+    world.run(30)
+    before = world.app
+    world.run(600)
+    assert (
+        "no node has room for an instance of 1 processors, 0 bytes and 1 GPUs" in world.app.message
+    )
+    assert world.app.slots == before.slots  # it does not flap
+    assert world.active == A
+    world.rooms["two"] = Resources(4, 0, 1)
+    world.run(20)
+    assert world.active == B
+    assert {slot.node for slot in world.app.of(B)} == {"two"}
+
+
+def test_instances_spread_over_the_nodes_that_have_room():
+    world = World(rooms={name: Resources(1) for name in ("x", "y", "z")})
+    world.deploy(A, Spec(min_instances=2))
+    world.run(15)
+    assert len({slot.node for slot in world.app.of(A, "ready")}) == 2
+
+
+def test_the_slots_of_a_lost_node_go_to_others(world: World):
+    world.rooms["two"] = Resources(8)
+    [slot] = world.app.of(A)
+    del world.rooms["one"]
+    world.running.clear()
+    world.run(5)
+    [moved] = world.app.of(A)
+    assert (moved.node, moved.state) == ("two", "ready")
+    assert moved.id != slot.id
+    assert world.app.active is not None
+    assert world.app.active.num_failed == 0  # it is not its fault
+
+
+def test_a_forgotten_deployment_is_restored_and_keeps_its_instances(world: World):
+    world.deploy(B, replace(SPEC, canary=0.2))
+    world.run(10)
+    before = {slot.id for slot in world.app.slots}
+    first, second = Generation("n", 1, A, SPEC), Generation("n", 2, B, replace(SPEC, canary=0.2))
+    world.app = rollout.restore("n", first, second, 2, world.now)
+    world.run(5)
+    assert {slot.id for slot in world.app.slots} == before
+    assert world.app.state == "canary"
+    assert world.app.active is not None
+    assert world.app.active.card is not None
+
+
+def test_what_is_undeployed_ends_when_its_queue_is_empty(world: World):
+    world.loads = {A: Load(num_open=1)}
+    world.app = rollout.admit(world.app, Generation("n", 2, "", SPEC, "undeploy"), world.now)
+    world.run(20)
+    assert world.num_ready(A) == 1
+    world.loads = {}
+    world.run(20)
+    assert (world.app.state, world.app.slots) == ("undeployed", ())
+
+
+def test_an_old_version_whose_instance_was_lost_finishes_its_queue(world: World):
+    world.loads = {A: Load(num_open=3)}
+    world.deploy(B)
+    world.run(10)
+    [slot] = world.app.of(A)
+    node, report = world.running[slot.id]
+    world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+    world.run(10)
+    assert world.num_ready(A) == 1
+
+
+def test_nothing_changes_where_nothing_happens(world: World):
+    before = world.app
+    world.run(200)
+    assert replace(world.app, busy_at=0) == replace(before, busy_at=0)
