@@ -280,7 +280,7 @@ class ActiveRequests:
             logger.exception("could not prepare request %s", active.request_id)
             self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
         else:
-            self._engine.add(request)
+            self._engine.add(request, is_patient=not active.call.wants_stream)
 
     def on_events(self, events: list[EngineEvent]) -> None:
         """Take the engine thread's events; what several steps said of a request is one event."""
