@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
+from msgspec import Struct
 
 from engines.base import AdapterUnavailable, EngineOutput, InvalidImage, PromptTooLong, RequestError
 from shared.protocol import (
@@ -76,8 +76,7 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
     return Unreadable(to_publication(claim, 1, 0, (failed,), dead_reason or code.value))
 
 
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
+class ActiveRequest(Struct, eq=False):
     """A claim and where it stands. Instants are of `time.monotonic`."""
 
     claim: Claim

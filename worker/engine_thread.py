@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
+
+from msgspec import Struct
 
 from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
 
@@ -29,16 +30,14 @@ class EngineBroken(Exception):
     """The engine raised out of a step: its state is unknown, and the process should end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(Struct, frozen=True):
     """The engine accepted a request at `at` (`time.monotonic`)."""
 
     request_id: str
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """The engine refused a request."""
 
     request_id: str

@@ -16,6 +16,7 @@ from hashlib import sha256, shake_128
 from pathlib import Path
 from random import Random
 
+from msgspec import Struct
 from PIL import Image
 
 from engines.base import (
@@ -127,8 +128,7 @@ class MockProcessor:
         return Prompt(token_ids, tuple(inputs))
 
 
-@dataclass(slots=True)
-class MockStep:
+class MockStep(Struct):
     """A step on a device that is not there: one after another, each takes its time."""
 
     result: StepResult
