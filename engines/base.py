@@ -7,11 +7,10 @@ A worker asks what the engine can do (`capabilities`), prepares calls in its thr
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
 from PIL import Image
 
 from shared.protocol import (
@@ -49,6 +48,14 @@ class InvalidRequest(RequestError):
     """A parameter that this model cannot honour, such as a biased token outside its vocabulary."""
 
 
+class BadGrammar(RequestError):
+    """A schema or grammar that no answer can be held to; the message says why."""
+
+
+class GrammarTooComplex(RequestError):
+    """A schema or grammar that takes more time or memory than a request may."""
+
+
 class BadAdapter(RequestError):
     """An adapter that cannot be loaded; the message says why and what would do."""
 
@@ -78,9 +85,12 @@ class Capabilities:
     can_continue: bool = False
     #: Whether a short call is prepared in less time than another thread would cost.
     prepares_quickly: bool = False
+    #: Whether it holds an answer to a grammar.
+    takes_grammars: bool = False
 
 
-class EngineCall(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class EngineCall:
     """One attempt at a call, as `prepare` gets it."""
 
     request_id: str  #: of this attempt; the engine's outputs carry it
@@ -118,7 +128,8 @@ class Adapter(Protocol):
         ...
 
 
-class PreparedImage(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
     """What `prepare_image` made. The hash names it in every cache and is the tenant's own."""
 
     image_hash: str
@@ -143,7 +154,8 @@ class EngineInput(Protocol):
         ...
 
 
-class EngineOutput(msgspec.Struct):
+@dataclass(slots=True)
+class EngineOutput:
     """What one step made for one request. The first output of a request may have no token yet.
 
     `index` is the number of output tokens before these. An engine that has no token ids sets
@@ -169,7 +181,8 @@ class EngineOutput(msgspec.Struct):
     dimensions: int = 0  #: of a vector; 0: the values are scores
 
 
-class EngineStats(msgspec.Struct):
+@dataclass(slots=True)
+class EngineStats:
     """An image of the engine now, and counts since its start."""
 
     num_running: int = 0
@@ -190,12 +203,8 @@ class EngineStats(msgspec.Struct):
     result_cache_bytes: int = 0
     num_preemptions: int = 0
     num_adapters: int = 0
-    memory_bytes: dict[str, int] = msgspec.field(
-        default_factory=dict
-    )  #: by use: weights, kv_cache, ...
-    startup_s: dict[str, float] = msgspec.field(
-        default_factory=dict
-    )  #: by phase: load, quantize, warmup
+    memory_bytes: dict[str, int] = field(default_factory=dict)  #: by use: weights, kv_cache, ...
+    startup_s: dict[str, float] = field(default_factory=dict)  #: by phase: load, quantize, warmup
 
 
 Input = TypeVar("Input", bound=EngineInput)

@@ -105,6 +105,31 @@ def run_step(
     return batch
 
 
+class SumMatcher:
+    """A grammar: a token may follow if its remainder by 3 is that of the sum of all before it."""
+
+    def __init__(self, vocab_size: int, total: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.total = total
+        self.is_lost = False
+
+    def deep_copy(self) -> "SumMatcher":
+        return SumMatcher(self.vocab_size, self.total)
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+        for token_id in sampled_tokens:
+            self.is_lost |= token_id % 3 != self.total % 3
+            self.total += token_id + 1
+        return not self.is_lost
+
+    def compute_bitmask(self) -> bytes:
+        bits = sum(1 << t for t in range(self.vocab_size) if t % 3 == self.total % 3)
+        return bits.to_bytes(-(-self.vocab_size // 32) * 4, "little")
+
+    def is_error(self) -> bool:
+        return self.is_lost
+
+
 class CheckingRunner(MockRunner):
     """A mock that keeps a KV pool of notes, and reads them all back before it draws a token.
 

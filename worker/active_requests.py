@@ -10,11 +10,19 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
-from msgspec import Struct
 
-from engines.base import AdapterUnavailable, EngineOutput, InvalidImage, PromptTooLong, RequestError
+from engines.base import (
+    AdapterUnavailable,
+    BadGrammar,
+    EngineOutput,
+    GrammarTooComplex,
+    InvalidImage,
+    PromptTooLong,
+    RequestError,
+)
 from shared.protocol import (
     Call,
     CallEvent,
@@ -46,6 +54,8 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (AdapterUnavailable, ErrorCode.ADAPTER_UNAVAILABLE),
     (InvalidImage, ErrorCode.INVALID_IMAGE),
     (PromptTooLong, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    (BadGrammar, ErrorCode.INVALID_GRAMMAR),
+    (GrammarTooComplex, ErrorCode.GRAMMAR_TOO_COMPLEX),
     (RequestError, ErrorCode.INVALID_REQUEST),
 )
 
@@ -76,7 +86,8 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
     return Unreadable(to_publication(claim, 1, 0, (failed,), dead_reason or code.value))
 
 
-class ActiveRequest(Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
     """A claim and where it stands. Instants are of `time.monotonic`."""
 
     claim: Claim
@@ -279,7 +290,7 @@ class ActiveRequests:
             logger.exception("could not prepare request %s", active.request_id)
             self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
         else:
-            self._engine.add(request, is_patient=not active.call.wants_stream)
+            self._engine.add(request)
 
     def on_events(self, events: list[EngineEvent]) -> None:
         """Take the engine thread's events; what several steps said of a request is one event."""

@@ -167,8 +167,7 @@ class Worker:
 
     async def _publish_once(self) -> None:
         self._unsent = self._unsent or await self._outbox.take()
-        with self._engine.hold():  # nothing else can be published meanwhile
-            refused = await self.queue.publish(self._unsent)
+        refused = await self.queue.publish(self._unsent)
         sent, self._unsent = self._unsent, []
         for publication in sent:
             active = self.active_requests.find(publication.claim)

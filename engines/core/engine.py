@@ -7,10 +7,9 @@ Called by the worker's engine thread, over a mock or a torch runner alike. Clock
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 from engines.base import (
     Adapter,
@@ -28,17 +27,27 @@ from engines.base import (
 )
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
+from engines.core.constraint import Constraint
 from engines.core.pipeline import StepPipeline
 from engines.core.request import EngineRequest
-from engines.core.runner import ModelRunner, Processor, SequenceFailure, StepResult, TokenChoice
+from engines.core.runner import (
+    ModelRunner,
+    Processor,
+    Prompt,
+    SequenceFailure,
+    StepResult,
+    TokenChoice,
+)
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
 from engines.text.detokenizer import Detokenizer
+from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import ReasoningDetokenizer
 from shared.protocol import (
     FinishReason,
     Generate,
+    Grammar,
     ImageRef,
     OutputLogprob,
     StageTimings,
@@ -47,7 +56,8 @@ from shared.protocol import (
 )
 
 
-class Generation(Struct):
+@dataclass(slots=True)
+class Generation:
     """A request from `add` to its last output: a sequence, its text and its clock readings."""
 
     sequence: Sequence
@@ -126,6 +136,7 @@ class BatchingEngine(Engine[EngineRequest]):
             runner.num_blocks * runner.block_size,
         )
         self._adapters: dict[str, Adapter] = {}  # by digest
+        self._grammars = GrammarCompiler.create(tokenizer, runner.vocab_size, processor.reasoning)
         self._generations: dict[str, Generation] = {}
         self._finished_early: list[EngineOutput] = []  # requests that came complete
         self._startup_s = dict(startup_s or {})
@@ -140,6 +151,7 @@ class BatchingEngine(Engine[EngineRequest]):
             decodes_images=self.processor.decodes_images,
             can_continue=True,
             prepares_quickly=self.processor.is_quick,
+            takes_grammars=self._grammars is not None,
         )
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
@@ -147,7 +159,10 @@ class BatchingEngine(Engine[EngineRequest]):
         return self.processor.process_image(data, (image.width, image.height), decode)
 
     def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
-        """Messages and images as token ids with image slots. Raises: InvalidRequest."""
+        """Messages and images as token ids with image slots, and what the answer is held to.
+
+        Raises: InvalidRequest, BadGrammar, GrammarTooComplex.
+        """
         assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
         pairs = [(image.image_hash, image.content) for image in images]
         task = call.task
@@ -163,7 +178,15 @@ class BatchingEngine(Engine[EngineRequest]):
             positions=prompt.positions,
             adapter=self._find_adapter(call.adapter),
             is_thinking=prompt.is_thinking,
+            constraint=self._constrain(task.grammar, prompt),
         )
+
+    def _constrain(self, grammar: Grammar | None, prompt: Prompt) -> Constraint | None:
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this engine cannot hold answers to a grammar", grammar.param)
+        return self._grammars.compile(grammar, is_thinking=prompt.is_thinking)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """Hold an adapter for requests to come. Raises: BadAdapter."""
@@ -288,6 +311,8 @@ class BatchingEngine(Engine[EngineRequest]):
             for request_id in tuple(self._generations):
                 self._forget(request_id)
             self._finished_early.clear()
+            if self._grammars is not None:
+                self._grammars.close()
         finally:  # a device that fails is to be freed too
             self.runner.close()
 

@@ -8,8 +8,7 @@ flight.
 
 import time
 from contextlib import suppress
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from engines.core.budget import StepLimits
 from engines.core.runner import (
@@ -23,7 +22,8 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, SequenceStatus
 
 
-class _LaunchedStep(Struct):
+@dataclass(slots=True)
+class _LaunchedStep:
     batch: Batch
     step: RunningStep
     launch_s: float
@@ -124,6 +124,8 @@ class StepPipeline:
         following = Batch()
         for place, item in running:
             sequence = item.sequence
+            if sequence.constraint is not None:  # its next token depends on this one
+                return Batch()
             num_output_tokens = item.end + 1 - sequence.num_prompt_tokens
             if num_output_tokens >= sequence.max_output_tokens:
                 continue

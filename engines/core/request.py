@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.base import Adapter
+from engines.core.constraint import Constraint
 from shared.protocol import Priority, SamplingParams
 
 
@@ -57,3 +58,4 @@ class EngineRequest:
     is_thinking: bool = False  #: the prompt has begun what the model thinks before its answer
     positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
     adapter: Adapter | None = None
+    constraint: Constraint | None = None  #: what each answer is held to, at its start

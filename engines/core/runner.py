@@ -6,14 +6,14 @@ A backend is a `ModelRunner` (computes steps, called by the engine thread alone)
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec import Struct
-
 from engines.base import Adapter, AdapterLimits, Decode
+from engines.core.constraint import ConstraintFailure
 from engines.core.request import ImageInput, Positions
-from engines.core.sequence import Batch
+from engines.core.sequence import Batch, Sequence
 from engines.image_decoder import decode_image
 from shared.protocol import ChatMessage, TemplateOption
 
@@ -38,7 +38,17 @@ class DeviceOutOfMemory(Exception):
     """A step did not fit the device's memory and computed nothing; a smaller one may."""
 
 
-class TokenChoice(Struct):
+def token_mask(sequence: Sequence) -> bytes:
+    """A bit for each token that a constrained sequence may go on with. Raises: SequenceFailure."""
+    assert sequence.constraint is not None
+    try:
+        return sequence.constraint.mask(sequence.token_ids, sequence.num_prompt_tokens)
+    except ConstraintFailure as failure:
+        raise SequenceFailure(sequence.request_id, str(failure)) from None
+
+
+@dataclass(slots=True)
+class TokenChoice:
     """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first."""
 
     token_id: int
@@ -46,7 +56,8 @@ class TokenChoice(Struct):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-class StepResult(Struct):
+@dataclass(slots=True)
+class StepResult:
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
     `vision_s` is the part of the step that went into encoding images. `deferred` are the requests
@@ -73,7 +84,8 @@ class RunningStep(Protocol):
         ...
 
 
-class ComputedStep(Struct):
+@dataclass(slots=True)
+class ComputedStep:
     """A step that was computed while it was launched."""
 
     result: StepResult
@@ -144,7 +156,8 @@ class Tokenizer(Protocol):
         ...
 
 
-class Prompt(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Prompt:
     """Token ids with one run of tokens per image; `images` come in the order of the parts."""
 
     token_ids: list[int]

@@ -4,11 +4,11 @@ Used by scheduler, block manager and runners; knows no tensors, no text, no cloc
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from msgspec import Struct, field
-
 from engines.base import Adapter
+from engines.core.constraint import Constraint
 from engines.core.request import EngineRequest, ImageInput, Positions
 from shared.protocol import FinishReason, Priority, SamplingParams
 
@@ -24,7 +24,8 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-class Sequence(Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Sequence:
     """Tokens of one request and how many of them are computed.
 
     There is no prefill flag: `num_computed_tokens` catches up with `num_tokens`, in one step or
@@ -40,6 +41,7 @@ class Sequence(Struct, eq=False):
     priority: Priority = Priority.INTERACTIVE
     prompt_positions: Positions = ()  #: rotary ones; empty: 0, 1, 2 ...
     adapter: Adapter | None = None
+    constraint: Constraint | None = None
     max_output_tokens: int = 1
     eos_token_ids: tuple[int, ...] = ()  #: not drawn before `sampling.min_tokens`
     status: SequenceStatus = SequenceStatus.WAITING
@@ -52,7 +54,7 @@ class Sequence(Struct, eq=False):
     num_preemptions: int = 0
     num_passes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
-    _shift: int = 0  #: from a later token's place to its rotary position
+    _shift: int = field(init=False)  #: from a later token's place to its rotary position
 
     def __post_init__(self) -> None:
         rows = self.prompt_positions
@@ -77,6 +79,7 @@ class Sequence(Struct, eq=False):
             priority=request.priority,
             prompt_positions=request.positions,
             adapter=adapter,
+            constraint=request.constraint and request.constraint.begin(),
             max_output_tokens=max_output_tokens,
             eos_token_ids=tuple(eos_token_ids) if request.sampling.min_tokens else (),
             num_restored_tokens=len(request.output_token_ids),
@@ -150,7 +153,8 @@ class ScheduledSequence:
         ]
 
 
-class Batch(Struct):
+@dataclass(slots=True)
+class Batch:
     """What one step computes: prefill chunks and decode tokens mixed freely."""
 
     items: list[ScheduledSequence] = field(default_factory=list)

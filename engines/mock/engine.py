@@ -16,7 +16,6 @@ from hashlib import sha256, shake_128
 from pathlib import Path
 from random import Random
 
-from msgspec import Struct
 from PIL import Image
 
 from engines.base import (
@@ -29,7 +28,7 @@ from engines.base import (
 )
 from engines.core.engine import BatchingEngine
 from engines.core.request import ImageInput
-from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer
+from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer, token_mask
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
@@ -128,7 +127,8 @@ class MockProcessor:
         return Prompt(token_ids, tuple(inputs))
 
 
-class MockStep(Struct):
+@dataclass(slots=True)
+class MockStep:
     """A step on a device that is not there: one after another, each takes its time."""
 
     result: StepResult
@@ -240,6 +240,8 @@ class MockRunner:
         token_id = EOS_ID if ends else FIRST_WORD_ID + value
         if marker_byte is not None:
             token_id = marker_byte
+        if sequence.constraint is not None:
+            token_id = _choose_allowed(token_mask(sequence), token_id, value)
         num_logprobs = sampling.num_logprobs
         if num_logprobs is None:
             return TokenChoice(token_id)
@@ -252,9 +254,8 @@ class MockRunner:
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
         """How many tokens come before an answer, and which one stands here if it is of a marker."""
         num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
-        if num_words == 0:
-            return 0, None
-        if sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING:
+        told_not_to = sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING
+        if num_words == 0 or told_not_to:
             return 0, None
         end_at = len(THINK_START) + num_words
         num_thought = end_at + len(THINK_END)
@@ -307,6 +308,23 @@ def answer_stream(sequence: Sequence, num_bytes: int) -> bytes:
     return stream.digest(num_bytes)
 
 
+#: What ends a JSON value; in a string it is a quotation mark.
+_CLOSING = tuple(b'}]",0')
+
+
+def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
+    """The token, if the grammar allows it, else another; in place of the end, what brings it near."""
+    allowed = [t for t in range(VOCAB_SIZE) if mask[t >> 3] >> (t & 7) & 1]
+    if token_id in allowed:
+        return token_id
+    if token_id == EOS_ID:
+        is_text = {ord("q"), ord("x")} <= set(allowed)
+        for closing in (ord('"'),) if is_text else _CLOSING:
+            if closing in allowed:
+                return closing
+    return allowed[value % len(allowed)]
+
+
 def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) -> LoadedEngine:
     """The mock behind the real engine."""
     mock = settings.mock
@@ -320,6 +338,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
         image_tokens=processor.image_tokens,
         reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
         template_options=tuple(processor.template_options),
+        supports_grammars=engine.capabilities().takes_grammars,
     )
     return LoadedEngine(engine, card)
 

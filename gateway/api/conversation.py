@@ -1,6 +1,6 @@
 """Messages on their way to the fleet, whatever an API calls them: texts, and images told apart."""
 
-from msgspec import Struct, field
+from dataclasses import dataclass, field
 
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
@@ -8,7 +8,8 @@ from shared.protocol import ChatMessage, ImagePart, TextPart
 from shared.settings.limits import LimitSettings
 
 
-class Conversation(Struct):
+@dataclass(slots=True)
+class Conversation:
     """The messages as the worker wants them, and the images in the order of their indexes."""
 
     messages: list[ChatMessage] = field(default_factory=list)

@@ -36,6 +36,8 @@ class ModelObject(msgspec.Struct):
     input_modalities: tuple[str, ...]
     output_modalities: tuple[str, ...]
     limits: ModelLimits
+    #: Whether its answers can be held to a schema.
+    supports_grammars: bool
     #: Whether it may think before it answers.
     reasoning: bool
     #: Variables of its chat template that `chat_template_kwargs` may set.
@@ -87,6 +89,7 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
             input_modalities=("text", "image") if card.supports_images else ("text",),
             output_modalities=tuple(_OUTPUTS[task] for task in card.tasks if task in _OUTPUTS),
             limits=_limits(card, limits),
+            supports_grammars=card.supports_grammars,
             reasoning=bool(card.reasoning),
             template_options=card.template_options,
             adapters=tuple(n for n, each in models.adapters.items() if each.parent == card.name),

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import Struct
 from redis.exceptions import RedisError
 
 from gateway.http.admission import Admission, HeldBody
@@ -31,7 +30,8 @@ _CLIENT_GONE = 499
 _QUERY_HINTS = {"order": "Send asc or desc.", "include": "Send embedding, or leave it out."}
 
 
-class Caller(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Caller:
     """One request, its body read."""
 
     context: RequestContext

@@ -6,10 +6,10 @@ All of it is pure: no clock, no I/O. `gateway.api` has the surfaces that are ser
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import Struct, field
 
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.http import sse
@@ -38,7 +38,8 @@ class Request(Protocol):
         ...
 
 
-class Plan(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """What a request asks of the fleet and how its client wants the answer."""
 
     #: One for each choice or input. A task that takes images has a field `images`, filled in later.
@@ -53,7 +54,8 @@ class Plan(Struct, frozen=True):
     priority: Priority = Priority.INTERACTIVE
 
 
-class AnswerHead(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
     """What every piece of one answer repeats."""
 
     id: str
@@ -62,7 +64,8 @@ class AnswerHead(Struct, frozen=True):
     model: str
 
 
-class Totals(Struct):
+@dataclass(slots=True)
+class Totals:
     """What came of a request, once it is complete."""
 
     #: How each choice ended.
@@ -142,7 +145,8 @@ class Surface(Protocol):
         return sse.frame(error.event())
 
 
-class Reply(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Reply:
     """A call that is open, and how its answer goes back."""
 
     surface: Surface

@@ -130,7 +130,7 @@ def _too_large(limit: str) -> ApiError:
 class JsonBody(Generic[T]):
     """Reads bodies of one type.
 
-    `hints`: what to say of a value outside a closed set, by the field's last name.
+    `hints`: what to say of a value outside a closed set, by the field's path or its last name.
     """
 
     def __init__(self, type_: type[T], hints: Mapping[str, str] | None = None) -> None:
@@ -196,6 +196,6 @@ def _join(path: str, name: str) -> str:
 def _explain(reason: str, path: str, hints: Mapping[str, str]) -> str:
     subject = f"Invalid value for {path}" if path else "Invalid body"
     if reason.startswith("Invalid"):  # msgspec would quote the value
-        hint = hints.get(path.rpartition(".")[2], "")
+        hint = hints.get(path) or hints.get(path.rpartition(".")[2], "")
         return f"{subject}. {hint}".rstrip()
     return f"{subject}: {reason[0].lower()}{reason[1:]}."

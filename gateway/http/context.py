@@ -1,12 +1,13 @@
 """What is known of a request before its body is read."""
 
-from msgspec import Struct
+from dataclasses import dataclass
 
 #: Where the middleware puts it in the scope.
 SCOPE_KEY = "vlm.context"
 
 
-class RequestContext(Struct):
+@dataclass(slots=True)
+class RequestContext:
     """Notes on one HTTP request. Units: `received_at` is a reading of `time.perf_counter`."""
 
     id: str  #: ours, 128 random bits; names the request in the queue

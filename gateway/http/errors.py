@@ -147,6 +147,8 @@ FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
     ErrorCode.INVALID_IMAGE: (InvalidRequest, 400, None),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: (InvalidRequest, 400, None),
     ErrorCode.INVALID_REQUEST: (InvalidRequest, 400, None),
+    ErrorCode.INVALID_GRAMMAR: (InvalidRequest, 400, None),
+    ErrorCode.GRAMMAR_TOO_COMPLEX: (InvalidRequest, 400, None),
     ErrorCode.UNSUPPORTED_VERSION: (ServerError, 503, 1),
     ErrorCode.IMAGE_UNAVAILABLE: (ServerError, 503, 1),
     ErrorCode.ADAPTER_UNAVAILABLE: (InvalidRequest, 409, 1),

@@ -40,6 +40,8 @@ from shared.protocol.events import (
 from shared.protocol.tasks import (
     Embed,
     Generate,
+    Grammar,
+    GrammarKind,
     Rerank,
     SamplingParams,
     Task,
@@ -63,6 +65,8 @@ __all__ = [
     "FinishReason",
     "Finished",
     "Generate",
+    "Grammar",
+    "GrammarKind",
     "ImagePart",
     "ImageRef",
     "Message",

@@ -53,6 +53,7 @@ class ModelCard(Report, frozen=True):
     )
     always_thinks: bool = False  #: its prompts begin the thinking, whatever the request says
     template_options: tuple[str, ...] = ()  #: variables of its chat template that a request may set
+    supports_grammars: bool = False  #: whether an answer can be held to a schema
     adapters: tuple[AdapterCard, ...] = ()  #: each is served as `name:adapter`
     parent: str = ""  #: of an adapter's card: the model that it changes, whose queue it shares
     adapter: str = ""  #: of an adapter's card: its digest

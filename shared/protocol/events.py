@@ -40,6 +40,10 @@ class ErrorCode(StrEnum):
     TOO_MANY_ATTEMPTS = "too_many_attempts"
     #: It ran alone each time that its worker was lost.
     REQUEST_KILLS_WORKERS = "request_kills_workers"
+    #: A schema or grammar that no answer can be held to.
+    INVALID_GRAMMAR = "invalid_grammar"
+    #: One that takes too long, or too much memory.
+    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
     ENGINE_FAILURE = "engine_failure"
     WORKER_LOST = "worker_lost"
 

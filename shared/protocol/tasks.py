@@ -39,6 +39,19 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
     min_tokens: int = 0  #: the end of the answer is not drawn before so many
 
 
+#: `json`: any JSON object, or what conforms to the schema that `source` is; `choice`: one of the texts of a JSON array.
+GrammarKind = Literal["json", "regex", "choice", "lark"]
+
+
+class Grammar(Message, frozen=True, omit_defaults=True):
+    """What an answer must be. An engine that cannot see to it refuses the call."""
+
+    kind: GrammarKind
+    source: str
+    param: str  #: where the client put it, in the words of the wire
+    is_lenient: bool = False  #: keywords of a schema that are not supported are ignored
+
+
 #: A variable of a chat template that a client sets.
 TemplateOption = bool | int | float | str | None
 
@@ -51,6 +64,7 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
     images: tuple[ImageRef, ...] = ()
     #: Further variables of the chat template, by name.
     template_options: dict[str, TemplateOption] = msgspec.field(default_factory=dict)
+    grammar: Grammar | None = None
 
     def texts(self) -> Iterator[str]:
         """All text, in order."""

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from msgspec import Struct
-
 from shared.protocol import Envelope
 
 if TYPE_CHECKING:
@@ -66,7 +64,8 @@ class QueueStats:
     age_s: float
 
 
-class Claim(Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
     """One attempt at a call. Units: seconds by the queue's clock at the time of the claim."""
 
     id: str
@@ -86,7 +85,8 @@ class Claim(Struct, frozen=True, eq=False):
         return self.failures > 0
 
 
-class Publication(Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
     """What one publish says about one call; sent again unchanged until the queue has answered.
 
     `number` counts the publications of the claim from 1; `num_tokens` the output tokens before this one.

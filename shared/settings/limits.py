@@ -18,6 +18,8 @@ MAX_NAME_CHARS = 64  #: `messages[].name`
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
+MAX_FORMAT_NAME_CHARS = 64  #: `response_format.json_schema.name`
+MAX_FORMAT_DESCRIPTION_CHARS = 4096
 MAX_STORE_NAME_CHARS = 256
 MAX_ITEM_ID_CHARS = 256
 MAX_FILENAME_CHARS = 256
@@ -41,6 +43,15 @@ class LimitSettings(Group):
     max_stop_chars: ClassVar[int] = 64
     max_logit_bias: ClassVar[int] = 300
     max_top_logprobs: ClassVar[int] = 20
+    max_schema_bytes: ClassVar[int] = 64 * 1024  #: a JSON schema, or choices
+    max_schema_depth: ClassVar[int] = 32  #: levels of its objects and arrays
+    max_schema_values: ClassVar[int] = 10_000  #: all values in it
+    max_schema_properties: ClassVar[int] = 1000  #: of one object
+    max_schema_text: ClassVar[int] = (
+        4096  #: characters of a value, and the least that one may be asked to have
+    )
+    max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
+    max_choice_texts: ClassVar[int] = 1000  #: `structured_outputs.choice`
     max_inputs: ClassVar[int] = 2048  #: `input` of an embedding request
     max_documents: ClassVar[int] = 1000  #: `documents` of a rerank request
     max_input_tokens: ClassVar[int] = 300_000  #: of all inputs of a request together
@@ -67,6 +78,9 @@ class LimitSettings(Group):
     max_images: int = Field(default=8, ge=0, description="Images of a request.")
     max_image_bytes: int = Field(default=16 * MIB, ge=1, description="Bytes of one encoded image.")
     max_image_pixels: int = Field(default=32_000_000, ge=1, description="Pixels of one image.")
+    max_grammar_bytes: int = Field(
+        default=0, ge=0, description="Bytes of a grammar in Lark's language; 0: none is taken."
+    )
     max_output_tokens: int = Field(default=32_768, ge=1, description="`max_tokens` of one answer.")
     max_queue_depth: int = Field(
         default=1024, ge=1, description="Requests that wait in a model's queue."

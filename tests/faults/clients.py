@@ -6,9 +6,10 @@ from functools import cache
 
 import httpx
 
+from engines.base import EngineCall
 from engines.core.request import EngineRequest
 from engines.registry import create_engine
-from shared.protocol import ChatMessage, SamplingParams, TextPart
+from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
 from tests.faults.history import CANCELLED, FAILED, FINISHED, REFUSED, History, Sight
 from tests.faults.processes import MODEL, REQUEST_TIMEOUT_S, WITHIN_S
 
@@ -25,6 +26,23 @@ def answer_to(text: str, num_tokens: int = NUM_TOKENS) -> tuple[str, ...]:
     engine.add(EngineRequest("r", prompt.token_ids, sampling))
     token_ids = [t for _ in range(num_tokens + 2) for out in engine.step() for t in out.token_ids]
     return tuple(engine.tokenizer.token_bytes(token_id).decode() for token_id in token_ids)
+
+
+def held_answer_to(text: str, schema: str) -> str:
+    """The uninterrupted answer of the mock engine to a request with a schema."""
+    instant = {"decode_s": 0, "prefill_s_per_token": 0}
+    engine = create_engine({"kind": "mock", "mock": instant}).engine
+    task = Generate(
+        (ChatMessage("user", (TextPart(text),)),),
+        SamplingParams(max_tokens=100, temperature=0.0),
+        grammar=Grammar("json", schema, "response_format"),
+    )
+    engine.add(engine.prepare(EngineCall("r", task), []))
+    pieces = []
+    while engine.has_work():
+        pieces += [output.text for output in engine.step()]
+    engine.close()
+    return "".join(pieces)
 
 
 def body_of(text: str, num_tokens: int = NUM_TOKENS) -> dict:

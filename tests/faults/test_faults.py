@@ -4,15 +4,17 @@ Faults come at named points of a request or of a stream, never after a time; eac
 """
 
 import asyncio
+import json
 import signal
 from collections import Counter
 
 import httpx
 import pytest
 
-from tests.faults.clients import Clients
+from tests.faults.clients import Clients, body_of, held_answer_to
 from tests.faults.fleet import playing, tokens_seen
 from tests.faults.history import CANCELLED, FAILED, FINISHED
+from tests.faults.processes import WITHIN_S
 from tests.faults.rest import Resources, growth
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -28,6 +30,27 @@ async def test_a_worker_killed_in_decode_is_not_noticed_by_any_client(fleet):
         await fleet.worker()
     assert clients.history.outcomes() == {FINISHED: 4}
     assert await fleet.dead_letters() == []
+
+
+async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(fleet):
+    """P3: the other worker follows the grammar from where the tokens are."""
+    await fleet.retire_workers()
+    victim = await fleet.worker()
+    schema = {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 5}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = fleet.name("!kill-decode")
+    body = body_of(text)
+    body |= {"response_format": form, "ignore_eos": False, "stream": False, "max_tokens": 100}
+    async with httpx.AsyncClient(trust_env=False, timeout=WITHIN_S) as client:
+        asked = asyncio.create_task(client.post(f"{fleet.url}/v1/chat/completions", json=body))
+        assert await victim.ended() == -signal.SIGKILL
+        await fleet.worker()
+        answer = (await asked).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    content = answer["message"]["content"]
+    assert 3 <= len(json.loads(content)) <= 5
+    assert content == held_answer_to(text, json.dumps(schema))
+    await fleet.at_rest()
 
 
 async def test_a_failing_sequence_fails_alone(fleet):

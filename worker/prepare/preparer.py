@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engines.base import (
+    Capabilities,
     Decode,
     Engine,
     EngineCall,
@@ -23,7 +24,7 @@ from engines.base import (
 )
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobStore, BlobsUnavailable
-from shared.protocol import Call, Embed, Generate, ImageRef, Task
+from shared.protocol import Call, Embed, Generate, Grammar, ImageRef, Task
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
 from worker.prepare.pixel_cache import PixelCache
@@ -101,6 +102,9 @@ class Preprocessor:
         if tag not in self._tasks:
             raise InvalidRequest(f"this model's engine does not offer the task {tag}", "model")
         num_chars = check_limits(task, self._limits)
+        grammar = task.grammar if isinstance(task, Generate) else None
+        if grammar is not None:
+            check_grammar(grammar, self._engine.capabilities(), self._limits)
         images = await asyncio.gather(
             *(self._image(index, image, tenant) for index, image in enumerate(task.images))
         )
@@ -109,7 +113,8 @@ class Preprocessor:
         call = EngineCall(
             engine_id, task, tenant, request.priority, output_token_ids, request.adapter
         )
-        if self._prepares_quickly and num_chars <= MAX_INLINE_CHARS:
+        is_short = grammar is None and num_chars <= MAX_INLINE_CHARS
+        if self._prepares_quickly and is_short:
             return self._engine.prepare(call, images)
         return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
 
@@ -174,6 +179,16 @@ def check_size(image: ImageRef, limits: LimitSettings) -> None:
             f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
             f"of at most {limits.max_image_aspect:g}:1."
         )
+
+
+def check_grammar(grammar: Grammar, engine: Capabilities, limits: LimitSettings) -> None:
+    """Raises: InvalidRequest for a grammar that the engine would ignore, or that no gateway should have let through."""
+    if not engine.takes_grammars:
+        raise InvalidRequest("this model's engine cannot hold answers to a grammar", grammar.param)
+    is_lark = grammar.kind == "lark"
+    most = limits.max_grammar_bytes if is_lark else limits.max_schema_bytes
+    if len(grammar.source.encode()) > most:
+        raise InvalidRequest(f"send at most {most} bytes", grammar.param)
 
 
 def check_limits(task: Task, limits: LimitSettings) -> int:

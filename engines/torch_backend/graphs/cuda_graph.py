@@ -78,7 +78,7 @@ class DecodeGraphs:
         Raises: SequenceFailure for scores that are no numbers.
         """
         params = [item.sequence.sampling for item in items]
-        if any(map(needs_host, params)):
+        if any(needs_host(item.sequence) for item in items):
             logits, _, _ = self._compute(items, Drawing.BEST)
             choices = sample(logits[: len(items)], [item.sequence for item in items])
             return ComputedStep(StepResult(list(choices)))

@@ -55,14 +55,10 @@ class TextLimits(Protocol):
     """What the engine has to know of any decoder."""
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that the head scores."""
-        ...
+    def vocab_size(self) -> int: ...  # noqa: D102
 
     @property
-    def max_position_embeddings(self) -> int:
-        """The longest context that the model was made for, in tokens."""
-        ...
+    def max_position_embeddings(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,21 @@
 Used by the runner. The token of a row is a pure function of its logits, its request's sampling parameters and
 earlier tokens, its seed and its output position: whoever shares the step changes nothing.
 
-Order: logit bias, repetition penalty, frequency and presence penalty, no end before `min_tokens`; then what `drawing` does. Log probabilities are those of the model's own distribution,
+Order: logit bias, repetition penalty, frequency and presence penalty, no end before `min_tokens`, the tokens that a
+grammar allows; then what `choose` does. Log probabilities are those of the model's own distribution,
 before any of this, as OpenAI reports them.
 
 Shape letters: B rows, V vocabulary.
 """
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from engines.core.runner import SequenceFailure, TokenChoice
+from engines.core.constraint import Constraint
+from engines.core.runner import SequenceFailure, TokenChoice, token_mask
 from engines.core.sequence import Sequence
 from engines.torch_backend.sampling.choose import DrawParams, draw, is_limited
 from shared.protocol import SamplingParams
@@ -69,7 +73,8 @@ def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> 
     ]
     if early:
         scores = _forbid_end(scores.clone(), sequences, early)
-    return scores
+    held = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
+    return apply_masks(scores, sequences, held) if held else scores
 
 
 def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
@@ -85,6 +90,28 @@ def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> T
     return scores
 
 
+#: By the value of a byte: which of its bits are 0, the lowest first.
+_FORBIDDEN = ~torch.from_numpy(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
+)
+
+
+def apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
+    """Scores where rows keep those of the tokens that their grammars allow. Shapes: (B, V), kept.
+
+    Raises: SequenceFailure.
+    """
+    masks = b"".join([token_mask(sequences[row]) for row in rows])
+    values = torch.frombuffer(bytearray(masks), dtype=torch.uint8).to(scores.device)
+    forbidden = _FORBIDDEN.to(scores.device)[values.long()].view(len(rows), -1)
+    forbidden = forbidden[:, : scores.shape[1]]
+    if len(rows) == len(scores):
+        return scores.masked_fill(forbidden, -torch.inf)
+    scores = scores.clone()
+    scores[rows] = scores[rows].masked_fill(forbidden, -torch.inf)
+    return scores
+
+
 def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
     places = [(row, token_id) for row in rows for token_id in sequences[row].sampling.logit_bias]
     bias = [value for row in rows for value in sequences[row].sampling.logit_bias.values()]
@@ -93,10 +120,26 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     return scores
 
 
-def needs_host(sampling: SamplingParams) -> bool:
+class Sampled(Protocol):
+    """A sequence, or a request that becomes one."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are drawn."""
+        ...
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What they are held to."""
+        ...
+
+
+def needs_host(sequence: Sampled) -> bool:
     """Whether scores go through the host: for what depends on earlier tokens, or tells of probabilities."""
+    sampling = sequence.sampling
     return (
-        has_penalty(sampling)
+        sequence.constraint is not None
+        or has_penalty(sampling)
         or bool(sampling.logit_bias)
         or sampling.num_logprobs is not None
         or sampling.min_tokens > 0

@@ -16,6 +16,7 @@ from gateway.api.chat.schemas import (
 from gateway.api.chat.translate import ChatOptions, check_supported, translate
 from gateway.api.fields import check_stream_options
 from gateway.api.openapi import branch, describe_operation
+from gateway.api.structured import StructuredFields
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
@@ -28,6 +29,7 @@ _BODY = JsonBody(
         "role": "Supported roles are system, developer, user and assistant.",
         "type": "Supported content parts are text and image_url: send a video as images of its frames, "
         "and audio and files as text.",
+        "response_format.type": "Supported formats are text, json_object and json_schema.",
         "detail": "Supported values are auto, low, high and original.",
     },
 )
@@ -108,6 +110,13 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
         f"of at most {limits.max_image_aspect:g}:1."
     )
+    for name in StructuredFields.__annotations__:
+        properties[name]["description"] = (
+            "What the answer must be; a request has one of these. A schema: at most "
+            f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
+            f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
+            f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
+        )
     for name in IGNORED_FIELDS:
         if name in properties:
             properties[name]["description"] = "Accepted; changes nothing."

@@ -24,7 +24,7 @@ from gateway.api.fields import (
     Timings,
     UserName,
 )
-from gateway.api.sampling import SamplingFields
+from gateway.api.structured import StructuredFields
 from shared.protocol import TemplateOption
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
@@ -120,7 +120,7 @@ MetadataValue = Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class IgnoredFields(SamplingFields, frozen=True, kw_only=True):
+class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
     """Fields that clients send and that change nothing here: no answer, no log line, no metric.
 
     No model calls functions here; a choice that does not insist on a call lets it answer in words.
@@ -149,7 +149,6 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     modalities: Neutral = UNSET
     moderation: Neutral = UNSET
     prediction: Neutral = UNSET
-    response_format: Neutral = UNSET
     tool_choice: Neutral = UNSET
     web_search_options: Neutral = UNSET
 
@@ -169,7 +168,6 @@ NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     "best_of": (b"1",),
     "function_call": (b'"none"', b'"auto"'),
     "modalities": (b'["text"]',),
-    "response_format": (b'{"type":"text"}',),
     "tool_choice": (b'"none"', b'"auto"'),
 }
 

@@ -33,6 +33,7 @@ from gateway.api.sampling import (
     split_choices,
     translate_sampling,
 )
+from gateway.api.structured import check_with_grammar, find_grammar
 from gateway.calls.surface import Plan
 from gateway.http.body import unsupported
 from gateway.http.context import RequestContext
@@ -82,7 +83,12 @@ def translate(
     conversation = translate_messages(request.messages, limits)
     check_model(sampling, card)
     options = translate_template_options(request, card)
-    task = Generate(tuple(conversation.messages), sampling, template_options=options)
+    grammar = find_grammar(request, card, limits)
+    if grammar is not None:
+        check_with_grammar(sampling)
+    task = Generate(
+        tuple(conversation.messages), sampling, template_options=options, grammar=grammar
+    )
     stream_options = request.stream_options
     return Plan(
         tasks=split_choices(task, count),

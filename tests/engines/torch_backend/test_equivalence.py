@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from engines.core.constraint import Constraint
 from engines.core.request import EngineRequest
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Sequence
@@ -34,6 +35,7 @@ from engines.torch_backend.ops.step_attention import reference as step_attention
 from engines.torch_backend.sampling.sampler import sample
 from tests.cpu_levels import RUNNABLE, ops_of
 from tests.engines.torch_backend.ways import WAYS, Tokens, Way, run_batched
+from tests.factories_engine import SumMatcher
 from tests.factories_torch import (
     LLAMA3_SCALING,
     ModelPair,
@@ -87,6 +89,7 @@ SAMPLINGS = {
         "logit_bias": {5: 3.0},
         "seed": 7,
     },
+    "held": {"temperature": 1.0, "seed": 7, "is_held": True},
 }
 
 
@@ -159,9 +162,14 @@ def model_pair(
     return quantize_pair(pair, SCHEMES[weights], level=TORCH_KERNELS)
 
 
-def requests(pair: ModelPair, **sampling: object) -> list[EngineRequest]:
+def requests(pair: ModelPair, *, is_held: bool = False, **sampling: object) -> list[EngineRequest]:
+    """`is_held`: to a grammar."""
+    constraint = Constraint(SumMatcher(pair.config.text.vocab_size)) if is_held else None
     return [
-        make_request(pair.config, name, parts, max_tokens=NUM_TOKENS, **sampling)
+        replace(
+            make_request(pair.config, name, parts, max_tokens=NUM_TOKENS, **sampling),
+            constraint=constraint,
+        )
         for name, parts in PROMPTS.items()
     ]
 
@@ -175,6 +183,8 @@ class OurSampler(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         token_ids, prompt = input_ids[0].tolist(), self._request.prompt_token_ids
         sequence = Sequence("theirs", token_ids, len(prompt), self._request.sampling)
+        if self._request.constraint is not None:
+            sequence.constraint = self._request.constraint.begin()
         [choice] = sample(scores, [sequence])
         return torch.full_like(scores, -torch.inf).index_fill_(
             1, torch.tensor([choice.token_id]), 0

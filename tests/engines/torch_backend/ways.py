@@ -103,7 +103,7 @@ def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
     """Steps are launched before the tokens of those before them are known, with few blocks, while others come."""
     engine = start(overlap_steps=True, num_kv_blocks=24)
     tokens = _run_in_turn(engine, wanted)
-    is_possible = not any(needs_host(request.sampling) for request in wanted)
+    is_possible = not any(needs_host(request) for request in wanted)
     assert (engine.pipeline.num_overlapped > 0) == is_possible
     return tokens
 

@@ -109,5 +109,6 @@ async def test_each_field_is_either_used_or_ignored_or_refused():
         "min_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
         "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "user", "service_tier",
         "timings", "ignore_eos", "min_tokens", "reasoning_effort", "include_reasoning",
-        "enable_thinking", "chat_template_kwargs",
+        "enable_thinking", "chat_template_kwargs", "response_format", "structured_outputs",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     }  # fmt: skip

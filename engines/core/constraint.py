@@ -1,0 +1,80 @@
+"""Which tokens may come next, where an answer is held to a grammar: a function of the tokens so far.
+
+Nothing of it is kept elsewhere: whoever continues an answer, after a preemption or on another
+worker, replays its tokens. Asked by samplers; it must not know tensors.
+"""
+
+import time
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+#: Processor time of masks: at the start of an answer, and for each token more.
+_BURST_S = 0.1
+_TOKEN_S = 0.005
+
+TOO_COMPLEX = (
+    "The grammar takes too long to follow at this place of the answer: send a simpler one."
+)
+BROKEN = "The answer cannot be continued as its grammar asks for."
+
+
+class ConstraintFailure(Exception):
+    """No mask can be made. The request ends; the message is fit for the client's eyes."""
+
+
+class Matcher(Protocol):
+    """A grammar and a place in it, as llguidance has it. Nothing of it raises."""
+
+    def deep_copy(self) -> "Matcher":
+        """Another one at the same place."""
+        ...
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+        """Go on; False and an error for tokens that do not follow."""
+        ...
+
+    def compute_bitmask(self) -> bytes:
+        """A bit for each token, lowest first; whole words of 32."""
+        ...
+
+    def is_error(self) -> bool:
+        """Whether a limit was reached, or a token did not follow."""
+        ...
+
+
+class Constraint:
+    """A grammar that one answer is held to."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self._num_consumed = 0
+        self._mask: bytes | None = None  # of the place where the matcher is
+        self._cpu_s = 0.0
+
+    def begin(self) -> "Constraint":
+        """The same for another answer, from its start."""
+        assert self._num_consumed == 0
+        return Constraint(self._matcher.deep_copy())
+
+    def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
+        """A bit for each token that may follow these, the lowest first. Raises: ConstraintFailure."""
+        num_output_tokens = len(token_ids) - num_prompt_tokens
+        if self._mask is None or num_output_tokens != self._num_consumed:
+            new = list(token_ids[num_prompt_tokens + self._num_consumed :])
+            started_s = time.thread_time()
+            self._mask = self._advance(new)
+            self._num_consumed = num_output_tokens
+            self._cpu_s += time.thread_time() - started_s
+            if self._cpu_s > _BURST_S + _TOKEN_S * num_output_tokens:
+                raise ConstraintFailure(TOO_COMPLEX)
+        return self._mask
+
+    def _advance(self, new: list[int]) -> bytes:
+        if new and not self._matcher.consume_tokens(new):
+            raise ConstraintFailure(BROKEN)
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ConstraintFailure(TOO_COMPLEX)
+        if not any(mask):
+            raise ConstraintFailure(BROKEN)
+        return mask

@@ -1,0 +1,319 @@
+"""Grammars of clients, compiled for a model's tokens: what an answer must be, to a `Constraint`.
+
+Called by the engine when it prepares a request, from any thread. A grammar comes from a stranger: it
+is tried in a child process with limits of time and memory before this one compiles it.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from engines.base import BadGrammar, GrammarTooComplex
+from engines.child_process import receive, start_child
+from engines.core.constraint import Constraint
+from engines.core.runner import Tokenizer
+from engines.text import grammar_child
+from engines.text.grammar_child import (
+    LENGTH,
+    READY,
+    Verdict,
+    Vocabulary,
+    create_matcher,
+    create_tokenizer,
+    to_source,
+)
+from engines.text.reasoning import Reasoning
+from shared.protocol import Grammar
+
+MAX_CPU_S = 0.5  #: to compile a grammar and to make its first mask
+MAX_BYTES = 256 * 1024 * 1024
+_MAX_KEPT = 256  #: compiled grammars, and refusals
+_MAX_KEPT_BYTES = 128 * 1024 * 1024
+_MIN_BYTES = 64 * 1024  #: that a compiled grammar counts as
+_START_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
+
+#: A space at most where JSON allows any: small models write nothing else for ever.
+_WHITESPACE = " ?"
+#: Words of JSON schemas that a message may repeat.
+_KEYWORDS = frozenset(
+    [
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "propertyNames",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+        "$dynamicAnchor",
+        "contentSchema",
+    ]
+)
+_COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
+_COMPLEX = "it takes more time or memory than a request may; send a simpler one"
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, reasoning: Reasoning | None = None
+    ) -> None:
+        """`vocab_size` is the number of scores that there are for each token."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._reasoning = reasoning
+        self._kept: OrderedDict[bytes, _Compiled | _Refusal] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._judging = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._tables: Any = None
+        self._judge: _Judge | None = None
+
+    @classmethod
+    def create(
+        cls, tokenizer: Tokenizer, vocab_size: int, reasoning: Reasoning | None
+    ) -> "GrammarCompiler | None":
+        """None where answers cannot be held to grammars: nothing ends them, they have several parts,
+        or llguidance is not installed.
+        """
+        has_parts = reasoning is not None and bool(reasoning.form.head_end)
+        ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
+        if has_parts or not ends or find_spec("llguidance") is None:
+            return None
+        return cls(tokenizer, vocab_size, reasoning)
+
+    def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
+        """What holds an answer to a grammar. Blocks; other threads run meanwhile.
+
+        `is_thinking`: the prompt has begun what comes before the answer.
+        Raises: BadGrammar, GrammarTooComplex.
+        """
+        try:
+            source = self._to_source(grammar, is_thinking=is_thinking)
+            return Constraint(self._find(source))
+        except _Refusal as refusal:
+            kind = GrammarTooComplex if refusal.is_complex else BadGrammar
+            message = f"Invalid value for {grammar.param}: {refusal}."
+            raise kind(message, grammar.param) from None
+
+    def close(self) -> None:
+        """End the child. Idempotent."""
+        with self._judging:
+            if self._judge is not None:
+                self._judge.close()
+                self._judge = None
+
+    def _to_source(self, grammar: Grammar, *, is_thinking: bool) -> str:
+        """All that the model may write. Raises: _Refusal.
+
+        Of an answer whose first space is dropped, that space stands before it always.
+        """
+        body, others = _to_body(grammar)
+        space = '" "' if self._tokenizer.drops_leading_space else '""'
+        if self._reasoning is None:
+            return to_source(f"start: {space} answer\n{body}", **others)
+        form = self._reasoning.form
+        rules = [
+            f"thought[suffix={json.dumps(form.end)}]: /(?s:.*)/",
+            r"GAP: /[ \n\r\t]{1,8}/",
+            f"thinking: {json.dumps(form.start)} thought GAP?",
+        ]
+        start = f"{space} answer | {space} thinking answer"
+        if is_thinking:
+            start, rules = "thought GAP? answer", rules[:2]
+        return to_source("\n".join([f"start: {start}", *rules, body]), **others)
+
+    def _find(self, source: str) -> Any:
+        """A matcher at the start of a grammar, for copies. Raises: _Refusal."""
+        key = hashlib.sha256(source.encode()).digest()
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+        if found is None:
+            try:
+                found = self._compile(source)
+            except _Refusal as refusal:
+                found = refusal
+            self._keep(key, found)
+        if isinstance(found, _Refusal):
+            raise found
+        return found.matcher
+
+    def _compile(self, source: str) -> "_Compiled":
+        """Raises: _Refusal."""
+        with self._judging:
+            if self._tables is None:
+                self._load()
+            verdict = self._ask(source)
+        if not verdict.is_lost and not verdict.error:
+            matcher = create_matcher(self._tables, source)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # so that no step has to wait for the first one
+            verdict = msgspec.structs.replace(verdict, error=matcher.get_error())
+            if not verdict.error:
+                return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
+        error = verdict.error.lower()
+        if verdict.is_lost or any(word in error for word in _COMPLEX_WORDS):
+            raise _Refusal(_COMPLEX, is_complex=True)
+        raise _Refusal(_explain(verdict.error))
+
+    def _load(self) -> None:
+        """Tables of the vocabulary: some megabytes, and some time, for the first that asks."""
+        tokenizer = self._tokenizer
+        spelled = {} if self._reasoning is None else self._reasoning.spelled
+        self._vocabulary = Vocabulary(
+            tuple(
+                tokenizer.token_bytes(token_id) or spelled.get(token_id, "").encode()
+                if token_id < tokenizer.vocab_size
+                else b""
+                for token_id in range(self._vocab_size)
+            ),
+            tuple(sorted(i for i in tokenizer.eos_token_ids if i < self._vocab_size)),
+        )
+        self._judge = _Judge(self._vocabulary)  # it reads them meanwhile
+        self._tables = create_tokenizer(self._vocabulary)
+
+    def _ask(self, source: str) -> Verdict:
+        """The child's verdict; one that died is replaced."""
+        assert self._vocabulary is not None
+        try:
+            if self._judge is None:
+                self._judge = _Judge(self._vocabulary)
+            return self._judge.ask(source)
+        except (EOFError, OSError) as error:
+            logger.warning("the process that tries grammars was lost: %s", type(error).__name__)
+            if self._judge is not None:
+                self._judge.close()
+                self._judge = None
+            return Verdict(is_lost=True)
+
+    def _keep(self, key: bytes, found: "_Compiled | _Refusal") -> None:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = found
+                self._num_bytes += found.num_bytes
+            while len(self._kept) > _MAX_KEPT or self._num_bytes > _MAX_KEPT_BYTES:
+                self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher at the start of a grammar."""
+
+    matcher: Any
+    num_bytes: int
+
+
+class _Refusal(Exception):
+    """What is wrong with a grammar, without anything of the client's."""
+
+    num_bytes = 1024
+
+    def __init__(self, problem: str, *, is_complex: bool = False) -> None:
+        super().__init__(problem)
+        self.is_complex = is_complex
+
+
+class _Judge:
+    """The child's socket."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._process, self._socket = start_child(
+            grammar_child.__name__, MAX_BYTES, int(1000 * MAX_CPU_S)
+        )
+        self._is_ready = False
+        self._send(msgspec.msgpack.encode(vocabulary))
+
+    def ask(self, source: str) -> Verdict:
+        """Raises: EOFError, OSError (timeouts too) if the child is of no more use."""
+        if not self._is_ready:
+            receive(self._socket, len(READY), time.monotonic() + _START_TIMEOUT_S)
+            self._is_ready = True
+        until = time.monotonic() + _ANSWER_TIMEOUT_S
+        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+        self._send(source.encode())
+        (length,) = LENGTH.unpack(receive(self._socket, LENGTH.size, until))
+        return msgspec.msgpack.decode(receive(self._socket, length, until), type=Verdict)
+
+    def _send(self, data: bytes) -> None:
+        self._socket.sendall(LENGTH.pack(len(data)))
+        self._socket.sendall(data)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+def _to_body(grammar: Grammar) -> tuple[str, dict[str, str]]:
+    """The rule `answer`, and grammars that it names. Raises: _Refusal."""
+    if grammar.kind == "json":
+        return f"answer: %json {_to_schema(grammar)}", {}
+    if grammar.kind == "regex":
+        from llguidance import regex_to_lark  # noqa: PLC0415 - an extra
+
+        return f"answer: /{regex_to_lark(grammar.source, use_ascii='d')}/", {}
+    if grammar.kind == "choice":
+        texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.source)]
+        return "answer: " + " | ".join(texts), {}
+    return "answer: @client", {"client": grammar.source}
+
+
+def _to_schema(grammar: Grammar) -> str:
+    """The schema with options of ours in place of the client's. Raises: _Refusal."""
+    try:
+        schema = json.loads(grammar.source)
+    except (ValueError, RecursionError):
+        raise _Refusal("it is not JSON") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _Refusal("no value conforms to it; send a schema that is an object")
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": grammar.is_lenient}
+    return json.dumps(schema | {"x-guidance": options})
+
+
+#: What llguidance says, and what we say of it, which holds nothing of the client's.
+_PROBLEMS = (
+    ("Unknown format", "a format is not supported"),
+    ("oneOf", "oneOf whose schemas may overlap is not supported; use anyOf"),
+    ("Resource ", "a $ref leads out of the schema; only those within it (#/...) are followed"),
+    ("Pointer ", "a $ref leads to nothing in the schema"),
+    ("Unsatisfiable", "no value conforms to it"),
+    ("Invalid type", "a type is unknown"),
+)
+
+
+def _explain(error: str) -> str:
+    if "Unimplemented keys" in error:
+        words = re.findall(r'"([^"]*)"', error.partition("Unimplemented keys")[2])
+        named = ", ".join(word for word in words if word in _KEYWORDS) or "some"
+        return f"these keywords are not supported: {named}"
+    if "regex parse error" in error:
+        reason = error.rpartition("error: ")[2].strip().partition("\n")[0]
+        return f"a regular expression cannot be read: {reason}"[:200]
+    return next((ours for theirs, ours in _PROBLEMS if theirs in error), "it cannot be read")

@@ -1,0 +1,154 @@
+"""A child process that tries grammars of strangers before the engine has to do with them.
+
+It has no keys, no address and no rights; for each grammar it makes a copy of itself, which is given little
+time and memory, compiles it and makes the first mask, and may die of it.
+On a socket: the vocabulary, then grammars; to each an answer. All are a length and msgpack.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from engines.child_process import confine, receive, restrict
+
+LENGTH = struct.Struct(">I")
+READY = b"!"  #: once the vocabulary is read
+_HEAD = '%llguidance {"no_forcing": true}'
+_MAX_ANSWER_BYTES = 64 * 1024
+_ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, where the system does not tell
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What a grammar is matched against."""
+
+    tokens: tuple[bytes, ...]  #: what each adds to the text; empty: it is no text
+    eos_token_ids: tuple[int, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What came of a grammar."""
+
+    error: str = ""
+    num_bytes: int = 0  #: memory that it took
+    is_lost: bool = False  #: it took too much time or memory
+
+
+class _Tokens:
+    """A vocabulary in the words of llguidance."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = list(vocabulary.tokens)
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.special_token_ids = list(vocabulary.eos_token_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """How a text is cut, which nobody asks for: no grammar forces tokens."""
+        return []
+
+
+def to_source(lark: str, **others: str) -> str:
+    """A grammar in Lark's language, and `others` that it names as `@name`, in llguidance's form.
+
+    Nothing is forced: a text that must come would be cut into tokens at every mask, however long it is.
+    """
+    grammars = [{"lark_grammar": f"{_HEAD}\n{lark}"}]
+    grammars += [{"name": name, "lark_grammar": text} for name, text in others.items()]
+    return json.dumps({"grammars": grammars})
+
+
+def create_tokenizer(vocabulary: Vocabulary) -> Any:
+    """Llguidance's tables."""
+    from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - an extra
+
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(vocabulary)),
+        n_vocab=len(vocabulary.tokens),
+        eos_token=list(vocabulary.eos_token_ids),
+    )
+
+
+def create_matcher(tokenizer: Any, source: str) -> Any:
+    """A compiled grammar, perhaps in error. Drops the GIL meanwhile."""
+    from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 - an extra
+
+    limits = LLParserLimits(
+        max_lexer_states=20_000,
+        step_max_items=20_000,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    return LLMatcher(tokenizer, source, log_level=0, limits=limits)
+
+
+def judge(tokenizer: Any, source: str) -> Verdict:
+    """Compile a grammar and make its first mask."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    matcher = create_matcher(tokenizer, source)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return Verdict(matcher.get_error()[:1000], 1024 * max(0, used))
+
+
+def judge_apart(tokenizer: Any, source: str, max_cpu_s: float) -> Verdict:
+    """The same in a copy of this process."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(BaseException):
+            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # its signal ends the process
+            os.write(theirs, msgspec.msgpack.encode(judge(tokenizer, source)))
+            code = 0
+        os._exit(code)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as answer:
+        data = answer.read(_MAX_ANSWER_BYTES)
+    _, status = os.waitpid(pid, 0)
+    if status != 0 or not data:
+        return Verdict(is_lost=True)
+    return msgspec.msgpack.decode(data, type=Verdict)
+
+
+def main() -> None:
+    """Serve on the socket whose number is the first argument; then come bytes and milliseconds."""
+    number, max_bytes, max_cpu_ms = (int(argument) for argument in sys.argv[1:4])
+    with socket.socket(fileno=number) as sock, suppress(EOFError, OSError):
+        vocabulary = msgspec.msgpack.decode(_read(sock), type=Vocabulary)
+        tokenizer = create_tokenizer(vocabulary)
+        judge(tokenizer, to_source('start: %json {"type": "object"}'))  # loads what is left to load
+        restrict(_present_bytes() + max_bytes)
+        confine()
+        sock.sendall(READY)
+        while True:
+            verdict = judge_apart(tokenizer, _read(sock).decode(), max_cpu_ms / 1000)
+            data = msgspec.msgpack.encode(verdict)
+            sock.sendall(LENGTH.pack(len(data)) + data)
+
+
+def _present_bytes() -> int:
+    """The address space of this process."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return _ADDRESS_BYTES
+
+
+def _read(sock: socket.socket) -> bytes:
+    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+    return bytes(receive(sock, length))
+
+
+if __name__ == "__main__":
+    main()

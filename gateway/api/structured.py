@@ -1,0 +1,315 @@
+"""What an answer must be, as all APIs that write text ask for it: JSON, a schema, choices, a pattern.
+
+Pure. Schemas are held against `LimitSettings` here and not compiled: that is the worker's, which refuses what
+it cannot hold an answer to. Source: OpenAI API reference, "Structured Outputs"; vLLM, "Structured Outputs";
+JSON Schema, draft 2020-12.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from gateway.api.fields import RequestStruct, invalid
+from gateway.api.sampling import SamplingFields
+from gateway.http.errors import InvalidRequest
+from shared.protocol import Grammar, ModelCard, SamplingParams
+from shared.settings.limits import (
+    MAX_FORMAT_DESCRIPTION_CHARS,
+    MAX_FORMAT_NAME_CHARS,
+    LimitSettings,
+)
+
+_ANY_OBJECT = '{"type":"object"}'
+#: Keywords that would be ignored, and answers be accepted that the schema forbids.
+_UNSUPPORTED = frozenset(
+    [
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "propertyNames",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+        "contentSchema",
+    ]
+)
+#: Keywords whose values are schemas: one, a list of them, or an object of them by name.
+_SCHEMAS = frozenset(
+    ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
+)
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+#: Names of vLLM's fields, behind `structured_outputs.` and `guided_`.
+_KINDS = ("json", "regex", "choice", "grammar")
+_LEASTS = ("minLength", "minItems", "minProperties")
+_REPEATED = re.compile(r"\{(\d{1,9})")
+
+
+class TextFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(
+    RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_object"
+):
+    """Any JSON object."""
+
+
+class JsonSchema(RequestStruct, frozen=True, kw_only=True):
+    """A schema that an answer conforms to."""
+
+    schema: Raw
+    name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)] | None = None
+    description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
+    strict: bool | None = None  #: false: keywords that are not supported are ignored
+
+
+class JsonSchemaFormat(
+    RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
+):
+    """JSON that conforms to a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(RequestStruct, frozen=True, kw_only=True):
+    """vLLM's: one of these."""
+
+    json: Raw | UnsetType = UNSET
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class StructuredFields(SamplingFields, frozen=True, kw_only=True):
+    """Fields that say what an answer must be; a request has one of them."""
+
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Raw | UnsetType = UNSET
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def find_grammar(
+    fields: StructuredFields, card: ModelCard, limits: LimitSettings
+) -> Grammar | None:
+    """What the answer must be; None: any text. Raises: InvalidRequest."""
+    if _asks_for_nothing(fields) or not (found := list(_grammars(fields, limits))):
+        return None
+    if len(found) > 1:
+        raise invalid(found[1].param, f"it cannot stand beside {found[0].param}; send one of them")
+    check_grammar(found[0], card)
+    return found[0]
+
+
+def check_grammar(grammar: Grammar, card: ModelCard) -> None:
+    """Raises: InvalidRequest for a model whose engine would not see to it."""
+    if not card.supports_grammars:
+        raise invalid(
+            grammar.param,
+            "this model's engine cannot hold its answers to it; leave it out",
+            code="unsupported_parameter",
+        )
+
+
+def check_with_grammar(sampling: SamplingParams) -> None:
+    """Raises: InvalidRequest for what forbids the end that a grammar asks for."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, name):
+            raise invalid(name, "an answer that must be of a form ends with it; leave it out")
+
+
+def _asks_for_nothing(fields: StructuredFields) -> bool:
+    return (
+        fields.response_format is None
+        and fields.structured_outputs is None
+        and fields.guided_json is UNSET
+        and fields.guided_regex is None
+        and fields.guided_choice is None
+        and fields.guided_grammar is None
+    )
+
+
+def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:
+    form = fields.response_format
+    if isinstance(form, JsonObjectFormat):
+        yield Grammar("json", _ANY_OBJECT, "response_format")
+    elif isinstance(form, JsonSchemaFormat):
+        asked = form.json_schema
+        param = "response_format.json_schema.schema"
+        yield schema_grammar(bytes(asked.schema), param, limits, strict=asked.strict)
+    asked = fields.structured_outputs or StructuredOutputs()
+    if asked.json_object:
+        yield Grammar("json", _ANY_OBJECT, "structured_outputs.json_object")
+    for prefix, source in (("structured_outputs.", asked), ("guided_", fields)):
+        of = {name: getattr(source, _attribute(prefix, name)) for name in _KINDS}
+        if of["json"] is not UNSET and bytes(of["json"]) != b"null":
+            yield schema_grammar(_unquoted(bytes(of["json"])), prefix + "json", limits)
+        if of["regex"] is not None:
+            yield _regex_grammar(of["regex"], prefix + "regex", limits)
+        if of["choice"] is not None:
+            yield _choice_grammar(of["choice"], prefix + "choice", limits)
+        if of["grammar"] is not None:
+            yield _lark_grammar(of["grammar"], prefix + "grammar", limits)
+
+
+def _attribute(prefix: str, name: str) -> str:
+    return prefix + name if prefix.endswith("_") else name
+
+
+def _unquoted(data: bytes) -> bytes:
+    """A schema that came as a string with JSON in it, as vLLM takes it too."""
+    return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
+
+
+def _regex_grammar(pattern: str, param: str, limits: LimitSettings) -> Grammar:
+    _check_pattern(pattern, param, limits)
+    return Grammar("regex", pattern, param)
+
+
+def _choice_grammar(texts: list[str], param: str, limits: LimitSettings) -> Grammar:
+    if not 1 <= len(texts) <= limits.max_choice_texts:
+        raise invalid(param, f"send 1 to {limits.max_choice_texts} texts")
+    source = msgspec.json.encode(texts)
+    if len(source) > limits.max_schema_bytes:
+        raise invalid(param, f"send at most {limits.max_schema_bytes} bytes")
+    return Grammar("choice", source.decode(), param)
+
+
+def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
+    if not limits.max_grammar_bytes:
+        problem = "this server takes no grammars; send a schema, a regex or choices"
+        raise invalid(param, problem, code="unsupported_parameter")
+    if len(source.encode()) > limits.max_grammar_bytes:
+        raise invalid(param, f"send at most {limits.max_grammar_bytes} bytes")
+    return Grammar("lark", source, param)
+
+
+def schema_grammar(
+    schema: bytes, param: str, limits: LimitSettings, *, strict: bool | None = None
+) -> Grammar:
+    """JSON that conforms to a schema. Raises: InvalidRequest that names the place in it."""
+    if len(schema) > limits.max_schema_bytes:
+        raise invalid(param, f"send at most {limits.max_schema_bytes} bytes")
+    try:
+        content = msgspec.json.decode(schema)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise _invalid_schema(param, "send JSON") from None
+    if not isinstance(content, dict):
+        raise _invalid_schema(param, "send an object")
+    is_lenient = strict is False
+    _SchemaCheck(param, limits, is_lenient=is_lenient).check(content)
+    return Grammar("json", schema.decode(), param, is_lenient)
+
+
+class _SchemaCheck:
+    """Bounds of one schema, and keywords that nothing would see to. Raises: InvalidRequest."""
+
+    def __init__(self, param: str, limits: LimitSettings, *, is_lenient: bool) -> None:
+        self._param = param
+        self._limits = limits
+        self._is_lenient = is_lenient
+        self._num_values = 0
+
+    def check(self, schema: dict[str, Any]) -> None:
+        """Look at the whole of it."""
+        self._look(schema, self._param, 1)
+        waiting: list[tuple[Any, str]] = [(schema, self._param)]
+        while waiting:
+            found, param = waiting.pop()
+            if isinstance(found, dict):
+                waiting += self._check_keywords(found, param)
+
+    def _look(self, value: Any, param: str, depth: int) -> None:
+        """Bound values and levels, whatever they mean."""
+        limits = self._limits
+        self._num_values += 1
+        if depth > limits.max_schema_depth:
+            raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels")
+        if self._num_values > limits.max_schema_values:
+            raise _invalid_schema(
+                self._param, f"send at most {limits.max_schema_values} values in it"
+            )
+        if isinstance(value, dict):
+            if len(value) > limits.max_schema_properties:
+                most = limits.max_schema_properties
+                raise _invalid_schema(param, f"send at most {most} properties of an object")
+            for key, each in value.items():
+                self._look(each, _join(param, key), depth + 1)
+        elif isinstance(value, list):
+            for index, each in enumerate(value):
+                self._look(each, f"{param}/{index}", depth + 1)
+
+    def _check_keywords(self, schema: dict[str, Any], param: str) -> Iterator[tuple[Any, str]]:
+        """Look at one schema; yields those within."""
+        limits = self._limits
+        for key, value in schema.items():
+            place = _join(param, key)
+            if key in _UNSUPPORTED and not self._is_lenient:
+                raise _invalid_schema(place, "this keyword is not supported; leave it out")
+            if key == "pattern" and isinstance(value, str):
+                _check_pattern(value, place, limits)
+            elif key == "$ref" and not (isinstance(value, str) and value.startswith("#")):
+                raise _invalid_schema(place, "send a reference into the schema itself (#/...)")
+            elif key in _LEASTS and isinstance(value, int | float):
+                if value > limits.max_schema_text:
+                    raise _invalid_schema(place, f"send at most {limits.max_schema_text}")
+            elif key in ("const", "enum"):
+                self._check_texts(value, place)
+            else:
+                yield from self._schemas_of(key, value, place)
+
+    def _schemas_of(self, key: str, value: Any, place: str) -> Iterator[tuple[Any, str]]:
+        """The schemas that are a keyword's value."""
+        if key in _SCHEMAS:
+            if isinstance(value, list):
+                yield from ((part, f"{place}/{i}") for i, part in enumerate(value))
+            else:
+                yield value, place
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            for name, part in value.items():
+                if key == "patternProperties":
+                    _check_pattern(name, place, self._limits)
+                yield part, _join(place, name)
+
+    def _check_texts(self, value: Any, param: str) -> None:
+        most = self._limits.max_schema_text
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and len(text) > most:
+                raise _invalid_schema(param, f"send values of at most {most} characters")
+
+
+def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
+    """Raises: InvalidRequest for a pattern that is long, or asks for a long text by its repetitions."""
+    if len(pattern) > limits.max_pattern_chars:
+        raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
+    repeated = math.prod(max(1, int(count)) for count in _REPEATED.findall(pattern))
+    if repeated > limits.max_schema_text:
+        most = limits.max_schema_text
+        raise _invalid_schema(param, f"send repetitions whose product is at most {most}")
+
+
+def _invalid_schema(param: str, problem: str) -> InvalidRequest:
+    return invalid(param, problem, code="invalid_grammar")
+
+
+_SANE_NAME = re.compile(r"[\w$.-]{1,64}", re.ASCII)
+
+
+def _join(param: str, name: str) -> str:
+    return f"{param}/{name if _SANE_NAME.fullmatch(name) else '?'}"  # no text is echoed

@@ -1,0 +1,114 @@
+"""Answers of the built-in model held to schemas, through OpenAI's own client."""
+
+import base64
+import json
+from enum import Enum
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.integration.fleet_process import SAMPLE
+
+
+class Color(Enum):
+    RED = "red"
+    GREEN = "green"
+    BLUE = "blue"
+
+
+class Shape(BaseModel):
+    color: Color
+    place: str = Field(max_length=12)
+
+
+class Scene(BaseModel):
+    shapes: list[Shape] = Field(min_length=1, max_length=2)
+    count: int = Field(ge=0, le=9)
+
+
+SCHEMAS = [
+    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": [1, None, "x"]}},
+     "required": ["a", "b"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 5},
+     "minItems": 2, "maxItems": 4},
+    {"type": "object", "properties": {"day": {"type": "string", "format": "date"},
+     "id": {"type": "string", "pattern": "^[a-f0-9]{4}$"}}, "required": ["day", "id"],
+     "additionalProperties": False},
+    {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"x": {"const": 1}},
+     "required": ["x"], "additionalProperties": False}]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(shapes_fleet):
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(
+        base_url=f"{shapes_fleet.url}/v1", api_key="unused", max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+def messages(text: str):
+    url = "data:image/png;base64," + base64.b64encode(SAMPLE.read_bytes()).decode()
+    image = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
+
+
+def test_parse_gives_what_pydantic_asked_for(client):
+    answer = client.chat.completions.parse(
+        model="shapes", messages=messages("Describe the image."), response_format=Scene, n=2,
+        temperature=1, seed=5, logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Scene)
+        said = "".join(entry.token for entry in choice.logprobs.content)
+        assert said.removeprefix(" ").startswith(choice.message.content)
+
+
+def test_a_streamed_answer_is_the_same(client):
+    asked = {
+        "model": "shapes", "messages": messages("Describe the image."), "temperature": 1, "seed": 5,
+        "response_format": Scene,
+    }  # fmt: skip
+    whole = client.chat.completions.parse(**asked).choices[0].message.content
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.content == whole
+    assert isinstance(streamed.parsed, Scene)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_answers_conform(client, schema):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="shapes", messages=messages("What is it?"), response_format=form, n=3,
+        temperature=1.5, seed=1, max_tokens=100,
+    )  # fmt: skip
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), schema)
+
+
+def test_choices_and_patterns(client):
+    def ask(text, **form):
+        answer = client.chat.completions.create(
+            model="shapes", messages=messages(text), temperature=0,
+            extra_body={"structured_outputs": form},
+        )  # fmt: skip
+        return answer.choices[0].message.content
+
+    assert ask("What color is the star?", choice=["blue", "green", "red"]) == "red"
+    assert ask("How many shapes are there?", regex="[0-9]") == "3"
+
+
+def test_a_form_that_cannot_be_kept_names_the_field(client):
+    schema = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="shapes", messages=messages("?"), response_format=form, stream=True
+        )
+    assert caught.value.code == "invalid_grammar"
+    assert caught.value.param == "response_format.json_schema.schema"

@@ -1,0 +1,63 @@
+import time
+
+import pytest
+
+from engines.core.constraint import Constraint, ConstraintFailure
+from engines.core.runner import SequenceFailure, token_mask
+from tests.factories_engine import SumMatcher, make_engine, make_request, make_sequence, run_all
+
+PROMPT = [5, 6]
+
+
+def bits(mask: bytes) -> set[int]:
+    return {t for t in range(8 * len(mask)) if mask[t >> 3] >> (t & 7) & 1}
+
+
+def test_a_mask_is_a_function_of_the_tokens_however_they_came():
+    step_by_step, at_once = Constraint(SumMatcher(12)), Constraint(SumMatcher(12))
+    answer: list[int] = []
+    for _ in range(5):
+        mask = step_by_step.mask([*PROMPT, *answer], len(PROMPT))
+        assert mask == step_by_step.mask([*PROMPT, *answer], len(PROMPT))  # a step computed again
+        answer.append(max(bits(mask)))
+    assert at_once.mask([*PROMPT, *answer], len(PROMPT)) == step_by_step.mask(
+        [*PROMPT, *answer], len(PROMPT)
+    )
+    assert bits(Constraint(SumMatcher(12)).begin().mask(PROMPT, len(PROMPT))) == {0, 3, 6, 9}
+
+
+def test_tokens_that_do_not_follow_end_the_one_request():
+    sequence = make_sequence(token_ids=[*PROMPT, 1])
+    sequence.num_prompt_tokens = len(PROMPT)
+    sequence.constraint = Constraint(SumMatcher(12))
+    with pytest.raises(SequenceFailure, match="grammar"):
+        token_mask(sequence)
+
+
+def test_a_grammar_that_takes_its_time_at_every_token_ends_its_request(monkeypatch):
+    constraint, clock = Constraint(SumMatcher(12)), iter(range(1000))
+    monkeypatch.setattr(time, "thread_time", lambda: 0.03 * next(clock))
+    answer: list[int] = []
+
+    def go_on() -> None:
+        while len(answer) < 20:
+            answer.append(max(bits(constraint.mask(answer, 0))))
+
+    with pytest.raises(ConstraintFailure, match="simpler"):
+        go_on()
+    assert len(answer) > 2
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+def test_the_mock_keeps_to_a_grammar_beside_answers_without_one(overlap_steps):
+    engine = make_engine(overlap_steps=overlap_steps, num_kv_blocks=14)
+    free = make_request("free", "the same beginning")
+    held = make_request("held", "the same beginning", max_tokens=12, ignore_eos=True)
+    object.__setattr__(held, "constraint", Constraint(SumMatcher(engine.runner.vocab_size)))
+    answers = run_all(engine, free, held)
+    total = 0
+    for token_id in answers["held"].token_ids:
+        assert token_id % 3 == total % 3
+        total += token_id + 1
+    alone = run_all(make_engine(), free)
+    assert answers["free"].token_ids == alone["free"].token_ids

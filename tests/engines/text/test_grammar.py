@@ -1,0 +1,269 @@
+"""What is made of a client's grammar, and what of one that nobody should have to do with."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engines.base import BadGrammar, EngineCall, GrammarTooComplex
+from engines.core.constraint import Constraint, ConstraintFailure
+from engines.mock.engine import EOS_ID, VOCAB_SIZE, MockTokenizer
+from engines.registry import create_engine
+from engines.text import grammar as module
+from engines.text.grammar import GrammarCompiler
+from engines.text.reasoning import REASONING_FORMATS, Reasoning
+from shared.protocol import ChatMessage, FinishReason, Generate, Grammar, SamplingParams, TextPart
+
+TOKENIZER = MockTokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler.create(TOKENIZER, VOCAB_SIZE, None)
+    assert made is not None
+    yield made
+    made.close()
+
+
+def make_grammar(kind: Any, source: Any, **fields: Any) -> Grammar:
+    text = source if isinstance(source, str) else json.dumps(source)
+    return Grammar(kind, text, "the.field", **fields)
+
+
+def follows(constraint: Constraint, text: str) -> bool:
+    """Whether the answer may be this text, and end there."""
+    constraint, token_ids = constraint.begin(), list(text.encode())
+    for count, token_id in enumerate([*token_ids, EOS_ID]):
+        mask = constraint.mask(token_ids[:count], 0)
+        if not mask[token_id >> 3] >> (token_id & 7) & 1:
+            return False
+    return True
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer"}},
+    "required": ["color"],
+    "additionalProperties": False,
+}
+CASES = [
+    ("json", {"type": "object"}, ['{"a": [1, {}]}', "{}"], ["[]", "1", "", " {}", "{} ", "{  }"]),
+    ("json", OBJECT, ['{"color":"red"}', '{ "color": "red", "count": 5 }'],
+     ['{"color":"green"}', '{"count":5}', '{"color":"red","more":1}', '{"color":"red"']),
+    ("json", "true", ["[1]", '"x"'], ["x"]),
+    ("json", OBJECT | {"x-guidance": {"lenient": True, "whitespace_pattern": ".*"}},
+     ['{"color":"red"}'], ['{\n"color":"red"}']),
+    ("regex", r"\d{3}-[a-c]+", ["123-abc"], ["12-a", "123-d", "x123-a"]),
+    ("regex", r"^(a|b)/c\n$", ["a/c\n"], ["a/c"]),
+    ("choice", ["red", "blue green", 'q"\\\n\u00e9', "<|end|>"],
+     ["red", "blue green", 'q"\\\n\u00e9', "<|end|>"], ["blue", "red ", "Red"]),
+    ("lark", 'start: "a" rest\nrest: /b+/', ["abb"], ["a", "ba"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "source", "right", "wrong"), CASES)
+def test_a_grammar_takes_what_it_means_and_nothing_else(compiler, kind, source, right, wrong):
+    constraint = compiler.compile(make_grammar(kind, source))
+    # the first space of this tokenizer's texts is dropped, and so stands before each
+    assert [text for text in right if not follows(constraint, " " + text)] == []
+    assert [text for text in wrong if follows(constraint, " " + text)] == []
+    assert not any(follows(constraint, text) for text in right)
+
+
+REFUSED = [
+    ("json", {"not": {}}, "keywords are not supported: not"),
+    ("json", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ("json", {"$ref": "http://127.0.0.1:1/x"}, "leads out of the schema"),
+    ("json", {"$ref": "file:///etc/passwd"}, "leads out of the schema"),
+    ("json", {"$ref": "#/nothing"}, "nothing in the schema"),
+    ("json", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "use anyOf"),
+    ("json", {"type": "canary"}, "a type is unknown"),
+    ("json", {"type": "string", "format": "canary"}, "format is not supported"),
+    ("json", {"type": "string", "minLength": 5, "maxLength": 1}, "no value conforms"),
+    ("json", "false", "no value conforms"),
+    ("json", "[", "not JSON"),
+    ("json", {"type": "string", "pattern": "(?=canary)"}, "look-around"),
+    ("regex", "(canary", "cannot be read"),
+    ("regex", r"(a)\1", "backreferences are not supported"),
+    ("lark", "start: canary", "cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "source", "reason"), REFUSED)
+def test_what_cannot_be_kept_is_refused_in_words_of_ours(compiler, kind, source, reason):
+    for _ in range(2):
+        with pytest.raises(BadGrammar, match=reason) as caught:
+            compiler.compile(make_grammar(kind, source))
+        assert caught.value.param == "the.field"
+        assert "the.field" in str(caught.value)
+        assert "canary" not in str(caught.value)
+
+
+def test_a_lenient_schema_ignores_what_is_not_supported(compiler):
+    grammar = make_grammar("json", {"type": "integer", "not": {"const": 1}}, is_lenient=True)
+    assert follows(compiler.compile(grammar), " 1")
+
+
+def nested(depth: int, wrap: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        items = {"type": "array", "items": schema}
+        schema = {wrap: [schema, items]} if wrap != "items" else items
+    return schema
+
+
+LAUGHS = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 9} for i in range(20)}
+HOSTILE: list[tuple[str, Any]] = [
+    ("json", nested(13, "anyOf")),
+    ("json", nested(12, "oneOf")),
+    ("json", nested(10, "allOf")),
+    ("json", nested(30, "items")),
+    ("json", nested(500, "items")),
+    ("json", {"$ref": "#"}),
+    ("json", {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    ("json", {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}),
+    ("json", {"$defs": LAUGHS | {"a20": {"type": "string"}}, "$ref": "#/$defs/a0"}),
+    ("json", {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}),
+    ("json", {"$ref": "ftp://example.invalid/a"}),
+    ("json", {"$id": "http://example.invalid/", "$ref": "other.json"}),
+    ("json", {"enum": [f"value {i}" for i in range(9000)]}),
+    ("json", {"enum": list(range(20_000))}),
+    ("json", {"enum": ["x" * 4096 + str(i) for i in range(15)]}),
+    ("json", {"const": "x" * 60_000}),
+    ("json", {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}),
+    ("json", {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(900)},
+              "required": [f"p{i}" for i in range(900)], "additionalProperties": False}),
+    ("json", {"type": "object", "patternProperties": {f"^a{{{i}}}b*$": {} for i in range(1, 60)}}),
+    ("json", {"type": "object", "minProperties": 4000}),
+    ("json", {"type": "array", "minItems": 4096, "items": {"type": "array", "minItems": 4096}}),
+    ("json", {"type": "array", "prefixItems": [{"type": "integer"}] * 5000}),
+    ("json", {"type": "string", "minLength": 10**6}),
+    ("json", {"type": "string", "minLength": 10**9, "maxLength": 10**9}),
+    ("json", {"type": "string", "maxLength": 10**15}),
+    ("json", {"type": "integer", "multipleOf": 65_537}),
+    ("json", {"type": "number", "multipleOf": 1e-300}),
+    ("json", {"type": "integer", "minimum": 1, "maximum": 10**300}),
+    ("json", {"type": "number", "minimum": 1e-300, "maximum": 1e300}),
+    ("json", {"type": "string", "pattern": "(a*)*(b*)*$"}),
+    ("json", {"type": "string", "pattern": "^(a|a|a|a|a|a)*(.*x){50}$"}),
+    ("json", {"type": "string", "pattern": "(.*a){1,200}(.*b){1,200}", "format": "email"}),
+    ("json", {"allOf": [{"type": "string", "pattern": f"[^{c}]*{c}.*"} for c in "abcdefghijklmnop"]}),
+    ("json", {"type": "string", "pattern": r"^(\w+\s?)*$", "minLength": 500, "maxLength": 501}),
+    ("regex", "x{1000000}"),
+    ("regex", "((((a{10}){10}){10}){10}){10}"),
+    ("regex", "(.{1,1000}a){1,1000}"),
+    ("regex", r"(\p{L}{1,500}|\p{N}{1,500}){500}"),
+    ("regex", "[a-z]*" * 150),
+    ("choice", ["y" * 4000 + str(i) for i in range(15)]),
+    ("lark", "start: s\ns: s s | /a/"),
+    ("lark", "start: a\na: b\nb: a"),
+]  # fmt: skip
+
+
+def follow_at_random(constraint: Constraint) -> str:
+    """The first tokens of an answer; or what ended it."""
+    token_ids: list[int] = []
+    with suppress(ConstraintFailure):
+        while len(token_ids) < 40 and EOS_ID not in token_ids:
+            mask = constraint.mask(token_ids, 0)
+            allowed = [t for t in range(VOCAB_SIZE) if mask[t >> 3] >> (t & 7) & 1]
+            token_ids.append(allowed[7 * len(token_ids) % len(allowed)])
+    return b"".join(map(TOKENIZER.token_bytes, token_ids)).decode(errors="replace")
+
+
+@pytest.mark.parametrize("place", range(len(HOSTILE)))
+def test_hostile_grammars_are_refused_or_followed_within_bounds(compiler, place):
+    kind, source = HOSTILE[place]
+    began_s = time.process_time()
+    try:
+        constraint = compiler.compile(make_grammar(kind, source))
+    except (BadGrammar, GrammarTooComplex) as error:
+        outcome = str(error)
+    else:
+        outcome = follow_at_random(constraint)
+    assert outcome
+    assert time.process_time() - began_s < 3.0  # in this process, which compiles what passed
+
+
+def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_ANSWER_TIMEOUT_S", 0.0)
+        with pytest.raises(GrammarTooComplex, match="simpler"):
+            compiler.compile(make_grammar("choice", ["lost", "found"]))
+    assert follows(compiler.compile(make_grammar("choice", ["found"])), " found")
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_what_comes_before_an_answer_is_free(is_thinking):
+    reasoning = Reasoning(REASONING_FORMATS["think"])
+    compiler = GrammarCompiler.create(TOKENIZER, VOCAB_SIZE, reasoning)
+    assert compiler is not None
+    constraint = compiler.compile(make_grammar("choice", ["red"]), is_thinking=is_thinking)
+    begin = "" if is_thinking else " <think>"
+    assert follows(constraint, begin + "Is it { red }?</think>\n\nred")
+    assert follows(constraint, begin + "</think>red")
+    assert not follows(constraint, begin + "red")
+    assert not follows(constraint, begin + "hm</think>blue")
+    assert follows(constraint, " red") is not is_thinking
+    compiler.close()
+
+
+def test_models_without_an_end_or_with_answers_in_parts_take_no_grammars():
+    endless = MockTokenizer()
+    endless.eos_token_ids = frozenset()
+    assert GrammarCompiler.create(endless, VOCAB_SIZE, None) is None
+    parts = Reasoning(REASONING_FORMATS["harmony"])
+    assert GrammarCompiler.create(TOKENIZER, VOCAB_SIZE, parts) is None
+
+
+SCHEMAS = [
+    OBJECT,
+    {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 1, "maxItems": 3},
+    {"type": "object", "properties": {"at": {"type": "string", "format": "date"},
+     "ok": {"type": "boolean"}, "of": {"anyOf": [{"type": "null"}, {"type": "number"}]}},
+     "required": ["at", "ok", "of"], "additionalProperties": False},
+    {"$defs": {"node": {"type": "object", "properties": {"name": {"type": "string"},
+     "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["name", "next"],
+     "additionalProperties": False}}, "$ref": "#/$defs/node"},
+    {"type": "string", "pattern": "^[a-z]{2,8}@[a-z]{2,8}$"},
+    {"type": "integer", "minimum": 10, "maximum": 99},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mock():
+    instant = {"decode_s": 0, "prefill_s_per_token": 0}
+    engine = create_engine({"kind": "mock", "mock": instant}).engine
+    yield engine
+    engine.close()
+
+
+def answer(engine, grammar: Grammar, seed: int, told: tuple[int, ...] = (), leave_after: int = 999):
+    message = ChatMessage("user", (TextPart("Describe it."),))
+    sampling = SamplingParams(max_tokens=200, seed=seed)
+    task = Generate((message,), sampling, grammar=grammar)
+    engine.add(engine.prepare(EngineCall("r", task, output_token_ids=told), []))
+    token_ids, text, finish_reason = list(told), "", None
+    while engine.has_work() and len(token_ids) < leave_after:
+        for output in engine.step():
+            assert output.error is None
+            token_ids += output.token_ids
+            text += output.text
+            finish_reason = output.finish_reason
+    engine.abort("r")
+    return token_ids, text, finish_reason
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_answers_of_the_mock_conform_and_are_the_same_wherever_they_are_continued(mock, schema):
+    grammar = make_grammar("json", schema)
+    for seed in range(4):
+        token_ids, text, finish_reason = answer(mock, grammar, seed)
+        assert finish_reason is FinishReason.STOP
+        jsonschema.validate(json.loads(text), schema)
+        half, _, _ = answer(mock, grammar, seed, leave_after=len(token_ids) // 2)
+        assert answer(mock, grammar, seed, told=tuple(half))[0] == token_ids

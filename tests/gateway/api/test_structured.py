@@ -1,0 +1,170 @@
+"""What an answer must be: fields that ask for it, their bounds, and what of them is passed on."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api.structured import (
+    StructuredFields,
+    check_with_grammar,
+    find_grammar,
+    schema_grammar,
+)
+from gateway.http.errors import InvalidRequest
+from shared.protocol import Grammar, SamplingParams
+from shared.settings.limits import LimitSettings
+from tests.factories_gateway import CARD, CHAT, make_body
+from tests.factories_settings import make_group
+
+LIMITS = LimitSettings()
+ABLE = msgspec.structs.replace(CARD, supports_grammars=True)
+CANARY = "canary"
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"not": {"type": "string"}}}
+WHERE = "response_format.json_schema.schema"
+
+
+def read(fields: dict[str, Any]) -> StructuredFields:
+    return msgspec.json.decode(msgspec.json.encode(fields), type=StructuredFields)
+
+
+def grammar_of(fields: dict[str, Any], limits: LimitSettings = LIMITS) -> Grammar | None:
+    return find_grammar(read(fields), ABLE, limits)
+
+
+def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
+    form = {"name": "answer", "schema": schema, **fields}
+    return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
+ANY_OBJECT = Grammar("json", '{"type":"object"}', "response_format")
+COMPACT = json.dumps(SCHEMA, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": None, "guided_json": None, "structured_outputs": {"json": None}}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+        (schema_format(SCHEMA), Grammar("json", COMPACT, WHERE)),
+        (schema_format(SCHEMA, strict=True, description="x"), Grammar("json", COMPACT, WHERE)),
+        (schema_format(SCHEMA, strict=False), Grammar("json", COMPACT, WHERE, True)),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", COMPACT, "structured_outputs.json")),
+        ({"guided_json": COMPACT}, Grammar("json", COMPACT, "guided_json")),
+        ({"structured_outputs": {"json_object": True}},
+         Grammar("json", '{"type":"object"}', "structured_outputs.json_object")),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+", "structured_outputs.regex")),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a","b"]', "guided_choice")),
+    ],
+)  # fmt: skip
+def test_each_field_says_what_the_answer_must_be(fields, expected):
+    assert grammar_of(fields) == expected
+
+
+def test_grammars_need_the_operators_leave():
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_of({"guided_grammar": "start: /a/"})
+    assert (caught.value.param, caught.value.code) == ("guided_grammar", "unsupported_parameter")
+    limits = make_group(LimitSettings, max_grammar_bytes=10)
+    expected = Grammar("lark", "start: /a/", "guided_grammar")
+    assert grammar_of({"guided_grammar": "start: /a/"}, limits) == expected
+    with pytest.raises(InvalidRequest, match="at most 10 bytes"):
+        grammar_of({"guided_grammar": "start: /ab/"}, limits)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "place"),
+    [
+        (deep(32), deep(33), "/items" * 32),
+        ({"enum": ["x" * 4096]}, {"enum": ["x" * 4097]}, "/enum"),
+        ({"const": "x" * 4096}, {"const": "x" * 4097}, "/const"),
+        ({"minLength": 4096}, {"minLength": 4097}, "/minLength"),
+        ({"minItems": 4096}, {"minItems": 1e9}, "/minItems"),
+        ({"pattern": "x" * 1024}, {"pattern": "x" * 1025}, "/pattern"),
+        ({"pattern": "(a{64}){64}"}, {"pattern": "(a{64}){65,}"}, "/pattern"),
+        ({"patternProperties": {"a{9}": {}}}, {"patternProperties": {"a{9999}": {}}}, "/patternProperties"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {}}}, {"$ref": "http://canary/a"}, "/$ref"),
+        ({"properties": {str(i): {} for i in range(1000)}},
+         {"properties": {str(i): {} for i in range(1001)}}, "/properties"),
+        ({"enum": list(range(9998))}, {"enum": list(range(9999))}, ""),
+        ({"properties": {"not": {}}}, {"properties": {"a": {"not": {}}}}, "/properties/a/not"),
+        ({"enum": [{"not": {}}]}, {"anyOf": [{}, {"if": {}}]}, "/anyOf/1/if"),
+        ({"default": {"contains": 1}}, {"items": {"contains": {}}}, "/items/contains"),
+        ({"properties": {CANARY: True}}, {"properties": {"canary ": {"not": {}}}}, "/properties/?/not"),
+        ({"x": "y" * (64 * 1024 - 8)}, {"x": "y" * (64 * 1024 - 7)}, ""),
+    ],
+)  # fmt: skip
+def test_schemas_are_bounded_and_errors_name_the_place(right, wrong, place):
+    encoded = [msgspec.json.encode(schema) for schema in (right, wrong)]
+    schema_grammar(encoded[0], "schema", LIMITS)
+    with pytest.raises(InvalidRequest) as caught:
+        schema_grammar(encoded[1], "schema", LIMITS)
+    assert caught.value.param == f"schema{place}"
+    assert caught.value.code in ("invalid_grammar", "invalid_value")
+    assert CANARY not in caught.value.message
+
+
+def test_a_lenient_schema_may_hold_what_is_ignored():
+    assert grammar_of(schema_format({"not": {}}, strict=False)) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (schema_format([1]), WHERE),
+        (schema_format("x"), WHERE),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": '"{}"'}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["x"] * 1001}, "guided_choice"),
+        ({"guided_choice": ["x" * 70_000]}, "guided_choice"),
+        ({"guided_regex": "x{5000}"}, "guided_regex"),
+        ({"guided_regex": "x", "guided_choice": ["x"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}},
+         "structured_outputs.regex"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(fields, param):
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_of(fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("changes", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_nothing_may_forbid_the_end_of_a_form(changes):
+    check_with_grammar(SamplingParams())
+    with pytest.raises(InvalidRequest) as caught:
+        check_with_grammar(SamplingParams(**changes))
+    assert caught.value.param == next(iter(changes))
+
+
+async def test_a_model_that_cannot_keep_a_form_refuses_it(gateway, worker):
+    body = make_body(**schema_format(SCHEMA))
+    response = await gateway.client.post(CHAT, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, WHERE)
+    assert error["code"] == "unsupported_parameter"
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize("card", [ABLE])
+async def test_a_form_reaches_the_worker_with_every_choice(gateway, worker):
+    body = make_body(n=2, **schema_format(SCHEMA))
+    response = await gateway.client.post(CHAT, json=body)
+    assert response.status_code == 200
+    assert [request.task.grammar for request in worker.requests] == [
+        Grammar("json", COMPACT, WHERE)
+    ] * 2
+    unknown = await gateway.client.post(CHAT, json=make_body(response_format={"type": "xml"}))
+    assert "json_schema" in unknown.json()["error"]["message"]
