@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -89,6 +89,7 @@ class Stores:
         self._collections = dict(map(_open_collection, collections))
         self._background = ThreadPoolExecutor(1, "compact")
         self._due: set[str] = set()
+        self._being_written: Counter[str] = Counter()  #: bytes, by tenant
         self._answers: Mapping[type[Request], Callable[[Any], Any]] = {
             CreateStore: self._create_store,
             ReadStore: lambda asked: self._find(asked.tenant, asked.store),
@@ -211,9 +212,9 @@ class Stores:
         record = self._find_writable(asked.tenant, asked.store)
         self._check_digest(record, asked.digest)
         items = _normalized(asked.items, record)
-        with self._writing(record) as index:
+        with self._writing(record) as index, self._room(asked.tenant, _size(items)):
             self._check_no_chunks(record, items)
-            self._upsert(asked.tenant, record, index, items)
+            self._upsert(record, index, items)
             return self._note_change(asked.tenant, record, index)
 
     def _check_no_chunks(self, record: StoreRecord, items: Sequence[Item]) -> None:
@@ -231,9 +232,7 @@ class Stores:
                     f"items.[{number}].id",
                 )
 
-    def _upsert(
-        self, tenant: str, record: StoreRecord, index: VectorIndex, items: Sequence[Item]
-    ) -> None:
+    def _upsert(self, record: StoreRecord, index: VectorIndex, items: Sequence[Item]) -> None:
         limits, stats = self._limits, index.stats()
         if stats.num_items + len(items) > limits.max_store_items:
             known = len(index.get([item.id for item in items]))
@@ -243,7 +242,6 @@ class Stores:
                     f"A vector store holds at most {limits.max_store_items} items: delete some, or "
                     "make another store.",
                 )
-        self._check_bytes(tenant, len(msgspec.msgpack.encode(items)))
         index.upsert(items)
         self._compact_later(record)
 
@@ -290,7 +288,6 @@ class Stores:
             num_files, _ = self._catalog.files_of(asked.tenant)
             if num_files >= self._limits.max_files:
                 raise refuse("full", f"This key has {self._limits.max_files} files: delete one.")
-            self._check_bytes(asked.tenant, len(asked.data))
             record = FileRecord(
                 id=FILE_ID + secrets.token_hex(16),
                 filename=asked.filename,
@@ -298,7 +295,8 @@ class Stores:
                 num_bytes=len(asked.data),
                 created_at=_now(),
             )
-            self._catalog.put_file(asked.tenant, record, asked.data)
+            with self._room(asked.tenant, len(asked.data)):
+                self._catalog.put_file(asked.tenant, record, asked.data)
         return record
 
     def _read_file(self, asked: ReadFile) -> FileRecord:
@@ -332,13 +330,13 @@ class Stores:
             chunk_overlap_tokens=asked.chunk_overlap_tokens,
             attributes=asked.attributes,
         )
-        with self._writing(store) as index:
+        with self._writing(store) as index, self._room(asked.tenant, _size(items)):
             before = self._catalog.store_file(store.id, file.id)
             most = max(before.num_chunks if before else 0, record.num_chunks)
             # What a crash leaves of it is deleted at the next start, by the larger count.
             self._catalog.put_store_file(msgspec.structs.replace(record, num_chunks=most))
             try:
-                self._upsert(asked.tenant, store, index, items)
+                self._upsert(store, index, items)
             except BaseException:
                 if before is None:
                     self._catalog.drop_store_file(store.id, file.id)
@@ -437,15 +435,28 @@ class Stores:
             self._catalog.put_store(tenant, current)
         return current
 
-    def _check_bytes(self, tenant: str, num_new: int) -> None:
-        """Raises: SearchError where the key keeps too much."""
+    @contextmanager
+    def _room(self, tenant: str, num_new: int) -> Iterator[None]:
+        """Room for so many bytes, kept from other writers until they are noted.
+
+        Raises: SearchError where the key keeps too much.
+        """
         most = self._limits.max_key_search_bytes
-        _, num_bytes = self._catalog.files_of(tenant)
-        num_bytes += sum(record.num_bytes for record in self._catalog.stores(tenant))
-        if num_bytes + num_new > most:
-            raise refuse(
-                "full", f"This key keeps {most} bytes in files and vector stores: delete some."
-            )
+        with self._lock:
+            _, num_bytes = self._catalog.files_of(tenant)
+            num_bytes += sum(record.num_bytes for record in self._catalog.stores(tenant))
+            if num_bytes + self._being_written[tenant] + num_new > most:
+                raise refuse(
+                    "full", f"This key keeps {most} bytes in files and vector stores: delete some."
+                )
+            self._being_written[tenant] += num_new
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._being_written[tenant] -= num_new
+                if not self._being_written[tenant]:
+                    del self._being_written[tenant]
 
     def _check_digest(self, record: StoreRecord, digest: str) -> None:
         """Raises: SearchError for vectors of another model than the store's."""
@@ -475,6 +486,10 @@ class Stores:
             store.index.compact()
         except Exception:
             logger.exception("store %s cannot be compacted", record.id)
+
+
+def _size(items: Sequence[Item]) -> int:
+    return len(msgspec.msgpack.encode(items))
 
 
 def chunk_ids(file_id: str, first: int, last: int) -> list[str]:

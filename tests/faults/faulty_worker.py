@@ -1,4 +1,4 @@
-"""A worker process on the mock engine that fails on request: `!kill-decode` in a prompt kills the worker there.
+"""A worker process on a mock engine that fails on request: `!kill-decode` in a prompt kills the worker there.
 
 Faults are played on a request's first attempt; `!kill-always` on each. They are named in the prompt, not by the
 clock, so that a loaded machine plays them at the same point. Arguments: those of `vlm worker`.
@@ -9,18 +9,24 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import engines.mock.engine
+import engines.mock_pooling.engine
 import vlm
 from engines.core.runner import SequenceFailure
 from engines.core.sequence import Batch, ScheduledSequence
-from shared.protocol import TextPart, decode_call
+from engines.pooling.batch import Row
+from engines.pooling.engine import PoolingEngine, PoolingInput
+from shared.protocol import Embed, Task, TextPart, decode_call
 from shared.queue.api import Publication
 from shared.queue.publish import Publisher
 
 #: Output tokens after which the faults of decoding are played.
 FAULT_AT_TOKEN = 5
-FAULTS = ("kill-prefill", "kill-decode", "kill-finish", "kill-always", "wedge", "raise", "break")
+FAULTS = (
+    "kill-prefill", "kill-decode", "kill-batch", "kill-finish", "kill-always", "wedge", "raise", "break",
+)  # fmt: skip
 _FAULT = re.compile("!(" + "|".join(FAULTS) + ")")
 
 
@@ -56,6 +62,34 @@ class FaultyRunner(engines.mock.engine.MockRunner):
             raise RuntimeError("the device is lost")
 
 
+class FaultyPoolingModel(engines.mock_pooling.engine.MockPoolingModel):
+    """The pretended arithmetic, interrupted."""
+
+    def compute(self, rows: Sequence[Row]) -> None:
+        """One batch, unless a text in it asks for something else."""
+        for row in rows:
+            fault = _faults.pop(row, "")
+            if fault in ("kill-batch", "kill-always"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "break":
+                raise RuntimeError("the device is lost")
+        super().compute(rows)
+
+
+_faults: dict[Row, str] = {}
+
+
+class FaultyPoolingEngine(PoolingEngine):
+    """Notes which rows ask for a fault: the model knows no attempts."""
+
+    def add(self, request: PoolingInput) -> None:
+        attempt = int(request.request_id.rpartition("@")[2])
+        for row in request.rows:
+            if fault := fault_in(row.content.data.decode(errors="replace"), attempt):
+                _faults[row] = fault
+        super().add(request)
+
+
 class FaultyPublisher(Publisher):
     """Dies after Redis has taken the end of a request and before anybody here knows."""
 
@@ -64,11 +98,15 @@ class FaultyPublisher(Publisher):
         for publication in batch:
             if publication.ending is None:
                 continue
-            parts = decode_call(publication.claim.payload).task.messages[-1].parts
-            text = "".join(part.text for part in parts if isinstance(part, TextPart))
+            text = _text_of(decode_call(publication.claim.payload).task)
             if fault_in(text, publication.claim.attempt) == "kill-finish":
                 os.kill(os.getpid(), signal.SIGKILL)
         return refused
+
+
+def _text_of(task: Task) -> str:
+    parts = task.inputs if isinstance(task, Embed) else task.messages[-1].parts  # type: ignore[union-attr]
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def main() -> None:
@@ -76,6 +114,8 @@ def main() -> None:
     import shared.queue.claim  # noqa: PLC0415
 
     engines.mock.engine.MockRunner = FaultyRunner
+    engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
+    engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine
     shared.queue.claim.Publisher = FaultyPublisher
     sys.argv = ["vlm", "worker", "--engine", "mock", "--die-with-parent", *sys.argv[1:]]
     vlm.main()

@@ -13,7 +13,15 @@ from redis.exceptions import RedisError
 from shared.queue.keys import RedisKeys
 from tests.faults.clients import Clients
 from tests.faults.history import REFUSED, conservation
-from tests.faults.processes import MODEL, PREFIX, WITHIN_S, Process, Processes, run_processes
+from tests.faults.processes import (
+    FAULTY,
+    MODEL,
+    PREFIX,
+    WITHIN_S,
+    Process,
+    Processes,
+    run_processes,
+)
 from tests.faults.proxy import FaultProxy, run_proxy
 from tests.faults.rest import redis_leftovers
 
@@ -38,17 +46,19 @@ class Fleet:
         """A prompt of its own, which asks for a fault."""
         return f"{fault} question {next(self._numbers)}".strip()
 
-    async def worker(self, *, wait: bool = True, **variables: str) -> Process:
+    async def worker(
+        self, *, wait: bool = True, command: tuple[str, ...] = FAULTY, **variables: str
+    ) -> Process:
         """One more worker."""
         name = f"worker-{next(self._worker_numbers)}"
-        return await self.processes.worker(name, wait=wait, **variables)
+        return await self.processes.worker(name, wait=wait, command=command, **variables)
 
-    async def some_worker(self) -> Process:
+    async def some_worker(self, command: tuple[str, ...] = FAULTY) -> Process:
         """A worker that lives; a new one if there is none."""
         for process in self.processes.all:
             if process.name.startswith("worker") and process.process.returncode is None:
                 return process
-        return await self.worker()
+        return await self.worker(command=command)
 
     async def retire_workers(self) -> None:
         """No worker is left, nor any request."""
@@ -117,9 +127,11 @@ async def run_fleet(folder: Path, **variables: str) -> AsyncIterator[Fleet]:
 
 
 @asynccontextmanager
-async def playing(fleet: Fleet, texts: Iterable[str], **options) -> AsyncIterator[Clients]:
+async def playing(
+    fleet: Fleet, texts: Iterable[str], clients: Clients | None = None, **options
+) -> AsyncIterator[Clients]:
     """Clients that ask all at once while the block plays a fault; then every promise must hold."""
-    clients = Clients()
+    clients = clients or Clients()
     num_before = await fleet.num_accepted()
     tasks = [asyncio.create_task(clients.ask(fleet.url, text, **options)) for text in texts]
     try:

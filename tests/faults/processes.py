@@ -24,6 +24,9 @@ REQUEST_TIMEOUT_S = 90.0
 PREFIX = "faults"
 MODEL = "mock"
 FAULTY = ("tests.faults.faulty_worker",)
+#: One that makes vectors.
+FAULTY_POOLING = (*FAULTY, "--engine", "mock_pooling")
+_ENGINE = {"VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0"}
 
 
 class Process:
@@ -97,8 +100,6 @@ class Processes:
             "VLM_GATEWAY__REQUEST_TIMEOUT_S": str(REQUEST_TIMEOUT_S),
             "TEST_GATEWAY_CONSTANTS": "silence_timeout_s=2",
             "VLM_WORKER__LEASE_S": str(LEASE_S),
-            "VLM_ENGINE__MOCK__DECODE_S": "0.02",
-            "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
             **variables,
         }
         process = await asyncio.create_subprocess_exec(
@@ -113,6 +114,8 @@ class Processes:
     ) -> Process:
         """A worker that plays the faults named in prompts, or another; ready, if waited for."""
         variables["VLM_WORKER__ID"] = name
+        if command is not FAULTY_POOLING:
+            variables = {**_ENGINE, **variables}
         process = await self._start(name, *command, **variables)
         if wait:
             await process.says("is ready")

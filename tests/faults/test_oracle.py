@@ -17,6 +17,7 @@ from tests.faults.history import (
     conservation,
 )
 from tests.faults.rest import MIB, Resources, growth, redis_leftovers
+from tests.faults.vectors import StoreHistory, Write
 
 ANSWER = ["a", "b", "c", "d", "e"]
 OTHER = ["v", "w", "x", "y", "z"]
@@ -94,6 +95,42 @@ def test_what_is_accepted_must_end():
     assert conservation(3, {FINISHED: 1, FAILED: 1, CANCELLED: 1, REFUSED: 7}) == []
     assert conservation(3, {FINISHED: 2}) != []
     assert conservation(1, {FINISHED: 2}) != []
+
+
+STORE = StoreHistory(
+    [
+        Write({"a": "1", "b": "1"}, is_acknowledged=True),
+        Write({"a": "2", "c": "2"}),
+        Write({"d": "3", "e": "3"}),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"a": "1", "b": "1"},
+        {"a": "2", "b": "1", "c": "2"},
+        {"a": "2", "b": "1", "c": "2", "d": "3", "e": "3"},
+    ],
+)
+def test_a_lawful_store_is_accepted(stored):
+    assert STORE.violations(stored.items()) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "law"),
+    [
+        ([("a", "1")], "b is ''"),
+        ([("a", "1"), ("b", "0")], "b is '0'"),
+        ([("a", "1"), ("b", "1"), ("b", "1")], "b is there 2 times"),
+        ([("a", "1"), ("b", "1"), ("c", "2")], "a part of one write is there"),
+        ([("a", "1"), ("b", "1"), ("d", "3")], "a part of one write is there"),
+        ([("a", "1"), ("b", "1"), ("f", "1")], "nobody wrote f"),
+    ],
+)
+def test_a_broken_law_of_a_store_is_named(stored, law):
+    assert any(law in violation for violation in STORE.violations(stored))
 
 
 async def test_redis_at_rest_holds_nothing_of_a_request_that_has_ended(

@@ -4,16 +4,19 @@ import math
 import tempfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from qdrant_client import QdrantClient
 
 from search.bench import make_items, make_vectors
 from search.filters import matches
-from search.index import SearchUnavailable, open_indexes
+from search.index import IndexStats, SearchUnavailable, open_indexes
 from search.lance import LanceIndexes
+from search.qdrant import QdrantIndexes
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
 from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess
@@ -197,6 +200,21 @@ def _recall(index, vectors, queries, names=None) -> float:
         for hits, row in zip(found, nearest, strict=True)
     ]
     return sum(shares) / len(shares) / 10
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes")
+def test_qdrant_counts_the_bytes_of_all_fields():
+    """In local mode: against a server it is not tested."""
+    index = QdrantIndexes(QdrantClient(":memory:")).open("store", 8)
+    small, large = make_items(make_vectors(2, 8, 0))
+    large = msgspec.structs.replace(large, text="x" * 100_000)
+    index.upsert([small, large])
+    assert index.stats().num_items == 2
+    assert 100_000 < index.stats().num_bytes < 101_000
+    index.upsert([msgspec.structs.replace(large, text="")])
+    assert 0 < index.stats().num_bytes < 1000
+    index.delete([small.id, large.id])
+    assert index.stats() == IndexStats(0, 0)
 
 
 def test_an_index_that_is_not_there_is_told_in_a_sentence():

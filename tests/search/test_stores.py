@@ -1,0 +1,119 @@
+"""What a key may keep, when many write at once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from search.catalog import Catalog
+from search.lance import LanceIndex, LanceIndexes
+from search.stores import Stores
+from shared.search import (
+    AttachFile,
+    CreateStore,
+    DropItems,
+    ListStores,
+    Page,
+    PutFile,
+    PutItems,
+    ReadItems,
+    SearchError,
+)
+from shared.settings.limits import LimitSettings
+from tests.factories_search import make_items
+
+NUM_WRITERS = 6
+ITEMS = make_items(50)
+SIZE = len(msgspec.msgpack.encode(ITEMS))
+MOST = 3 * SIZE + SIZE // 2
+
+
+@pytest.fixture
+def stores(tmp_path):
+    limits = LimitSettings(max_key_search_bytes=MOST)
+    stores = Stores(Catalog(tmp_path / "catalog"), LanceIndexes(tmp_path / "stores"), limits)
+    yield stores
+    stores.close()
+
+
+def create(stores, tenant="t"):
+    asked = CreateStore(tenant=tenant, name="s", model="m", digest="d", dimensions=8)
+    return stores.answer(asked).id
+
+
+def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch):
+    """Each is in its write before another one's bytes are noted; a file that comes then counts too."""
+    names = [create(stores) for _ in range(NUM_WRITERS)]
+    of_another = create(stores, "other")
+    gate, told = threading.Event(), threading.Semaphore(0)
+    upsert = LanceIndex.upsert
+
+    def slow(index, items):
+        told.release()
+        assert gate.wait(60)
+        upsert(index, items)
+
+    def write(store, tenant="t"):
+        try:
+            stores.answer(PutItems(tenant=tenant, store=store, digest="d", items=ITEMS))
+        except SearchError as error:
+            told.release()
+            return error.fault.code
+        return "written"
+
+    monkeypatch.setattr(LanceIndex, "upsert", slow)
+    with ThreadPoolExecutor(NUM_WRITERS + 1) as threads:
+        written = [threads.submit(write, name) for name in names]
+        theirs = threads.submit(write, of_another, "other")
+        for _ in range(NUM_WRITERS + 1):
+            assert told.acquire(timeout=60)
+        with pytest.raises(SearchError, match="keeps"):
+            stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x" * SIZE))
+        gate.set()
+        assert sorted(each.result() for each in written) == ["full"] * 3 + ["written"] * 3
+        assert theirs.result() == "written"
+    counts = [
+        len(stores.answer(ReadItems(tenant="t", store=name, page=Page(limit=100))))
+        for name in names
+    ]
+    assert sorted(counts) == [0, 0, 0, 50, 50, 50]
+
+
+def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
+    name = create(stores)
+
+    def fail(index, items):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanceIndex, "upsert", fail)
+        for _ in range(5):
+            with pytest.raises(OSError, match="disk"):
+                stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
+    for _ in range(5):
+        with pytest.raises(SearchError, match="keeps"):
+            stores.answer(PutItems(tenant="t", store=name, digest="d", items=make_items(400)))
+    stores.answer(PutItems(tenant="t", store=name, digest="d", items=ITEMS))
+
+
+def test_ids_of_another_tenant_change_nothing_and_find_nothing(stores):
+    mine, theirs = create(stores), create(stores, "other")
+    stores.answer(PutItems(tenant="t", store=mine, digest="d", items=ITEMS))
+    file = stores.answer(PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
+    asked = [
+        PutItems(tenant="other", store=mine, digest="d", items=ITEMS),
+        DropItems(tenant="other", store=mine, ids=[ITEMS[0].id]),
+        ReadItems(tenant="other", store=mine, ids=[ITEMS[0].id]),
+        AttachFile(
+            tenant="other", store=theirs, file=file.id, digest="d", items=[], max_chunk_tokens=100,
+            chunk_overlap_tokens=0,
+        ),
+    ]  # fmt: skip
+    for request in asked:
+        with pytest.raises(SearchError) as refused:
+            stores.answer(request)
+        assert refused.value.fault.code == "not_found"
+    [record] = stores.answer(ListStores(tenant="t", page=Page()))
+    assert record.num_items == len(ITEMS)
+    assert [each.id for each in stores.answer(ListStores(tenant="other", page=Page()))] == [theirs]
