@@ -1,10 +1,12 @@
 """Directories of encoders of a few layers with random weights, made offline, and what transformers computes of them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import (
@@ -21,6 +23,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     RobertaConfig,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
     XLMRobertaConfig,
 )
 
@@ -45,7 +50,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def make_tokenizer(directory: Path) -> None:
+def make_tokenizer(directory: Path, **options: Any) -> None:
     """Words of a list, `<s>` and `</s>` around them; a pair has `</s>` between, and types."""
     vocab = {word: index for index, word in enumerate([*SPECIALS, *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
@@ -58,6 +63,7 @@ def make_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", model_max_length=64,
         bos_token="<s>", eos_token="</s>", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **options,
     ).save_pretrained(directory)  # fmt: skip
 
 
@@ -73,9 +79,15 @@ def spread(model: Any) -> Any:
 
 
 def make_encoder(
-    directory: Path, kind: str, *, pooling: str = "mean", normalize: bool = False, **own: Any
+    directory: Path,
+    kind: str,
+    *,
+    pooling: str = "mean",
+    normalize: bool = False,
+    dense: Sequence[dict[str, Any]] = (),
+    **own: Any,
 ) -> Path:
-    """An encoder with the files of sentence-transformers."""
+    """An encoder with the files of sentence-transformers. `dense`: the `config.json` of each such module."""
     torch.manual_seed(7)
     config = CONFIGS[kind]()
     for name, value in own.pop("config", {}).items():
@@ -85,22 +97,62 @@ def make_encoder(
     modules = [
         ("", "Transformer"),
         ("1_Pooling", "Pooling"),
+        *((f"{index}_Dense", "Dense") for index, _ in enumerate(dense, 2)),
         *([("2_Normalize", "Normalize")] if normalize else []),
     ]
     (directory / "modules.json").write_text(
         json.dumps(
             [
-                {"path": path, "type": f"sentence_transformers.models.{type_}"}
-                for path, type_ in modules
+                {
+                    "idx": index,
+                    "name": str(index),
+                    "path": path,
+                    "type": f"sentence_transformers.models.{type_}",
+                }
+                for index, (path, type_) in enumerate(modules)
             ]
         )
     )
     (directory / "1_Pooling").mkdir()
     modes = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken"}
     (directory / "1_Pooling" / "config.json").write_text(
-        json.dumps({f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()})
+        json.dumps(
+            {"word_embedding_dimension": config.hidden_size}
+            | {f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()}
+        )
     )
+    for index, values in enumerate(dense, 2):
+        make_dense(directory / f"{index}_Dense", values)
     (directory / "config_sentence_transformers.json").write_text(json.dumps(own))
+    return directory
+
+
+def make_dense(folder: Path, values: dict[str, Any]) -> None:
+    """A module of sentence-transformers."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    shape = (values["out_features"], values["in_features"])
+    tensors = {"linear.weight": torch.randn(shape) * 0.3}
+    if values.get("bias", True):
+        tensors["linear.bias"] = torch.randn(shape[0]) * 0.3
+    if values.get("use_residual") and shape[0] != shape[1]:
+        tensors["residual.weight"] = torch.randn(shape) * 0.3
+    save_file(tensors, folder / "model.safetensors")
+
+
+def make_siglip(directory: Path, padding_side: str = "right") -> Path:
+    """Two towers of two layers; texts of 16 tokens."""
+    torch.manual_seed(7)
+    text = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 16, "projection_size": 32}
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+        "image_size": 32, "patch_size": 8,
+    }  # fmt: skip
+    spread(SiglipModel(SiglipConfig(text_config=text, vision_config=vision))).save_pretrained(
+        directory
+    )
+    make_tokenizer(directory, padding_side=padding_side)
+    SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(directory)
     return directory
 
 

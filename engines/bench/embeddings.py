@@ -151,7 +151,7 @@ def ours(folder: str | Path, dtype: torch.dtype) -> Compute:
     encoder = Encoder(
         model,
         cast(Texts, None),  # it has ids already
-        SentenceConfig("mean", is_normalized=True),
+        SentenceConfig("mean"),
         (),
         is_scorer=False,
     )

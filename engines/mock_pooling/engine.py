@@ -76,7 +76,7 @@ class MockPoolingModel:
         if isinstance(part, ImagePart):
             content = _Content(images[part.image].content, size, task.is_normalized)
             num_tokens = self._mock.tokens_per_image
-            return Row(content, num_tokens, "image", num_tokens, content.identity)
+            return Row(content, num_tokens, "image", num_tokens, identity=content.identity)
         if isinstance(part, TextPart):
             prompt = self.prompts[task.prompt_name] if task.prompt_name else ""
             words: Sequence[Any] = (prompt + part.text).split()

@@ -19,6 +19,7 @@ class Row:
     num_tokens: int
     kind: str = "text"
     num_image_tokens: int = 0
+    num_padding: int = 0  #: of its tokens, those that only fill it up
     identity: bytes = b""  #: equal for rows of a kind with equal results; empty: unknown
     result: bytes = b""  #: little-endian float32
     number: int = field(default=0, init=False)  #: in the order of arrival

@@ -23,7 +23,28 @@ _MODES: dict[str, Pooling] = {
     "mean_tokens": "mean",
     "max_tokens": "max",
 }
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MAX_BYTES = 1024 * 1024
+
+
+_MAX_SIZE = 1 << 16  # of a vector
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    """Vectors of length 1 from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A linear map with an activation, whose weights lie in a folder of the checkpoint."""
+
+    folder: str
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool
+    activation: str  #: a path such as `torch.nn.modules.activation.Tanh`
+    is_residual: bool  #: whether its input is added to what it gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +52,7 @@ class SentenceConfig:
     """How a model's last layer becomes one vector, and what stands before its texts."""
 
     pooling: Pooling = "mean"
-    is_normalized: bool = False
+    modules: tuple[DenseConfig | Normalize, ...] = ()  #: behind the pooling, in their order
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str = (
         ""  #: the name of the one that stands before a text when no other is named
@@ -43,31 +64,36 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
     """Of a directory without `modules.json`: the mean, not normalized. Raises: UnsupportedCheckpoint."""
     modules = _read_modules(directory)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+    if unknown := [kind for kind in kinds if kind not in _KINDS]:
         raise UnsupportedCheckpoint(
-            f"modules.json: the module {unknown[0]!r} is not supported: Transformer, Pooling and "
-            "Normalize are"
+            f"modules.json: the module {unknown[0]!r} is not supported: {', '.join(_KINDS)} are"
         )
     pooling: Pooling = "mean"
     max_tokens = None
+    behind: list[DenseConfig | Normalize] = []
     for kind, module in zip(kinds, modules, strict=True):
-        folder = directory / str(module.get("path", ""))
+        path = str(module.get("path", ""))
+        folder = directory / path
         if (
             folder.resolve() != directory.resolve()
             and directory.resolve() not in folder.resolve().parents
         ):
             raise UnsupportedCheckpoint("modules.json: a path leads out of the directory")
-        if kind == "Pooling":
-            pooling = _read_pooling(folder)
-        elif kind == "Transformer":
-            max_tokens = read_json(folder / "sentence_bert_config.json").values.get(
-                "max_seq_length"
-            )
+        match kind:
+            case "Pooling":
+                pooling = _read_pooling(folder)
+            case "Dense":
+                behind.append(_read_dense(folder, path))
+            case "Normalize":
+                behind.append(Normalize())
+            case _:
+                file = folder / "sentence_bert_config.json"
+                max_tokens = read_json(file).values.get("max_seq_length")
     own = read_json(directory / "config_sentence_transformers.json").values
     prompts = {str(k): str(v) for k, v in (own.get("prompts") or {}).items() if v}
     default = str(own.get("default_prompt_name") or "")
     return SentenceConfig(
-        pooling, "Normalize" in kinds, prompts, default if default in prompts else "", max_tokens
+        pooling, tuple(behind), prompts, default if default in prompts else "", max_tokens
     )
 
 
@@ -105,3 +131,20 @@ def _read_pooling(folder: Path) -> Pooling:
             f"the Pooling module combines {modes}: one of cls, mean, max and lasttoken is supported"
         )
     return _MODES[modes[0]]
+
+
+def _read_dense(folder: Path, path: str) -> DenseConfig:
+    fields = read_json(folder / "config.json")
+    for name in ("module_input_name", "module_output_name"):
+        fields.one_of(name, ("sentence_embedding",))
+    sizes = [
+        fields.whole(name, 0, at_most=_MAX_SIZE, at_least=1)
+        for name in ("in_features", "out_features")
+    ]
+    return DenseConfig(
+        path,
+        *sizes,
+        has_bias=fields.flag("bias", True),
+        activation=str(fields.get("activation_function", "torch.nn.modules.activation.Tanh")),
+        is_residual=fields.flag("use_residual", False),
+    )

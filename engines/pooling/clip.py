@@ -1,9 +1,10 @@
-"""Texts and images in one space: `CLIPModel` of transformers, with its own processor.
+"""Texts and images in one space: `CLIPModel` and `SiglipModel` of transformers, with their own processors.
 
 Shape letters: n rows of one length, V numbers of a vector.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -15,8 +16,22 @@ from engines.pooling.encoder import Picture, Texts, give_vectors, num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Task
 
 
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What short texts are filled up with, for a text tower that has only seen one length and sees all of it."""
+
+    length: int
+    token_id: int
+    is_left: bool = False
+
+    def fill(self, ids: Sequence[int]) -> Sequence[int]:
+        """Ids of the one length."""
+        padding = [self.token_id] * (self.length - len(ids))
+        return [*padding, *ids] if self.is_left else [*ids, *padding]
+
+
 class ClipEncoder:
-    """Two towers. Rows of one length are one forward pass: nothing is padded."""
+    """Two towers. Rows of one length are one forward pass: nothing is padded but what the model wants so."""
 
     tasks: tuple[str, ...] = ("embed",)
     shorter_dimensions: tuple[int, ...] = ()
@@ -24,13 +39,17 @@ class ClipEncoder:
     decodes_images = True
     prepares_quickly = True
 
-    def __init__(self, model: Any, texts: Texts, processor: Any) -> None:
+    def __init__(
+        self, model: Any, texts: Texts, processor: Any, filling: Filling | None = None
+    ) -> None:
+        """`filling` is a SigLIP's: its towers meet without projections, and its images have no class token."""
         self._model: Any = model
         self.texts = texts
         self._processor = processor
-        self.dimensions: int = model.config.projection_dim
-        vision = model.config.vision_config
-        self.image_tokens = (vision.image_size // vision.patch_size) ** 2 + 1
+        self._filling = filling
+        config, vision = model.config, model.config.vision_config
+        self.image_tokens = (vision.image_size // vision.patch_size) ** 2 + (filling is None)
+        self.dimensions: int = vision.hidden_size if filling else config.projection_dim
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """Pixels as the processor makes them. Shapes: (3, height, width). Raises: InvalidImage."""
@@ -48,9 +67,11 @@ class ClipEncoder:
             image = images[part.image]
             picture = Picture(image.content, task.dimensions, task.is_normalized, image.image_hash)
             size = self.image_tokens
-            return Row(picture, size, "image", size, picture.identity)
+            return Row(picture, size, "image", size, identity=picture.identity)
         words = self.texts.words(task, index)
-        return Row(words, len(words.ids), identity=words.identity)
+        length = self._filling.length if self._filling else len(words.ids)
+        padding = length - len(words.ids)
+        return Row(words, length, num_padding=padding, identity=words.identity)
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
@@ -59,12 +80,15 @@ class ClipEncoder:
         if rows[0].kind == "image":
             pixels = [torch.as_tensor(row.content.pixels) for row in rows]
             made = model.get_image_features(torch.stack(pixels).to(device, model.dtype))
-            give_vectors(rows, _vectors(made), is_normalized=False)
+            give_vectors(rows, _vectors(made))
             return
         for _, group in groupby(rows, key=lambda row: row.num_tokens):
             part = list(group)
-            ids = torch.tensor([row.content.ids for row in part], device=device)
-            give_vectors(part, _vectors(model.get_text_features(ids)), is_normalized=False)
+            ids = [row.content.ids for row in part]
+            if self._filling:
+                ids = [self._filling.fill(each) for each in ids]
+            made = model.get_text_features(torch.tensor(ids, device=device))
+            give_vectors(part, _vectors(made))
 
     def memory_bytes(self) -> dict[str, int]:
         """The weights."""

@@ -19,6 +19,7 @@ from engines.base import Decode, InvalidRequest, PreparedImage, PromptTooLong
 from engines.pooling.attention import packed, runs_of
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
+from engines.pooling.head import num_outputs
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, Task, TextPart, Truncate
 
 #: Rows are padded together while padding is at most that share of the real tokens.
@@ -155,15 +156,18 @@ class Encoder:
         config: SentenceConfig,
         shorter_dimensions: tuple[int, ...],
         is_scorer: bool,
+        head: nn.Sequential | None = None,
     ) -> None:
+        """`head`: what stands behind the pooling."""
         self._model: Any = model
         self.texts = texts
         self._pooling: Pooling = config.pooling
-        self._is_normalized = config.is_normalized
+        self._head = head or nn.Sequential()
         self._is_scorer = is_scorer
         self.is_packed = is_packed(model)
         self.tasks: tuple[str, ...] = ("rerank",) if is_scorer else ("embed",)
-        self.dimensions: int = 0 if is_scorer else model.config.hidden_size
+        size = num_outputs(config.modules, model.config.hidden_size)
+        self.dimensions: int = 0 if is_scorer else size
         self.shorter_dimensions = shorter_dimensions
         self.prompts: Mapping[str, str] = config.prompts
         self._base: Any = model.base_model if is_scorer else model
@@ -194,7 +198,7 @@ class Encoder:
                 for row, score in zip(part, self._score(hidden, part).cpu(), strict=True):
                     row.result = score.numpy().tobytes()
             else:
-                give_vectors(part, self._pool(hidden).float(), self._is_normalized)
+                give_vectors(part, self._head(self._pool(hidden).float()))
 
     def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
         """The last layer of rows of one length after another."""
@@ -263,11 +267,12 @@ class Encoder:
 
     def memory_bytes(self) -> dict[str, int]:
         """The weights."""
-        return {"weights": num_bytes(self._model)}
+        return {"weights": num_bytes(self._model) + num_bytes(self._head)}
 
     def close(self) -> None:
         """Free the weights."""
         self._model = self._base = nn.Module()
+        self._head = nn.Sequential()
 
 
 def is_packed(model: Any) -> bool:
@@ -296,14 +301,10 @@ def padded_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield group
 
 
-def give_vectors(rows: Sequence[Row], vectors: Tensor, is_normalized: bool) -> None:
-    """Cut and brought to length 1 as each row wants it. Shapes: vectors (n, V) float32.
-
-    `is_normalized`: the model's own vectors have length 1.
-    """
+def give_vectors(rows: Sequence[Row], vectors: Tensor) -> None:
+    """Cut and brought to length 1 as each row wants it. Shapes: vectors (n, V) float32."""
     units = F.normalize(vectors, dim=1)
-    own = units if is_normalized else vectors
-    for row, unit, raw in zip(rows, units.cpu(), own.cpu(), strict=True):
+    for row, unit, raw in zip(rows, units.cpu(), vectors.cpu(), strict=True):
         wanted = row.content
         vector = unit if wanted.is_normalized else raw
         if wanted.dimensions is not None:

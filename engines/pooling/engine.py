@@ -84,7 +84,7 @@ class PoolingInput:
     def usage(self) -> Usage:
         """All inputs together."""
         return Usage(
-            sum(row.num_tokens for row in self.rows),
+            sum(row.num_tokens - row.num_padding for row in self.rows),
             num_image_tokens=sum(row.num_image_tokens for row in self.rows),
             num_cached_tokens=self.num_cached_tokens,
         )
@@ -194,7 +194,7 @@ class PoolingEngine(Engine[PoolingInput]):
 
     def _note_hit(self, row: Row, call: PoolingInput) -> None:
         self._num_hits += 1
-        call.num_cached_tokens += row.num_tokens
+        call.num_cached_tokens += row.num_tokens - row.num_padding
 
     def abort(self, request_id: str) -> None:
         """Forget a call and its inputs."""

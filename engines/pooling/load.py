@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     CLIPModel,
+    PreTrainedTokenizerFast,
+    SiglipModel,
 )
 
 from engines.base import LoadedEngine, Progress, UnsupportedCheckpoint
@@ -23,7 +25,7 @@ from engines.packages.resolve import default_name, resolve_model
 from engines.pooling import attention
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import read_sentence_config
-from engines.pooling.clip import ClipEncoder
+from engines.pooling.clip import ClipEncoder, Filling
 from engines.pooling.encoder import (
     PACKED_TYPES,
     SCORER_TYPES,
@@ -33,6 +35,7 @@ from engines.pooling.encoder import (
     first_position,
 )
 from engines.pooling.engine import PoolingEngine
+from engines.pooling.head import build_head
 from engines.pooling.settings import EncoderSettings
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from shared.protocol import ModelCard
@@ -90,17 +93,48 @@ def load_encoder(
     kind, config = find_kind(directory)
     sentence = read_sentence_config(directory)
     model = _load_model(kind, directory, config, dtype).to(device).eval()
-    text = config.text_config if kind is CLIPModel else config
+    has_images = kind in (CLIPModel, SiglipModel)
+    text = config.text_config if has_images else config
     limits = (max_tokens, sentence.max_tokens, _num_positions(text))
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = _load_tokenizer(directory)
     most = min(x for x in (*limits, tokenizer.model_max_length) if x is not None)
     texts = Texts(tokenizer.backend_tokenizer, most, text.vocab_size, sentence)
-    if kind is CLIPModel:
-        return ClipEncoder(model, texts, AutoImageProcessor.from_pretrained(directory))
+    if has_images:
+        filling = _filling(text, tokenizer) if kind is SiglipModel else None
+        processor = AutoImageProcessor.from_pretrained(directory)
+        return ClipEncoder(model, texts, processor, filling)
     shorter = getattr(config, "matryoshka_dimensions", None) or ()
     is_scorer = kind is AutoModelForSequenceClassification
-    shorter_ones = tuple(sorted(size for size in shorter if size < config.hidden_size))
-    return Encoder(model, texts, sentence, shorter_ones, is_scorer)
+    encoder = Encoder(
+        model, texts, sentence, (), is_scorer, build_head(sentence.modules, directory).to(device)
+    )
+    encoder.shorter_dimensions = tuple(sorted(x for x in shorter if x < encoder.dimensions))
+    return encoder
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    """As transformers finds it, else from `tokenizer.json` as it stands. Raises: UnsupportedCheckpoint."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (ImportError, OSError, ValueError, KeyError, AttributeError):
+        tokenizer = None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        if not (directory / "tokenizer.json").is_file():
+            raise UnsupportedCheckpoint(
+                f"{directory} has no tokenizer.json, and transformers makes no fast tokenizer of what it has"
+            )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    return tokenizer
+
+
+def _filling(config: Any, tokenizer: Any) -> Filling:
+    """SigLIP has only seen texts of one length, and no mask."""
+    pad = tokenizer.pad_token_id
+    return Filling(
+        config.max_position_embeddings,
+        config.pad_token_id if pad is None else pad,
+        tokenizer.padding_side == "left",
+    )
 
 
 def find_kind(directory: Path) -> tuple[Any, Any]:
@@ -113,8 +147,8 @@ def find_kind(directory: Path) -> tuple[Any, Any]:
 
 
 def _kind(architecture: str, config: Any, directory: Path) -> Any:
-    if architecture == "CLIPModel":
-        return CLIPModel
+    if architecture in ("CLIPModel", "SiglipModel"):
+        return CLIPModel if architecture == "CLIPModel" else SiglipModel
     if architecture.endswith("ForSequenceClassification"):
         if config.num_labels != 1:
             raise UnsupportedCheckpoint(
@@ -125,6 +159,11 @@ def _kind(architecture: str, config: Any, directory: Path) -> Any:
                 f"config.json: {config.model_type} cannot score yet: {', '.join(SCORER_TYPES)} can"
             )
         return AutoModelForSequenceClassification
+    if not all(hasattr(config, name) for name in ("hidden_size", "vocab_size")):
+        raise UnsupportedCheckpoint(
+            f"config.json: {architecture or config.model_type} is no encoder of texts; of towers for texts and "
+            "images CLIPModel and SiglipModel are supported"
+        )
     is_sentence = (directory / "modules.json").is_file()
     if not is_sentence and "For" in architecture and not architecture.endswith("ForMaskedLM"):
         raise UnsupportedCheckpoint(

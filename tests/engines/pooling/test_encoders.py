@@ -1,6 +1,7 @@
 """Vectors and scores equal those of transformers; in company they are what they are alone."""
 
 import io
+import json
 import subprocess
 import sys
 from array import array
@@ -10,7 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    CLIPModel,
+    SiglipImageProcessor,
+    SiglipModel,
+)
 
 from engines.base import (
     EngineCall,
@@ -31,6 +38,7 @@ from tests.factories_encoders import (
     make_clip,
     make_encoder,
     make_scorer,
+    make_siglip,
     reference,
     reference_score,
 )
@@ -182,6 +190,84 @@ def test_texts_and_images_of_clip_are_those_of_transformers(tmp_path):
     assert np.allclose(vectors[1], image, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("side", "tokenizer_class"), [("right", None), ("left", "SiglipTokenizer")]
+)
+def test_texts_and_images_of_siglip_are_those_of_transformers(side, tokenizer_class, tmp_path):
+    model = load(make_siglip(tmp_path, side))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    if tokenizer_class:  # whose own tokenizer needs another library: tokenizer.json is read
+        file = tmp_path / "tokenizer_config.json"
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"tokenizer_class": tokenizer_class})
+        )
+        model = load(tmp_path)
+    data = picture()
+    pixels = model.process_image(data, ImageRef("", len(data), "image/png", 40, 32), decode_image)
+    task = Embed((TextPart("w1 w2"), ImagePart(0), TextPart("w3")), is_normalized=False)
+    [vectors] = compute(model, task, images=[pixels])
+    theirs = SiglipModel.from_pretrained(tmp_path).eval()
+    with torch.inference_mode():
+        for index, text in ((0, "w1 w2"), (2, "w3")):
+            ids = tokenizer(text, padding="max_length", max_length=16, return_tensors="pt")[
+                "input_ids"
+            ]
+            assert np.allclose(
+                vectors[index], theirs.get_text_features(ids).pooler_output[0], atol=1e-5
+            )
+        inputs = SiglipImageProcessor.from_pretrained(tmp_path)(
+            Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="pt"
+        )
+        image = theirs.get_image_features(**inputs).pooler_output[0]
+    assert np.allclose(vectors[1], image, atol=1e-5)
+    [row] = model.rows(Embed((TextPart("w1 w2"),)), [])
+    assert row.num_tokens - row.num_padding == 4
+
+
+def test_dense_modules_stand_behind_the_pooling(tmp_path):
+    tanh, gelu = "torch.nn.modules.activation.Tanh", "torch.nn.modules.activation.GELU"
+    dense = [
+        {"in_features": 32, "out_features": 48, "activation_function": tanh},
+        {"in_features": 48, "out_features": 48, "bias": False, "activation_function": gelu, "use_residual": True},
+        {"in_features": 48, "out_features": 24, "activation_function": "torch.nn.modules.linear.Identity",
+         "use_residual": True},
+    ]  # fmt: skip
+    config = {"matryoshka_dimensions": [8, 24, 32]}
+    model = load(make_encoder(tmp_path, "bert", dense=dense, normalize=True, config=config))
+    assert (model.dimensions, model.shorter_dimensions) == (24, (8,))
+    [vectors] = compute(model, embed(*TEXTS))
+    tensors = [load_file(tmp_path / f"{n}_Dense" / "model.safetensors") for n in (2, 3, 4)]
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        x = reference(tmp_path, text, "mean")
+        x = torch.tanh(tensors[0]["linear.weight"] @ x + tensors[0]["linear.bias"])
+        x = torch.nn.functional.gelu(tensors[1]["linear.weight"] @ x) + x
+        y = tensors[2]["linear.weight"] @ x + tensors[2]["linear.bias"]
+        expected = torch.nn.functional.normalize(y + tensors[2]["residual.weight"] @ x, dim=0)
+        assert np.abs(vector - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"activation_function": "os.system"}, "activation"),
+        ({"activation_function": "torch.nn.functional.glu"}, "activation"),
+        ({"in_features": 31}, "31"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name"),
+        ({"out_features": -1}, "out_features"),
+        ({"bias": False}, "bias"),
+    ],
+)
+def test_a_dense_module_that_cannot_be_computed_is_refused(change, why, tmp_path):
+    make_encoder(tmp_path, "bert", dense=[{"in_features": 32, "out_features": 48}])
+    file = tmp_path / "2_Dense" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UnsupportedCheckpoint, match=why):
+        load(tmp_path)
+    (tmp_path / "2_Dense" / "model.safetensors").rename(tmp_path / "2_Dense" / "model.bin")
+    with pytest.raises(UnsupportedCheckpoint):
+        load(tmp_path)
+
+
 def test_a_directory_is_served_by_name(tmp_path):
     make_encoder(tmp_path, "xlm-roberta", normalize=True)
     loaded = create_engine({"kind": "pooling", "model": str(tmp_path), "device": "cpu"})
@@ -203,7 +289,8 @@ def test_a_fresh_process_serves_it(tmp_path):
     ("change", "why"),
     [
         (lambda d: (d / "model.safetensors").rename(d / "x.bin"), "safetensors"),
-        (lambda d: (d / "modules.json").write_text('[{"type": "a.Dense", "path": "2_Dense"}]'), "Dense"),
+        (lambda d: (d / "modules.json").write_text('[{"type": "a.LSTM", "path": "2_LSTM"}]'), "LSTM"),
+        (lambda d: (d / "config.json").write_text('{"model_type": "siglip2"}'), "SiglipModel"),
         (lambda d: (d / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]'), "out of"),
         (lambda d: (d / "modules.json").write_text("{"), "not JSON"),
         (lambda d: (d / "1_Pooling" / "config.json").write_text("{}"), "Pooling"),
