@@ -74,12 +74,14 @@ def make_scheduler(
     max_images_per_step: int = 8,
     enable_prefix_cache: bool = True,
     prefill_limit: PrefillLimit | None = None,
+    binds_prompts: bool = False,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache),
         StepLimits(max_num_batched_tokens, max_images_per_step, prefill_limit),
         max_num_seqs=max_num_seqs,
         eos_token_ids={EOS_ID},
+        binds_prompts=binds_prompts,
     )
 
 

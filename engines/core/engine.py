@@ -122,6 +122,7 @@ class BatchingEngine(Engine[EngineRequest]):
             limits,
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=tokenizer.eos_token_ids,
+            binds_prompts=runner.binds_prompts,
         )
         overlaps = config.overlap_steps
         self.pipeline = StepPipeline(

@@ -104,6 +104,7 @@ class ModelRunner(Protocol):
     max_model_len: int
     vocab_size: int
     shares_prefixes: bool  #: whether blocks hold all that is known of their tokens
+    binds_prompts: bool  #: whether a prompt's tokens see all of it: one step computes them
     runs_async: bool  #: whether a device computes beside the host, which goes on meanwhile
 
     def launch(self, batch: Batch) -> RunningStep:

@@ -34,7 +34,9 @@ class Scheduler:
         *,
         max_num_seqs: int,
         eos_token_ids: Set[int],
+        binds_prompts: bool = False,
     ) -> None:
+        """`binds_prompts`: one step computes all of a prompt, whatever the budget."""
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self._limits = limits
@@ -42,6 +44,7 @@ class Scheduler:
         self.running: OrderedDict[str, Sequence] = OrderedDict()  # oldest first
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._eos_token_ids = eos_token_ids
+        self._binds_prompts = binds_prompts
         self._late: Set[str] = frozenset()  # requests whose images the step before did not finish
 
     def add(self, sequence: Sequence) -> None:
@@ -234,8 +237,13 @@ class Scheduler:
         """Shorten a share so that it does not reach into an image that this step cannot encode.
 
         A running sequence's runner still holds the image in whose middle it stopped. Where the slots of an image see
-        each other, a share goes on to the last of them, whatever the budget.
+        each other, a share goes on to the last of them, whatever the budget; where a prompt sees all of itself, to
+        its end.
         """
+        if self._binds_prompts and num_new > 0:
+            for image in sequence.images:
+                budget.take_image(image.image_hash)
+            return max(num_new, sequence.num_prompt_tokens - start)
         for image in sequence.images:
             if image.offset >= start + num_new:
                 break

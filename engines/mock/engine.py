@@ -158,6 +158,7 @@ class MockRunner:
     max_model_len = MAX_MODEL_LEN
     runs_async = False
     shares_prefixes = True
+    binds_prompts = False
 
     def __init__(self, settings: MockEngineSettings) -> None:
         self.block_size = settings.block_size

@@ -53,6 +53,9 @@ class Item:
     text: str
     grid: tuple[int, ...] = ()  #: rows and columns of slots and the like
     is_whole: bool = False  #: as of `ImageInput`
+    is_filled: bool = False  #: whether all tokens of it are slots, whatever they are
+    #: A token that the text begins and ends with; neighbours share one, and a space parts it from a word.
+    seam: str = ""
 
 
 class PromptTokenizer(Protocol):
@@ -118,13 +121,15 @@ class PromptBuilder:
         }
         rendered = self._template.render(messages, protected, options)
         shown = [items[index] for index in order]
-        expanded, places = self._expand(rendered, shown)
+        expanded, places = self._expand(rendered, shown, guard)
         token_ids, runs = self._encode(expanded, places, guard)
         images = (self._place(token_ids, run, item) for run, item in zip(runs, shown, strict=True))
         is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
         return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
 
-    def _expand(self, rendered: str, items: list[Item]) -> tuple[str, list[tuple[int, int]]]:
+    def _expand(
+        self, rendered: str, items: list[Item], guard: str
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The prompt with the images' texts in the template's places, and where these begin and end."""
         found = [
             start
@@ -140,10 +145,16 @@ class PromptBuilder:
         places: list[tuple[int, int]] = []
         end = length = 0
         for start, item in zip(found, items, strict=True):
-            pieces += [rendered[end:start], item.text]
-            length += start - end + len(item.text)
-            places.append((length - len(item.text), length))
+            text = item.text
+            if item.seam and places and places[-1][1] == length and start == end:
+                text = text.removeprefix(item.seam)
+            pieces += [rendered[end:start], text]
+            length += start - end + len(text)
+            places.append((length - len(text), length))
             end = start + len(self._placeholder)
+            if item.seam and _is_word(rendered[end:].removeprefix(guard)[:1]):
+                pieces.append(" ")
+                length += 1
         return "".join([*pieces, rendered[end:]]), places
 
     def _encode(
@@ -185,7 +196,7 @@ class PromptBuilder:
                 f"{item.num_tokens}."
             )
         run_ids = token_ids[offset:stop]
-        is_slot = [token_id == self._slot_id for token_id in run_ids]
+        is_slot = [item.is_filled or token_id == self._slot_id for token_id in run_ids]
         slots: tuple[tuple[int, int], ...] = ()
         if not all(is_slot):
             edges = [i for i, slot in enumerate(is_slot) if slot != (i > 0 and is_slot[i - 1])]
@@ -251,6 +262,10 @@ class ControlSpelling:
                 start += len(rendered[start:]) - len(rendered[start:].lstrip())
         pieces.append((rendered[start:], None, len(rendered), 1))
         return pieces
+
+
+def _is_word(character: str) -> bool:
+    return bool(character) and not character.isspace() and character != "<"
 
 
 def _texts_of(message: ChatMessage) -> list[str]:

@@ -77,6 +77,12 @@ class HfTokenizer:
             for index in range(self.vocab_size)
         ]
 
+    def surround(self, backend: Backend) -> None:
+        """Put around a text what another's post-processor puts, which pads and cuts nothing any more."""
+        backend.no_padding()
+        backend.no_truncation()
+        self.prefix_ids, self.suffix_ids = _surrounding_ids(backend)
+
     def encode(self, text: str) -> list[int]:
         """Ordinary text to ids: control tokens spelled in it stay text; nothing is put around it."""
         return self.encode_piece(text, is_first=True)

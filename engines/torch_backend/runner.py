@@ -89,6 +89,7 @@ class TorchRunner:
         self.vocab_size = text.vocab_size
         self.model = model.eval()
         self.shares_prefixes = model.shares_prefixes
+        self.binds_prompts = model.binds_prompts
         self.device = device
         self._dtype = dtype
         self._mesh = mesh

@@ -105,6 +105,7 @@ class FamilyModel(nn.Module):
     speed_path = "native"  #: whose program computes the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` wants weights as they are stored
     shares_prefixes = True  #: whether blocks hold all that is known of their tokens
+    binds_prompts = False  #: whether a prompt's tokens see all of it
     state_bytes = 0  #: of what is kept of sequences beside keys and values
     num_position_rows = 1  #: R, where there is no such decoder
 

@@ -174,6 +174,8 @@ def create_processor(
     try:
         source = read_chat_template(directory) or multimodal.template
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
+        if (backend := getattr(multimodal, "around", None)) is not None:
+            tokenizer.surround(backend)
         placeholder = getattr(multimodal, "placeholder", "") or tokenizer.image_token
         template = ChatTemplate(source, placeholder, tokenizer.special_variables)
     except UnusableTemplate as error:

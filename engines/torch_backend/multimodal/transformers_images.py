@@ -30,7 +30,17 @@ from engines.torch_backend.models.generic.masks import find_sight
 logger = logging.getLogger(__name__)
 #: What a model reads of what its encoder made of an image, and the engine keeps.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
-_ROWS = frozenset({"pooler_output", "last_hidden_state", "deepstack_features"})
+_ROWS = frozenset({
+    "pooler_output", "last_hidden_state", "deepstack_features", "visual_indicator_features",
+})  # fmt: skip
+#: Prompts as processors lay them out by themselves, for checkpoints that bring no chat template.
+_LAYOUTS = {
+    "PaliGemmaProcessor": (
+        "{% for m in messages %}{% for c in m['content'] if c['type'] == 'image' %}<image>{% endfor %}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}"
+        "{% endfor %}{% endfor %}{{ '\\n' }}"
+    )
+}
 #: Of the image that says how many tokens one may come to.
 _SAMPLE_SIDE = 1024
 #: What processors say that treat an image in another way if it is not a prompt's only one.
@@ -47,6 +57,8 @@ class ProcessedImage:
     among_others: "ProcessedImage | None" = (
         None  #: where it is treated in another way beside others
     )
+    #: Of each slot, which feature that all images share fills it, or -1 for the next row; empty: rows alone.
+    indicators: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -129,14 +141,23 @@ def _joined(images: Sequence[ProcessedImage], name: str) -> Tensor:
 class TransformersImages:
     """Keeps the `MultimodalProcessor` protocol for any processor of transformers."""
 
-    template = ""
-
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         """Raises: UnsupportedCheckpoint."""
         self.slot_id: int = config.image_token_id
         self._processor = _load_processor(directory)
         tokenizer: Any = self._processor.tokenizer  # pyright: ignore
         self._slot: str = tokenizer.convert_ids_to_tokens(self.slot_id)
+        ids = getattr(config, "visual_indicator_token_ids", ())
+        texts = tokenizer.convert_ids_to_tokens(list(ids))
+        if None in texts:
+            raise UnsupportedCheckpoint(
+                f"the tokenizer lacks tokens of visual_indicator_token_ids, {ids} in config.json"
+            )
+        self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
+        self.template = _LAYOUTS.get(type(self._processor).__name__, "")
+        #: what its tokenizer puts around a text, which the processor may have changed
+        self.around: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._seam = _seam(self._processor)
         names = ("image_placeholder_token", "image_token")
         spelled = (getattr(self._processor, name, None) for name in names)
         self.placeholder: str = next(filter(None, spelled), self._slot)
@@ -185,10 +206,17 @@ class TransformersImages:
             for name in made
             if name in self._wanted
         }
-        num_slots = str(text).count(self._slot)
+        indicators = self._find_indicators(str(text))
+        num_slots = len(indicators) or str(text).count(self._slot)
         if num_slots == 0:
             raise _unfit(image, "it comes to no tokens")
-        return ProcessedImage(inputs, str(text), num_slots)
+        return ProcessedImage(inputs, str(text), num_slots, indicators=indicators)
+
+    def _find_indicators(self, text: str) -> tuple[int, ...]:
+        if not self._indicators:
+            return ()
+        spelled = "|".join(map(re.escape, (self._slot, *self._indicators)))
+        return tuple(self._indicators.get(found, -1) for found in re.findall(spelled, text))
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """What the processor puts in the placeholder's stead."""
@@ -204,7 +232,15 @@ class TransformersImages:
         if getattr(processor, "default_use_image_id", False):
             texts = processor._prepend_local_ids([slot * len(texts)], texts, slot)
         return [
-            Item(name, None, image, text, is_whole=self._are_whole)
+            Item(
+                name,
+                None,
+                image,
+                text,
+                is_whole=self._are_whole,
+                is_filled=bool(self._indicators),
+                seam=self._seam,
+            )
             for (name, image), text in zip(images, texts, strict=True)
         ]
 
@@ -246,6 +282,20 @@ def _unfit(image: Image.Image, reason: str) -> InvalidImage:
     )
 
 
+def _seam(processor: Any) -> str:
+    """What two images beside each other have once between them."""
+    is_it = type(processor).__name__ == "Idefics2Processor"
+    return processor.fake_image_token if is_it else ""
+
+
+def _spell(processor: Any) -> None:
+    """Have a processor say what stands for an image that says it within its call alone."""
+    if seam := _seam(processor):
+        count = 5 if processor.image_processor.do_image_splitting else 1
+        text = seam + (processor.image_token * processor.image_seq_len + seam) * count
+        processor.replace_image_token = lambda *_, **__: text
+
+
 def _load_processor(directory: Path) -> ProcessorMixin:
     smolvlm: Any = processing_smolvlm
     smolvlm.num2words = smolvlm.num2words or str  # asked for at the start, used for videos alone
@@ -260,4 +310,5 @@ def _load_processor(directory: Path) -> ProcessorMixin:
         ) from error
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
         raise UnsupportedCheckpoint("the checkpoint has no image processor beside its tokenizer")
+    _spell(processor)
     return processor

@@ -270,6 +270,18 @@ def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
     assert (scheduler.blocks.num_query_tokens, scheduler.blocks.num_hit_tokens) == (11, 0)
 
 
+def test_a_prompt_that_sees_all_of_itself_is_computed_in_one_step_whatever_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_images_per_step=1, binds_prompts=True)
+    images = (make_image(2, 4, "cat"), make_image(10, 4, "dog"))
+    scheduler.add(make_sequence(20, "a", images=images))
+    scheduler.add(make_sequence(token_ids=[9] * 12, request_id="b"))
+    assert [shares(run_step(scheduler)) for _ in range(3)] == [
+        {"a": 20},
+        {"a": 1, "b": 12},
+        {"a": 1, "b": 1},
+    ]
+
+
 def test_a_chunk_holds_all_slots_of_an_image_that_sees_itself_whatever_the_budget():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     image = replace(make_image(2, 9, "cat"), is_whole=True, slots=((1, 3), (4, 9)))

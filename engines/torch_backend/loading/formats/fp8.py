@@ -65,9 +65,11 @@ def scaled_layout(
     return Layout((num_outputs, num_inputs))
 
 
-def scaled(linear: StoredLinear, name: str, block: tuple[int, int] | None) -> Tensor:
+def scaled(
+    linear: StoredLinear, name: str, block: tuple[int, int] | None, weights: str = "weight"
+) -> Tensor:
     """Weights times their scales. Shapes: returns float32 (N, K)."""
-    weight = linear.read("weight").float()
+    weight = linear.read(weights).float()
     scale = linear.read(name).float()
     if block is None:
         return weight.mul_(scale.view(-1, 1))

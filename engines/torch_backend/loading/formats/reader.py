@@ -154,7 +154,7 @@ class Reader(ABC):
         candidates: dict[str, dict[str, StoredTensor]] = {}
         others: list[StoredTensor] = []
         for tensor in stored:
-            name, _, part = tensor.name.rpartition(".")
+            name, part = self.part_of(tensor.name)
             if part in self.part_names:
                 candidates.setdefault(name, {})[part] = tensor
             elif part not in self.ignored:
@@ -166,6 +166,11 @@ class Reader(ABC):
             else:
                 others += parts.values()
         return linears, others
+
+    def part_of(self, name: str) -> tuple[str, str]:
+        """The map that a tensor is of, if it is of one, and what it is called there."""
+        head, _, part = name.rpartition(".")
+        return head, part
 
     @abstractmethod
     def layout(self, linear: StoredLinear) -> Layout:

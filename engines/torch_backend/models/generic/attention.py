@@ -170,6 +170,7 @@ class Whole:
     start: int
     stop: int
     last: int
+    sees_all_before: bool = False  #: beyond windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +238,11 @@ class PagedStep:
                 first = torch.maximum(first, self.places - self.places % spec.chunk)
             last = self.places
             if spec.sees_images and self.wholes:
-                last = last.clone()
+                first, last = first.clone(), last.clone()
                 for whole in self.wholes:
                     last[whole.start : whole.stop] = whole.last
+                    if whole.sees_all_before:
+                        first[whole.start : whole.stop] = 0
             self._visible[key] = Visible(self.plan, self.pools[0].block_size, first, last)
         return self._visible[key]
 

@@ -47,6 +47,16 @@ _SAMPLE = (0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
 _SAMPLE_WINDOW = 3  #: shorter than an image
 
 
+def binds_prompts(model: PreTrainedModel) -> bool:
+    """Whether the tokens of a prompt see all of it, beyond windows too."""
+    hook: Any = getattr(model, "create_masks_for_generate", None)
+    if hook is None:
+        return False
+    types = torch.zeros(1, len(_SAMPLE), dtype=torch.long)
+    masks = _masks_by(hook, model, types).values()
+    return all(mask is not None and bool(mask.bool().all()) for mask in masks)
+
+
 def find_sight(model: PreTrainedModel) -> frozenset[str | None] | None:
     """The types of layers in which the slots of an image see each other; None: there are no types, all layers do.
 
@@ -56,6 +66,8 @@ def find_sight(model: PreTrainedModel) -> frozenset[str | None] | None:
     hook: Any = getattr(model, "create_masks_for_generate", None)
     if hook is None:
         return frozenset()
+    if binds_prompts(model):
+        return None
     runs = torch.tensor(_SAMPLE)
     place = torch.arange(len(runs))
     causal = place <= place[:, None]

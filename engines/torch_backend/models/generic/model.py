@@ -41,7 +41,7 @@ from engines.torch_backend.models.generic.linears import (
     quantize_linears,
     use_operators,
 )
-from engines.torch_backend.models.generic.masks import check_masks, find_sight
+from engines.torch_backend.models.generic.masks import binds_prompts, check_masks, find_sight
 from engines.torch_backend.models.generic.rope import freeze_rope
 from engines.torch_backend.models.generic.self_check import (
     difference_with_image,
@@ -173,6 +173,7 @@ class GenericModel(FamilyModel):
             self.specs = self._probe(device)
         check_masks(self.inner, list(self.specs.values()))
         if self.config.takes_images:
+            self.binds_prompts = binds_prompts(self.inner)
             sight = find_sight(self.inner)
             self.specs = {
                 module: replace(spec, sees_images=sight is None or spec.kind in sight)
@@ -208,9 +209,6 @@ class GenericModel(FamilyModel):
                     state_dict=weights,
                     dtype=dtype,
                     device_map=None if device.type == "cpu" else {"": device},
-                    attn_implementation="sdpa"
-                    if self.config.model_class._supports_sdpa
-                    else "eager",
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
@@ -326,7 +324,8 @@ class GenericModel(FamilyModel):
         """Scores of the next token behind some of the new ones. Shapes: returns (rows, V)."""
         assert self._ops is not None
         self._is_rounded |= step.pools[0].scales(0) is not None
-        paged = PagedStep(step.plan, step.pools, self._ops, _wholes(step))
+        wholes = _whole_prompts(step) if self.binds_prompts else _wholes(step)
+        paged = PagedStep(step.plan, step.pools, self._ops, wholes)
         for layer in self._layers:
             layer.step = paged
         ids, positions = step.token_ids[None], step.positions.unsqueeze(-2)
@@ -352,8 +351,11 @@ class GenericModel(FamilyModel):
 
     @property
     def shares_prefixes(self) -> bool:
-        """States belong to whole sequences: nobody can begin with another's blocks."""
-        return not self._mixers
+        """States belong to whole sequences, and so do prompts that see all of themselves: nobody can begin with
+
+        another's blocks.
+        """
+        return not (self._mixers or self.binds_prompts)
 
     @property
     def state_bytes(self) -> int:
@@ -375,7 +377,14 @@ class GenericModel(FamilyModel):
         base: Any = self.inner.base_model
         encoded = base.get_image_features(**inputs, return_dict=True)
         self._form = ImageForm.of(encoded)
-        return self._form.rows(encoded)
+        rows = self._form.rows(encoded)
+        if not pixels.indicators:
+            return rows
+        table: Tensor = encoded.visual_indicator_features
+        order = torch.tensor(pixels.indicators, device=device)
+        marked = rows.new_empty(len(order), rows.shape[1])
+        marked[order < 0], marked[order >= 0] = rows, table[order[order >= 0]].to(rows.dtype)
+        return marked
 
     def num_features(self, image: ImageInput) -> int | None:
         """Those that the prompt has slots for."""
@@ -409,10 +418,29 @@ class GenericModel(FamilyModel):
             assert self._form is not None
             rows = torch.cat([image.features for image in images])
             is_slot = ids == slot_id
+            indicators = self._indicators(ids, rows, filled)
+            rows = rows[is_slot[filled]] if indicators else rows
             if bool((is_slot & ~filled).any()):  # drawn, and told apart by nothing else
                 rows = self._beside_drawn(rows, filled[is_slot])
-            inputs["mm_encoder_outputs"] = {"image": self._form.output(rows)}
+            output: Any = self._form.output(rows)
+            if indicators:
+                output.visual_indicator_features = indicators
+            inputs["mm_encoder_outputs"] = {"image": output}
         return inputs
+
+    def _indicators(self, ids: Tensor, features: Tensor, filled: Tensor) -> list[Tensor]:
+        """What stands for tokens that say how an image lies, where a model has such: features in images, else embeddings.
+
+        Shapes: ids, filled (N,), features (filled, C); returns (places, C) of each.
+        """
+        found = []
+        for token_id in getattr(self.inner.config, "visual_indicator_token_ids", ()):
+            is_it = ids == token_id
+            embed: Any = self.inner.get_input_embeddings()
+            rows = embed(ids[is_it][None])[0].to(features.dtype)
+            rows[filled[is_it]] = features[is_it[filled]]
+            found.append(rows)
+        return found
 
     def _beside_drawn(self, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and rows that change nothing where the model wrote a slot's token itself. Shapes: (slots, levels * C)."""
@@ -453,7 +481,10 @@ class GenericModel(FamilyModel):
         """Compare a few tokens with transformers' own. Raises: UnsupportedCheckpoint where they differ."""
         if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
-        self._check(largest_difference(runner, self.config.text.vocab_size), "")
+        if (
+            not self.binds_prompts
+        ):  # which transformers' own forward pass is told by an image's prompt
+            self._check(largest_difference(runner, self.config.text.vocab_size), "")
         # members of a mesh would have to encode the image at once, and rank 0 alone does
         example = make_example() if make_example and self._mesh.size == 1 else None
         if example is None:
@@ -555,6 +586,15 @@ def _wholes(step: FlatStep) -> list[Whole]:
                 if begin < end <= item.end:
                     place = span.start - item.start
                     wholes.append(Whole(place + begin, place + end, end - 1))
+    return wholes
+
+
+def _whole_prompts(step: FlatStep) -> list[Whole]:
+    """All prompts of a step."""
+    wholes = []
+    for item, span in zip(step.items, step.plan.spans, strict=True):
+        if (asked := item.sequence.num_prompt_tokens) > item.start:
+            wholes.append(Whole(span.start, span.start + asked - item.start, asked - 1, True))
     return wholes
 
 

@@ -46,11 +46,14 @@ def difference_with_image(runner: Any, model: Any, prompt: Prompt) -> float | No
         prompt_positions=prompt.positions,
     )  # fmt: skip
     sequence.block_ids = list(range(num_blocks))
-    found = _draw(runner, [sequence], max(CHUNK, -(-length // 3)))
+    chunk = length if model.binds_prompts else max(CHUNK, -(-length // 3))
+    found = _draw(runner, [sequence], chunk)
     ids = torch.tensor([sequence.token_ids[:-1]], device=runner.device)
     with model.as_transformers_does() as plain:
         slot_id: Any = getattr(plain.config, "image_token_id", None)
         inputs = whole_inputs(plain, ids, slot_id, [image.pixels for image in prompt.images])
+        if model.binds_prompts:  # types tell prompts from what was drawn behind them
+            inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= length).long()
         scores = plain(input_ids=ids, use_cache=False, **inputs).logits[0]
     return _worst(sequence, found, scores)
 

@@ -51,6 +51,8 @@ class Family:
     placeholder: str = ""
     embedding_std: float = 0.35  #: such that answers differ
     opening: str = ""  #: what the template begins with
+    #: What its processor makes of images and a text, where it lays prompts out by itself; there is no template then.
+    read: Callable[[Any, list[Any], str], Any] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -913,57 +915,72 @@ FAMILIES += [
 ]  # fmt: skip
 
 
+def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
+    """Its processor lays prompts out by itself, and takes none without an image."""
+    if images:
+        made = processor(
+            images=[images], text=["<image>" * len(images) + text], return_tensors="pt"
+        )
+        del made["labels"]
+        return made
+    made = processor.tokenizer(f"<s>{text}\n", return_tensors="pt")
+    made["token_type_ids"] = torch.zeros_like(made["input_ids"])
+    return made
+
+
+def _paligemma(name: str, config_class: str, **more: Any) -> Family:
+    return visual(
+        name, "",
+        lambda: transformers.PaliGemmaProcessor(
+            transformers.SiglipImageProcessor(size=SQUARE, image_seq_length=4), tokenizer()
+        ),
+        "PaliGemma",
+        lambda: {
+            "vision_config": SIGLIP, "text_config": sub(config_class, head_dim=16, vocab_size=1600, **more),
+            "image_token_index": IMAGE_ID, "projection_dim": 64, "hidden_size": 64,
+        },
+        shares_prefixes=False, read=_read_paligemma, embedding_std=0.1,
+    )  # fmt: skip
+
+
+FAMILIES += [
+    _paligemma("PaliGemma", "Gemma"),
+    _paligemma("PaliGemma 2", "Gemma2", sliding_window=6, query_pre_attn_scalar=16, **MIXED),
+    visual(
+        "Ovis 2", "<image>",
+        lambda: transformers.Ovis2Processor(
+            transformers.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
+            tokenizer("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
+            image_seq_length=4,
+        ),
+        "Ovis2",
+        lambda: {
+            "text_config": sub("Qwen2"), "image_token_id": 307,
+            "visual_indicator_token_ids": [302, 303, 304, 305, 306], "hidden_size": 64, "vocab_size": 320,
+            "vision_config": {**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
+        },
+    ),
+    visual(
+        "Idefics2", "<image>",
+        lambda: transformers.Idefics2Processor(
+            transformers.Idefics2ImageProcessor(size={"longest_edge": 56, "shortest_edge": 28}),
+            tokenizer("<fake_token_around_image>", "<end_of_utterance>"), image_seq_len=4,
+        ),
+        "Idefics2",
+        lambda: {
+            "text_config": sub("Mistral"), "image_token_id": IMAGE_ID,
+            "vision_config": {**SMALL_TOWER, "image_size": 56},
+            "perceiver_config": {
+                "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+                "resampler_head_dim": 16, "num_key_value_heads": 1,
+            },
+        },
+    ),
+]  # fmt: skip
+
+
 #: Models of images that the engine cannot run, and what it says of each.
 REFUSED = [
-    (
-        visual(
-            "PaliGemma", "<image>",
-            lambda: transformers.PaliGemmaProcessor(
-                transformers.SiglipImageProcessor(size=SQUARE, image_seq_length=4), tokenizer()
-            ),
-            "PaliGemma",
-            lambda: {
-                "vision_config": SIGLIP, "text_config": sub("Gemma", head_dim=16), "image_token_index": IMAGE_ID,
-                "projection_dim": 64,
-            },
-        ),
-        "lets tokens see others than those before them",
-    ),
-    (
-        visual(
-            "Ovis2", "<image>",
-            lambda: transformers.Ovis2Processor(
-                transformers.Ovis2ImageProcessor(size=SQUARE),
-                tokenizer("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
-                image_seq_length=4,
-            ),
-            "Ovis2",
-            lambda: {
-                "text_config": sub("Qwen2"), "image_token_id": 307,
-                "visual_indicator_token_ids": [302, 303, 304, 305, 306], "hidden_size": 64, "vocab_size": 320,
-                "vision_config": {**SMALL_TOWER, "vocab_size": 40, "hidden_stride": 2},
-            },
-        ),
-        "reads visual_indicator_features of an image",
-    ),
-    (
-        visual(
-            "Idefics2", "<image>",
-            lambda: transformers.Idefics2Processor(
-                transformers.Idefics2ImageProcessor(size={"longest_edge": 56, "shortest_edge": 28}),
-                tokenizer("<fake_token_around_image>", "<end_of_utterance>"), image_seq_len=4,
-            ),
-            "Idefics2",
-            lambda: {
-                "text_config": sub("Mistral"), "image_token_id": IMAGE_ID, "vision_config": dict(SMALL_TOWER),
-                "perceiver_config": {
-                    "hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
-                    "resampler_head_dim": 16, "num_key_value_heads": 1,
-                },
-            },
-        ),
-        "Idefics2Processor does not say what one image comes to",
-    ),
     (
         visual(
             "Llama 3.2 Vision", "<|image|>",
@@ -1028,6 +1045,8 @@ def write_checkpoint(family: Family, directory: Path) -> None:
     if family.create_processor is None:
         return write_tokenizer(directory)
     family.create_processor().save_pretrained(directory)
+    if family.read is not None:
+        return None
     template = family.opening + TEMPLATE.replace("PLACEHOLDER", family.placeholder)
     (directory / "chat_template.jinja").write_text(template)
 

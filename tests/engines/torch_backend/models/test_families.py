@@ -172,6 +172,11 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
             for part in question
             if not isinstance(part, str)
         ]
+        if family.read is not None:
+            spoken = "".join(part for part in question if isinstance(part, str))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return dict(family.read(processor, images, spoken))
         text = "".join([family.opening, *parts, "\n"])
         call = processor if images else _without_images(processor)
         bos = {"add_special_tokens": False} if family.opening else {}
@@ -223,11 +228,17 @@ def loaded(
         family.name,
         f"`{family.architecture}`",
         "yes" if family.create_processor else "",
-        "yes" if loaded.model.shares_prefixes else "no: states",
+        _prefixes(loaded.model),
         loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native",
     ]
     rows.append(f"| {' | '.join(cells)} |\n")
     return loaded
+
+
+def _prefixes(model: FamilyModel) -> str:
+    if model.shares_prefixes:
+        return "yes"
+    return "no: prompts see all of themselves" if model.binds_prompts else "no: states"
 
 
 @pytest.mark.parametrize("way", ways.WAYS if ALL else QUICK_WAYS)

@@ -26,7 +26,11 @@ from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.models.generic.states import LayerState
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import TorchProcessor, example_prompt
+from engines.torch_backend.multimodal.processor import (
+    TorchProcessor,
+    create_processor,
+    example_prompt,
+)
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -48,6 +52,7 @@ from tests.engines.torch_backend.models.test_families import (
     load,
     load_family,
     load_reference,
+    load_their_processor,
     make_requests,
     prompts,
 )
@@ -110,6 +115,21 @@ def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
     write_checkpoint(family, tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         FAMILY.processor(tmp_path, FAMILY.check(read_fields(tmp_path)))
+
+
+def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_word(
+    tmp_path: Path,
+) -> None:
+    [family] = [each for each in FAMILIES if each.name == "Idefics2"]
+    write_checkpoint(family, tmp_path)
+    config = FAMILY.check(read_fields(tmp_path))
+    processor = create_processor(tmp_path, FAMILY.processor(tmp_path, config), 512)
+    process = load_their_processor(family, tmp_path)
+
+    question: list[Any] = [(28, 28, 1), (60, 20, 2), "And?"]
+    prompt = ask(processor, question)
+    assert prompt.token_ids == process(question)["input_ids"][0].tolist()
+    assert [image.num_slots for image in prompt.images] == [4, 4]
 
 
 def test_a_slot_that_the_model_writes_itself_is_no_image(tmp_path: Path) -> None:
@@ -200,7 +220,9 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
     model.verify(runner, "off")
 
 
-@pytest.fixture(scope="module", params=["LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Gemma 3"])
+@pytest.fixture(
+    scope="module", params=["LLaVA-NeXT", "Idefics3", "Qwen2.5-VL", "Gemma 3", "PaliGemma"]
+)
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[GenericModel, TorchProcessor]:

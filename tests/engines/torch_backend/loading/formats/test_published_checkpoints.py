@@ -52,6 +52,8 @@ INT4 = {
     "packed asymmetric groups of 32": formats.packed(4, 32, symmetric=False),
     "packed asymmetric channels": formats.packed(4, symmetric=False),
     "packed ordered": formats.packed(4, 64, ordered=True),
+    "torchao of 4 bits": formats.torchao(4, 32),
+    "torchao of 4 bits, asymmetric": formats.torchao(4, 64, symmetric=False),
 }
 INT8 = {
     "gptq of 8 bits": formats.gptq(8, -1, sym=True, dtype=torch.float32),
@@ -59,6 +61,8 @@ INT8 = {
     "int8": formats.int8(),
     "int8, one scale": formats.int8("tensor"),
     "w8a8": formats.int8(activations=True),
+    "bitsandbytes int8": formats.bitsandbytes8(),
+    "torchao of 8 bits": formats.torchao(),
 }
 FLOAT = {
     "gptq of 8 bits in groups": formats.gptq(8, 128, desc_act=True),
@@ -69,6 +73,11 @@ FLOAT = {
     "fp8, one scale": formats.float8("tensor"),
     "fp8 blocks of compressed-tensors": formats.float8("block", 96),
     "fp8 blocks": formats.deepseek(),
+    "bitsandbytes nf4": formats.bitsandbytes4(),
+    "bitsandbytes nf4, nested": formats.bitsandbytes4(nested=True, storage="bfloat16"),
+    "bitsandbytes fp4": formats.bitsandbytes4("fp4", block=128),
+    "torchao of 8 bits in groups": formats.torchao(8, 64, symmetric=False),
+    "torchao fp8": formats.torchao_float8(),
 }
 ALL = INT4 | INT8 | FLOAT
 
@@ -248,6 +257,21 @@ HOSTILE: list[tuple[Any, dict[str, Tensor | None], str]] = [
     ),
     (formats.deepseek(), {"weight_scale_inv": torch.ones(1, 1)}, r"weight_scale_inv is \(1, 1\)"),
     (formats.deepseek(), {"weight_scale_inv": None}, "type F8_E4M3, and has no scale"),
+    (formats.bitsandbytes4(), {"weight.absmax": torch.ones(3)}, r"absmax is \(3,\), .* \(1024,\)"),
+    (formats.bitsandbytes4(), {"weight.quant_map": torch.ones(8)}, r"quant_map is \(8,\)"),
+    (formats.bitsandbytes4(), {"weight": torch.zeros(9, 1).byte()}, "weight has 9 bytes"),
+    (
+        formats.bitsandbytes4(),
+        {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b"{}")).byte()},
+        "bitsandbytes__nf4 does not say shape and block size",
+    ),
+    (
+        formats.bitsandbytes4(),
+        {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9999).byte()},
+        "bitsandbytes__nf4 has more than 4096 bytes",
+    ),
+    (formats.bitsandbytes8(), {"SCB": torch.ones(9)}, r"SCB is \(9,\)"),
+    (formats.bitsandbytes8(), {"weight_format": torch.tensor(1).byte()}, "weight_format is of a GPU's"),
     (
         formats.gptq(),
         {"qweight": torch.zeros(16, 256).int(), "scales": torch.ones(2, 256).half(), "g_idx": None,
@@ -278,7 +302,11 @@ def compressed(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read, as .* these can"),
+        ({"quant_method": "quanto"}, "'quanto' cannot be read, as .* these can"),
+        (
+            formats.bitsandbytes4()[1] | {"bnb_4bit_quant_type": "int4"},
+            "bnb_4bit_quant_type is 'int4'",
+        ),
         ({"quant_method": "new"}, "'new' cannot be read; these can: .* --quantization int8"),
         ({"quant_method": ["gptq"]}, "quant_method .* cannot be read"),
         ({}, "lacks weights|unknown"),
@@ -317,8 +345,27 @@ def test_settings_that_cannot_be_read_are_named(
         load(tmp_path / "q")
 
 
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (["Int4Tensor", 32, ""], "of torchao's class 'Int4Tensor'; Int8Tensor, .* can be read"),
+        (["IntxUnpackedToInt8Tensor", 32, "int3"], "integers of the type 'int3'"),
+        (["Int8Tensor", 32, ""], r"_weight_scale is \(\d+, 1\), but the others make it"),
+        (["Int8Tensor", 0, ""], r"in blocks of \[1, 0\]"),
+    ],
+)
+def test_what_torchao_tells_beside_weights_has_to_fit(
+    told: list[Any], reason: str, tmp_path: Path
+) -> None:
+    write, config = formats.torchao()
+    formats.write_checkpoint(tmp_path / "q", write, config | {"told": told})
+
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path / "q")
+
+
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("name", [name for name in ALL if "packed" in name or "int8" in name])
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("packed", "int8"))])
 def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> None:
     """So the writers here write what the format is."""
     pytest.importorskip("compressed_tensors")
