@@ -1,8 +1,10 @@
 """Latencies are computed by their definitions."""
 
 import pytest
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client import Histogram as LibraryHistogram
 
-from shared.telemetry.metrics import GatewayMetrics, RequestRecord
+from shared.telemetry.metrics import GatewayMetrics, Histogram, Metric, RequestRecord
 
 
 def record(**overrides) -> RequestRecord:
@@ -39,3 +41,19 @@ def test_the_gap_before_an_event_is_shared_by_its_tokens():
     metrics.record_tokens("m", 0.4, 4)
     assert value(metrics, "vlm_inter_token_latency_seconds_count") == 4
     assert value(metrics, "vlm_inter_token_latency_seconds_sum") == pytest.approx(0.4)
+
+
+def test_a_histogram_shows_what_the_library_shows():
+    disable_created_metrics()
+    metric = Metric("vlm_x_seconds", "histogram", "Of x.", ("model",), (0.1, 0.5, 1.0))
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram(metric, ours)
+    library = LibraryHistogram(
+        metric.name, metric.help, metric.labels, registry=theirs, buckets=metric.buckets
+    )
+    for model, value, count in (("a", 0.1, 1), ("a", 0.25, 4), ("b", 7.0, 1), ("a", 0.0, 1)):
+        histogram.labels(model).observe(value, count)
+        for _ in range(count):
+            library.labels(model).observe(value)
+
+    assert generate_latest(ours) == generate_latest(theirs)
