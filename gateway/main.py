@@ -3,7 +3,6 @@
 Called by the command line with the whole settings; logging is set up already.
 """
 
-import gc
 import logging
 import resource
 
@@ -11,6 +10,7 @@ from gateway.app import create_app
 from gateway.http.auth import check_exposure
 from gateway.http.server import RESERVED_FILES
 from gateway.services import Services
+from shared.process import end_startup
 from shared.settings.tree import Settings
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,7 @@ def run_gateway(settings: Settings) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     services = Services(settings)
     server = services.create_server(create_app(services))
-    # What was imported lives as long as the process: collections need not look at it again.
-    gc.collect()
-    gc.freeze()
+    end_startup()
     try:
         server.run()
     except SystemExit as stop:  # uvicorn's way to say that it cannot listen

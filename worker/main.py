@@ -5,7 +5,6 @@ configured.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from engines.base import Decode, Engine, EngineStartError, LoadedEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of
 from shared.blobs.redis_store import RedisBlobStore
+from shared.process import end_startup
 from shared.queue.claim import RedisWorkerQueue
 from shared.queue.registry import Registry
 from shared.redis.client import create_redis
@@ -100,10 +100,7 @@ class WorkerProcess:
             await reached
             worker = await self._create_worker(stack, loaded)
             self._worker = worker
-            # Model and libraries live as long as the process: no collection shall stop streams to
-            # look at them.
-            gc.collect()
-            gc.freeze()
+            end_startup()  # no collection shall stop streams to look at the model
             await worker.announce_first()
             logger.info(
                 "worker %s is ready: %s; health on port %d",
