@@ -21,6 +21,7 @@ from shared.protocol import (
     Priority,
     StageTimings,
     Task,
+    Tokenize,
     Usage,
 )
 
@@ -140,6 +141,16 @@ class PreparedImage:
 Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
 
 
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """What `Engine.tokenize` made: ids and how each is spelled, or a text."""
+
+    token_ids: Sequence[int] = ()
+    num_image_tokens: int = 0  #: of these
+    strings: Sequence[str] = ()
+    text: str = ""
+
+
 class EngineInput(Protocol):
     """A call ready for `Engine.add`. The rest of it is the engine's own."""
 
@@ -228,6 +239,13 @@ class Engine(ABC, Generic[Input]):
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
         """What `add` takes; `images[i]` is the task's i-th. Thread-safe. Raises: RequestError."""
+
+    def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
+        """What the task asks for, of an engine that offers it; it is answered by that alone.
+
+        Thread-safe. Raises: RequestError.
+        """
+        raise InvalidRequest("the model's engine has no tokenizer", "model")
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """Hold an adapter, by its digest, from now on. Thread-safe. Raises: BadAdapter."""

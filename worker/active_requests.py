@@ -22,6 +22,7 @@ from engines.base import (
     InvalidImage,
     PromptTooLong,
     RequestError,
+    Tokenization,
 )
 from shared.protocol import (
     Call,
@@ -29,12 +30,17 @@ from shared.protocol import (
     ErrorCode,
     Failed,
     Finished,
+    FinishReason,
+    Generate,
     Priority,
     Scores,
     StageTimings,
     Started,
+    Tokenize,
+    Tokenized,
     Tokens,
     UnsupportedVersion,
+    Usage,
     Vectors,
     decode_call,
     decode_log,
@@ -155,7 +161,7 @@ class ActiveRequest:
             assert last.usage is not None
             if last.values:
                 events.append(self._values(last))
-            timings = self._timings(last.timings or StageTimings())
+            timings = self.timings(last.timings or StageTimings())
             events.append(Finished(request_id, attempt, last.finish_reason, last.usage, timings))
         return events
 
@@ -165,7 +171,7 @@ class ActiveRequest:
             return Vectors(request_id, attempt, output.dimensions, output.values)
         return Scores(request_id, attempt, output.values)
 
-    def _timings(self, engine: StageTimings) -> StageTimings:
+    def timings(self, engine: StageTimings) -> StageTimings:
         """The engine's stages, with the wait in Redis and the preparation here."""
         parked_s = self.started_at - self.claimed_at
         return msgspec.structs.replace(
@@ -290,7 +296,33 @@ class ActiveRequests:
             logger.exception("could not prepare request %s", active.request_id)
             self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
         else:
-            self._engine.add(request)
+            if isinstance(request, Tokenization):
+                self._answer(active, request)
+            else:
+                self._engine.add(request)
+
+    def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
+        """End a request that only its prompt was asked for."""
+        task = active.call.task
+        assert isinstance(task, Tokenize)
+        active.added_at = time.monotonic()
+        name = (active.request_id, active.claim.attempt)
+        token_ids = tuple(made.token_ids) if task.with_ids else ()
+        self._outbox.post(
+            active,
+            Tokenized(
+                *name,
+                len(made.token_ids),
+                made.num_image_tokens,
+                token_ids,
+                tuple(made.strings),
+                made.text,
+            ),
+        )
+        timings = active.timings(StageTimings())
+        self._outbox.post(active, Finished(*name, FinishReason.STOP, Usage(0), timings))
+        self._end_trace(active, "ok")
+        self._by_engine_id.pop(active.engine_id, None)
 
     def on_events(self, events: list[EngineEvent]) -> None:
         """Take the engine thread's events; what several steps said of a request is one event."""
@@ -329,7 +361,7 @@ class ActiveRequests:
         if isinstance(error, ImageRefused):
             param = active.call.task.param_of_image(error.index)
         elif param is None and isinstance(error, PromptTooLong):
-            param = "messages"
+            param = active.call.task.param if isinstance(active.call.task, Generate) else None
         self.fail(active, code, str(cause), param)
 
     def fail(

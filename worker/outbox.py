@@ -20,6 +20,7 @@ from shared.protocol import (
     Finished,
     Scores,
     Started,
+    Tokenized,
     Tokens,
     Vectors,
     encode_events,
@@ -49,7 +50,7 @@ class _Draft:
     begun_at: float
     started: Started | None = None
     deltas: list[Tokens] = field(default_factory=list)
-    values: Vectors | Scores | None = None
+    values: Vectors | Scores | Tokenized | None = None
     terminal: Finished | Failed | None = None
 
     def add(self, event: CallEvent) -> None:
@@ -58,7 +59,7 @@ class _Draft:
             self.deltas.append(event)
         elif isinstance(event, Started):
             self.started = event
-        elif isinstance(event, Vectors | Scores):
+        elif isinstance(event, Vectors | Scores | Tokenized):
             self.values = event
         else:
             self.terminal = event

@@ -24,6 +24,7 @@ from engines.base import (
     InvalidRequest,
     PreparedImage,
     PromptTooLong,
+    Tokenization,
 )
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
@@ -41,7 +42,7 @@ from engines.core.runner import (
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
-from engines.text.detokenizer import Detokenizer
+from engines.text.detokenizer import Detokenizer, decode
 from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import ReasoningDetokenizer
 from shared.protocol import (
@@ -51,6 +52,8 @@ from shared.protocol import (
     ImageRef,
     OutputLogprob,
     StageTimings,
+    TextPart,
+    Tokenize,
     TokenLogprob,
     Usage,
 )
@@ -149,6 +152,7 @@ class BatchingEngine(Engine[EngineRequest]):
         """Generation that can be taken over; the rest is the processor's."""
         return Capabilities(
             self.scheduler.max_num_seqs,
+            tasks=("generate", "tokenize"),
             decodes_images=self.processor.decodes_images,
             can_continue=True,
             prepares_quickly=self.processor.is_quick,
@@ -165,9 +169,7 @@ class BatchingEngine(Engine[EngineRequest]):
         Raises: InvalidRequest, BadGrammar, GrammarTooComplex.
         """
         assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
-        pairs = [(image.image_hash, image.content) for image in images]
-        task = call.task
-        prompt = self.processor.build_prompt(task.messages, pairs, task.template_options)
+        prompt = self._build_prompt(call.task, images)
         return EngineRequest(
             call.request_id,
             prompt.token_ids,
@@ -179,7 +181,42 @@ class BatchingEngine(Engine[EngineRequest]):
             positions=prompt.positions,
             adapter=self._find_adapter(call.adapter),
             is_thinking=prompt.is_thinking,
-            constraint=self._constrain(task.grammar, prompt),
+            is_raw=call.task.prompt is not None,
+            constraint=self._constrain(call.task.grammar, prompt),
+        )
+
+    def _build_prompt(self, task: Generate, images: Items[PreparedImage]) -> Prompt:
+        """Raises: InvalidRequest."""
+        prompt = task.prompt
+        if prompt is None:
+            pairs = [(image.image_hash, image.content) for image in images]
+            return self.processor.build_prompt(task.messages, pairs, task.template_options)
+        if isinstance(prompt, TextPart):
+            return self.processor.encode_prompt(
+                prompt.text, add_special_tokens=task.add_special_tokens
+            )
+        self._check_ids(prompt.token_ids, "prompt")
+        return Prompt(list(prompt.token_ids))
+
+    def _check_ids(self, token_ids: Items[int], param: str) -> None:
+        """Raises: InvalidRequest."""
+        vocab_size = self.runner.vocab_size
+        if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+            raise InvalidRequest(
+                f"A token id is outside the vocabulary: send 0 to {vocab_size - 1}.", param
+            )
+
+    def tokenize(self, task: Tokenize, images: Items[PreparedImage]) -> Tokenization:
+        """The prompt of a request, or the text of ids. Raises: InvalidRequest."""
+        if task.of is None:
+            self._check_ids(task.token_ids, "tokens")
+            return Tokenization(text=decode(self.tokenizer, task.token_ids))
+        prompt = self._build_prompt(task.of, images)
+        spell = self.tokenizer.token_string
+        return Tokenization(
+            prompt.token_ids,
+            sum(image.num_tokens for image in prompt.images),
+            [spell(token_id) for token_id in prompt.token_ids] if task.with_strings else (),
         )
 
     def _constrain(self, grammar: Grammar | None, prompt: Prompt) -> Constraint | None:
@@ -236,7 +273,7 @@ class BatchingEngine(Engine[EngineRequest]):
     def _create_detokenizer(self, request: EngineRequest) -> Detokenizer | ReasoningDetokenizer:
         """One that knows what earlier attempts have told."""
         stop, reasoning = request.sampling.stop, self.processor.reasoning
-        if reasoning is None:
+        if reasoning is None or request.is_raw:
             detokenizer = Detokenizer(self.tokenizer, stop)
         else:
             detokenizer = ReasoningDetokenizer(self.tokenizer, stop, reasoning, request.is_thinking)

@@ -56,6 +56,7 @@ class EngineRequest:
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
     is_thinking: bool = False  #: the prompt has begun what the model thinks before its answer
+    is_raw: bool = False  #: nothing of its answer is kept apart, whatever it marks as thinking
     positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
     adapter: Adapter | None = None
     constraint: Constraint | None = None  #: what each answer is held to, at its start

@@ -156,6 +156,10 @@ class Tokenizer(Protocol):
         """The raw bytes that a token adds to the text; empty for special tokens."""
         ...
 
+    def token_string(self, token_id: int) -> str:
+        """How the vocabulary spells a token; empty for one that it does not have."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -198,4 +202,8 @@ class Processor(Protocol):
 
         `options` are further variables of the template. Raises: InvalidRequest.
         """
+        ...
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """A text as it stands: special tokens spelled in it are tokens."""
         ...

@@ -44,6 +44,7 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
+_SPECIAL = {EOS_ID: "<eos>", IMAGE_ID: "<image>"}
 FEATURE_BYTES_PER_TOKEN = 1024
 
 
@@ -72,6 +73,12 @@ class MockTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes that a token adds to the text; empty for special tokens."""
         return self._token_bytes[token_id]
+
+    def token_string(self, token_id: int) -> str:
+        """Bytes as Latin-1, words as they are; in angle brackets what is no text."""
+        if token_id in _SPECIAL:
+            return _SPECIAL[token_id]
+        return self._token_bytes[token_id].decode("latin-1")
 
 
 class MockProcessor:
@@ -125,6 +132,10 @@ class MockProcessor:
         if self.reasoning is not None and options.get("enable_thinking") is False:
             token_ids += NO_THINKING
         return Prompt(token_ids, tuple(inputs))
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """Its bytes: there are no special tokens around a text."""
+        return Prompt(self.tokenizer.encode(text))
 
 
 @dataclass(slots=True)
@@ -337,6 +348,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
         max_model_len=engine.max_model_len,
         vocab_size=VOCAB_SIZE,
         image_tokens=processor.image_tokens,
+        tasks=engine.capabilities().tasks,
         reasoning="" if processor.reasoning is None else processor.reasoning.form.name,
         template_options=tuple(processor.template_options),
         supports_grammars=engine.capabilities().takes_grammars,

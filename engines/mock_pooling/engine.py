@@ -8,6 +8,7 @@ must not know torch.
 import hashlib
 import math
 import time
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,15 @@ class MockPoolingModel:
             )
         return words[-most:] if truncate == "start" else words[:most]
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """A number for each word; there are no special tokens."""
+        words = text.split()
+        return [zlib.crc32(word.encode()) % VOCAB_SIZE for word in words], words
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Raises: InvalidRequest."""
+        raise InvalidRequest("the mock keeps no words: it cannot tell a text from ids", "tokens")
+
     def compute(self, rows: Sequence[Row]) -> None:
         """Sleep as long as a model would take."""
         for row in rows:
@@ -142,16 +152,17 @@ def load_mock_pooling_engine(
 ) -> LoadedEngine:
     """The mock behind the real engine."""
     model = MockPoolingModel(settings)
+    engine = PoolingEngine(model, settings)
     card = ModelCard(
         name=settings.served_name or "mock-embeddings",
         created_at=int(time.time()),  # noqa: TID251
         max_model_len=model.max_model_len,
         vocab_size=VOCAB_SIZE,
         image_tokens=settings.mock.tokens_per_image,
-        tasks=model.tasks,
+        tasks=engine.capabilities().tasks,
         dimensions=model.dimensions,
         shorter_dimensions=model.shorter_dimensions,
         prompts=tuple(model.prompts),
         digest=hashlib.sha256(b"mock %d" % model.dimensions).hexdigest(),
     )
-    return LoadedEngine(PoolingEngine(model, settings), card)
+    return LoadedEngine(engine, card)

@@ -73,6 +73,14 @@ class ClipEncoder:
         padding = length - len(words.ids)
         return Row(words, length, num_padding=padding, identity=words.identity)
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Token ids of a text, and how each is spelled."""
+        return self.texts.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids. Raises: InvalidRequest."""
+        return self.texts.decode(token_ids)
+
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
         """All rows of a step, of one kind."""

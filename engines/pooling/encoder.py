@@ -107,6 +107,19 @@ class Texts:
             ids = ids[-most:] if task.truncate == "start" else ids[:most]
         return Words(ids, (0,) * len(ids), *options)
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """All of a text as ids, and how each is spelled."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, encoding.tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens as they are spelled. Raises: InvalidRequest."""
+        if any(token_id >= self.vocab_size for token_id in token_ids):
+            raise InvalidRequest(
+                f"A token id is outside the vocabulary: send 0 to {self.vocab_size - 1}.", "tokens"
+            )
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def pair(self, task: Rerank, index: int) -> Words:
         """A query and a document. Raises: PromptTooLong."""
         query = task.queries[index if len(task.queries) > 1 else 0]
@@ -186,6 +199,14 @@ class Encoder:
                 raise InvalidRequest("this model takes no images")
             contents = [self.texts.words(task, index) for index in range(len(task.inputs))]
         return [Row(each, len(each.ids), identity=each.identity) for each in contents]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Token ids of a text, and how each is spelled."""
+        return self.texts.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids. Raises: InvalidRequest."""
+        return self.texts.decode(token_ids)
 
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:

@@ -18,11 +18,22 @@ from engines.base import (
     EngineStats,
     InvalidRequest,
     PreparedImage,
+    Tokenization,
 )
 from engines.pooling.batch import Row, Waiting
 from engines.pooling.cache import ResultCache, cache_key
 from engines.pooling.settings import PoolingSettings
-from shared.protocol import Embed, FinishReason, ImageRef, Priority, StageTimings, Task, Usage
+from shared.protocol import (
+    Embed,
+    FinishReason,
+    ImageRef,
+    Priority,
+    StageTimings,
+    Task,
+    TextPart,
+    Tokenize,
+    Usage,
+)
 
 #: Rows of one step: short ones would fill the budget by the thousand, and a step must end.
 MAX_ROWS_PER_STEP = 512
@@ -51,6 +62,14 @@ class PoolingModel(Protocol):
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input, in order. Thread-safe. Raises: RequestError."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Token ids of a text, and how each is spelled. Thread-safe."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids. Thread-safe. Raises: InvalidRequest."""
         ...
 
     def compute(self, rows: Sequence[Row]) -> None:
@@ -122,7 +141,7 @@ class PoolingEngine(Engine[PoolingInput]):
         """Tasks of the model; a call is begun anew by another worker, as nothing is told before its end."""
         return Capabilities(
             self._settings.max_calls,
-            tasks=self._model.tasks,
+            tasks=(*self._model.tasks, "tokenize"),
             decodes_images=self._model.decodes_images,
             can_continue=True,
             prepares_quickly=self._model.prepares_quickly,
@@ -145,6 +164,18 @@ class PoolingEngine(Engine[PoolingInput]):
                     cache_key(call.tenant, row.kind, row.identity) if row.identity else b""
                 )
         return PoolingInput(call.request_id, call.priority, rows, dimensions)
+
+    def tokenize(self, task: Tokenize, images: Sequence[PreparedImage]) -> Tokenization:
+        """A text as ids, or ids as text. Raises: InvalidRequest."""
+        if task.of is None:
+            return Tokenization(text=self._model.decode(task.token_ids))
+        prompt = task.of.prompt
+        if not isinstance(prompt, TextPart):
+            raise InvalidRequest("this model has no conversations: send prompt", task.of.param)
+        token_ids, strings = self._model.encode(
+            prompt.text, add_special_tokens=task.of.add_special_tokens
+        )
+        return Tokenization(token_ids, strings=strings if task.with_strings else ())
 
     def _check(self, task: Embed, dimensions: int) -> None:
         """Look again at what a gateway with an older card may have let through. Raises: InvalidRequest."""

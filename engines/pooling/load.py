@@ -62,7 +62,7 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
         vocab_size=model.texts.vocab_size,
         supports_images=model.decodes_images,
         image_tokens=model.image_tokens,
-        tasks=model.tasks,
+        tasks=engine.capabilities().tasks,
         dimensions=model.dimensions,
         shorter_dimensions=model.shorter_dimensions,
         prompts=tuple(model.prompts),

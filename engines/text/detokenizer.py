@@ -45,6 +45,15 @@ class Detokenizer:
         return self._stops.release(text) + self._stops.finish() if self._stops.texts else text
 
 
+def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
+    """The text of ids, special tokens as they are spelled."""
+    pieces = (tokenizer.token_bytes(i) or tokenizer.token_string(i).encode() for i in token_ids)
+    data = b"".join(pieces)
+    return (data.removeprefix(b" ") if tokenizer.drops_leading_space else data).decode(
+        "utf-8", "replace"
+    )
+
+
 class StopStrings:
     """Lets through what of a text lies before the first stop string, and what can be part of none."""
 

@@ -127,6 +127,11 @@ class PromptBuilder:
         is_thinking = self._reasoning is not None and self._reasoning.is_opened_by(rendered)
         return Prompt(token_ids, tuple(images), is_thinking=is_thinking)
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """A text as it stands, without the template: control tokens that it spells are tokens."""
+        token_ids, _ = self._encode(text, [], "", add_special_tokens=add_special_tokens)
+        return Prompt(token_ids)
+
     def _expand(
         self, rendered: str, items: list[Item], guard: str
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -158,12 +163,17 @@ class PromptBuilder:
         return "".join([*pieces, rendered[end:]]), places
 
     def _encode(
-        self, text: str, places: list[tuple[int, int]], guard: str
+        self,
+        text: str,
+        places: list[tuple[int, int]],
+        guard: str,
+        *,
+        add_special_tokens: bool = True,
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a prompt's text, and between which of them the control tokens of each place are."""
         tokenizer = self._tokenizer
         bos = tokenizer.bos_token
-        adds_special = not (bos and text.startswith(bos))
+        adds_special = add_special_tokens and not (bos and text.startswith(bos))
         ids: list[int] = list(tokenizer.prefix_ids) if adds_special else []
         runs: list[tuple[int, int]] = []
         remaining = iter(places)

@@ -100,6 +100,10 @@ class HfTokenizer:
         """The raw bytes that a token adds to the text; empty for special and unknown tokens."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
+    def token_string(self, token_id: int) -> str:
+        """How the vocabulary spells a token; empty for one that it does not have."""
+        return self._texts.get(token_id, "")
+
     def _find_control_tokens(self, backend: Backend, template: str) -> dict[str, ControlToken]:
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         names = {t for t, token in added.items() if token.special or (t.strip() and t in template)}

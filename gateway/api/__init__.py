@@ -8,11 +8,13 @@ A new API is one new file: a class that implements `gateway.calls.surface.Surfac
 from collections.abc import Callable
 
 from gateway.api.chat import ChatCompletions
+from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
 from gateway.api.rerank import Reranking, Scoring
 from gateway.api.routes import Operation
 from gateway.api.similar import Similar
+from gateway.api.tokenize import Detokenizing, Tokenizing
 from gateway.api.vector_stores import VectorStores
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
@@ -21,9 +23,12 @@ from shared.settings.limits import LimitSettings
 
 SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     ChatCompletions,
+    Completions,
     Embeddings,
     Reranking,
     Scoring,
+    Tokenizing,
+    Detokenizing,
 )
 
 

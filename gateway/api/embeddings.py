@@ -174,7 +174,7 @@ class Embeddings(Surface):
             tasks,
             EmbeddingOptions(request.encoding_format == "base64"),
             images=inputs.images,
-            shares_prompt=False,
+            num_prompts=len(tasks),
             shows_timings=wants_timings(request.timings, context.headers),
             priority=find_priority(request.service_tier, context.headers),
         )

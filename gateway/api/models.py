@@ -31,7 +31,7 @@ class ModelObject(msgspec.Struct):
     supports_images: bool
     #: That take requests now; without any, requests wait in the queue.
     num_workers: int
-    #: Tags of the tasks that it takes: `generate`, `embed`, `rerank`.
+    #: Tags of the tasks that it takes: `generate`, `embed`, `rerank`, `tokenize`.
     tasks: tuple[str, ...]
     input_modalities: tuple[str, ...]
     output_modalities: tuple[str, ...]

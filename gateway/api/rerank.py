@@ -172,7 +172,7 @@ class _Pairs(Surface):
         return Plan(
             tasks,
             options,
-            shares_prompt=False,
+            num_prompts=len(tasks),
             shows_timings=wants_timings(request.timings, context.headers),
             priority=find_priority(request.service_tier, context.headers),
         )

@@ -22,6 +22,7 @@ from shared.protocol import (
     Priority,
     Rerank,
     Task,
+    Tokenize,
     TokensPart,
 )
 from shared.queue.api import QueueRefused
@@ -153,11 +154,15 @@ class PossibleTokens:
 
 def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     """Prompt and answer, as far as the model holds them."""
+    if isinstance(task, Tokenize):
+        return PossibleTokens(1, 0)
     num_chars = sum(len(text) for text in task.texts())
     per_image = card.image_tokens or TOKENS_PER_IMAGE
     num_prompt = num_chars // CHARS_PER_TOKEN + per_image * len(task.images)
     if not isinstance(task, Generate):
         return PossibleTokens(max(1, num_prompt + _num_token_ids(task)), 0)
+    if isinstance(task.prompt, TokensPart):
+        num_prompt = len(task.prompt.token_ids)
     answer = task.sampling.max_tokens or OPEN_ANSWER_TOKENS
     num_prompt = min(num_prompt, card.max_model_len - 1)
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
@@ -172,7 +177,7 @@ def open_tokens(task: Task, num_tokens: int) -> int:
     """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
     if isinstance(task, Embed):
         return num_tokens + TOKENS_PER_VECTOR * len(task.inputs)
-    if isinstance(task, Rerank) or task.sampling.num_logprobs is None:
+    if isinstance(task, Rerank | Tokenize) or task.sampling.num_logprobs is None:
         return num_tokens
     num_answer_tokens = min(task.sampling.max_tokens or num_tokens, num_tokens)
     num_logprobs = num_answer_tokens * (1 + task.sampling.num_logprobs)

@@ -135,7 +135,7 @@ class Lifecycle:
         if self.tracer is not None:
             recorder.trace(self.tracer)
         recorder.model, recorder.priority = card.name, plan.priority
-        recorder.shares_prompt = plan.shares_prompt
+        recorder.num_prompts = plan.num_prompts
         error, is_answered = None, False
         try:
             if surface.task not in card.tasks:
@@ -179,7 +179,7 @@ class Lifecycle:
                 raise _wrong_task(surface, card)
             plan = surface.plan(request, context, card)
             check_images(plan.images, surface.task, card, self.limits)
-            recorder.priority, recorder.shares_prompt = plan.priority, plan.shares_prompt
+            recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
             may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
             resumes = may_resume and is_resumable(context, plan)
             head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251

@@ -7,7 +7,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from shared.protocol import CallEvent, ErrorCode, Failed, Finished, Scores, Started, Tokens, Vectors
+from shared.protocol import (
+    CallEvent,
+    ErrorCode,
+    Failed,
+    Finished,
+    Scores,
+    Started,
+    Tokenized,
+    Tokens,
+    Vectors,
+)
 from shared.queue.api import RequestState
 
 ChoiceEvent = tuple[int, CallEvent]  #: which choice, and what happened to it
@@ -78,7 +88,7 @@ class ChoiceProgress:
             case Failed():
                 self.is_finished = self.is_settled = True
                 return event
-            case Vectors() | Scores():
+            case Vectors() | Scores() | Tokenized():
                 is_news, self.has_values = not self.has_values, True
                 return event if is_news else None
 

@@ -90,7 +90,7 @@ class Recorder:
         self.model = OTHER
         self.user: str | None = None
         self.priority = Priority.INTERACTIVE
-        self.shares_prompt = True
+        self.num_prompts = 1
         self.outcome = "cancelled"
         #: the answer is another request's, which is the one that is counted
         self.is_followed = False
@@ -145,15 +145,16 @@ class Recorder:
                 self._note_tokens(index, event, now)
             elif isinstance(event, Finished):
                 _check(event)
-                self._note_end(event)
+                self._note_end(index, event)
             elif isinstance(event, Failed):
                 raise from_failed(event)
 
-    def _note_end(self, event: Finished) -> None:
+    def _note_end(self, index: int, event: Finished) -> None:
         totals = self.totals
-        if not totals.finished:
-            totals.prompt = event.usage
-        elif not self.shares_prompt:
+        if self.num_prompts == 1:
+            if not totals.finished:
+                totals.prompt = event.usage
+        elif index % (self._num_choices // self.num_prompts) == 0:
             totals.prompt = _sum(totals.prompt, event.usage)
         totals.finished.append(event)
         totals.num_output_tokens += event.usage.num_output_tokens

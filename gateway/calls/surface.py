@@ -47,8 +47,8 @@ class Plan:
     #: The surface's own, for `Surface.answer`; kept in Redis where a stream can be resumed.
     options: msgspec.Struct
     images: Sequence[ImageSource] = ()
-    #: Whether all tasks have one prompt, which counts once.
-    shares_prompt: bool = True
+    #: Prompts among the tasks, each of which counts once: so many tasks, one after another, have one.
+    num_prompts: int = 1
     is_streamed: bool = False
     shows_timings: bool = False
     priority: Priority = Priority.INTERACTIVE
@@ -70,7 +70,7 @@ class Totals:
 
     #: How each choice ended.
     finished: list[Finished] = field(default_factory=list)
-    #: The prompt's counts: of one that all choices share, or of all inputs together.
+    #: The counts of the prompt, or of all of them together.
     prompt: Usage = _NO_USAGE
     #: Output tokens of all choices.
     num_output_tokens: int = 0

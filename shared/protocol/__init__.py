@@ -32,6 +32,7 @@ from shared.protocol.events import (
     Scores,
     StageTimings,
     Started,
+    Tokenized,
     TokenLogprob,
     Tokens,
     Usage,
@@ -46,6 +47,7 @@ from shared.protocol.tasks import (
     SamplingParams,
     Task,
     TemplateOption,
+    Tokenize,
     Truncate,
 )
 from shared.protocol.version import PROTOCOL_VERSION, UnsupportedVersion, explain_versions
@@ -84,6 +86,8 @@ __all__ = [
     "TemplateOption",
     "TextPart",
     "TokenLogprob",
+    "Tokenize",
+    "Tokenized",
     "Tokens",
     "TokensPart",
     "Truncate",

@@ -93,7 +93,15 @@ def _decode_newer(raw: msgspec.Raw) -> CallEvent | None:
             return msgspec.convert({**fields, "code": ErrorCode.ENGINE_FAILURE}, Failed)
         if event.type == "finished" and _is_news(fields.get("finish_reason"), FinishReason):
             return msgspec.convert({**fields, "finish_reason": FinishReason.STOP}, Finished)
-        if event.type in ("started", "tokens", "vectors", "scores", "failed", "finished"):
+        if event.type in (
+            "started",
+            "tokens",
+            "vectors",
+            "scores",
+            "tokenized",
+            "failed",
+            "finished",
+        ):
             raise
         return None
 

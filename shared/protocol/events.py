@@ -2,8 +2,8 @@
 
 Laws that every producer keeps and every consumer may rely on, per call:
 
-1. events are `Started? (Tokens* | Vectors | Scores) (Finished | Failed)`; exactly one terminal event reaches the
-   client; vectors and scores come together with the end;
+1. events are `Started? (Tokens* | Vectors | Scores | Tokenized) (Finished | Failed)`; exactly one terminal event
+   reaches the client; vectors, scores and what was tokenized come together with the end;
 2. `Tokens.index` counts output tokens from 0 without gap; concatenated `Tokens.text` is the answer;
 3. all events of one attempt carry its number; a higher attempt supersedes a lower one.
 """
@@ -160,6 +160,18 @@ class Scores(Report, frozen=True, tag_field="type", tag="scores", omit_defaults=
     is_stored: bool = False  #: as of vectors
 
 
+class Tokenized(Report, frozen=True, tag_field="type", tag="tokenized", omit_defaults=True):
+    """What a model's tokenizer makes of a request."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int = 0
+    num_image_tokens: int = 0  #: of these
+    token_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()  #: of each id, as the vocabulary spells it
+    text: str = ""  #: of ids
+
+
 class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defaults=True):
     """The answer is complete. Terminal."""
 
@@ -180,4 +192,4 @@ class Failed(Report, frozen=True, tag_field="type", tag="failed", omit_defaults=
     param: str | None = None
 
 
-CallEvent = Started | Tokens | Vectors | Scores | Finished | Failed
+CallEvent = Started | Tokens | Vectors | Scores | Tokenized | Finished | Failed

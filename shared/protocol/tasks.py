@@ -57,7 +57,10 @@ TemplateOption = bool | int | float | str | None
 
 
 class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defaults=True):
-    """Continue a conversation: one answer. `n` choices are `n` calls that share their images."""
+    """Continue a conversation, or a prompt: one answer.
+
+    `n` choices are `n` calls that share their images.
+    """
 
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
@@ -65,9 +68,20 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
     #: Further variables of the chat template, by name.
     template_options: dict[str, TemplateOption] = msgspec.field(default_factory=dict)
     grammar: Grammar | None = None
+    #: In place of messages, without the chat template: special tokens spelled in it are tokens.
+    prompt: TextPart | TokensPart | None = None
+    #: Whether the tokenizer puts its own around a prompt of text, such as BOS.
+    add_special_tokens: bool = True
+
+    @property
+    def param(self) -> str:
+        """The field that holds all that is read, in the words of the wire."""
+        return "messages" if self.prompt is None else "prompt"
 
     def texts(self) -> Iterator[str]:
         """All text, in order."""
+        if isinstance(self.prompt, TextPart):
+            yield self.prompt.text
         yield from (value for value in self.template_options.values() if isinstance(value, str))
         for message in self.messages:
             if message.reasoning:
@@ -160,4 +174,30 @@ class Rerank(Message, frozen=True, tag_field="task", tag="rerank", omit_defaults
         return None
 
 
-Task = Generate | Embed | Rerank
+class Tokenize(Message, frozen=True, tag_field="task", tag="tokenize", omit_defaults=True):
+    """The token ids that a model reads of a request, or the text of ids. Nothing is computed."""
+
+    of: Generate | None = None  #: None: `token_ids` are to be text
+    token_ids: tuple[int, ...] = ()
+    with_ids: bool = True  #: else their number is told alone
+    with_strings: bool = False  #: each as the vocabulary spells it
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """Those of the request."""
+        return () if self.of is None else self.of.images
+
+    def texts(self) -> Iterator[str]:
+        """All text, in order."""
+        return iter(()) if self.of is None else self.of.texts()
+
+    def with_images(self, images: Sequence[ImageRef]) -> "Tokenize":
+        """The same task with its images."""
+        return self if self.of is None else replace(self, of=self.of.with_images(images))
+
+    def param_of_image(self, index: int) -> str | None:
+        """Where the client put an image, in the words of the wire."""
+        return None if self.of is None else self.of.param_of_image(index)
+
+
+Task = Generate | Embed | Rerank | Tokenize

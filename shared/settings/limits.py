@@ -52,6 +52,7 @@ class LimitSettings(Group):
     )
     max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
     max_choice_texts: ClassVar[int] = 1000  #: `structured_outputs.choice`
+    max_prompts: ClassVar[int] = 64  #: of a completion request, times `n`
     max_inputs: ClassVar[int] = 2048  #: `input` of an embedding request
     max_documents: ClassVar[int] = 1000  #: `documents` of a rerank request
     max_input_tokens: ClassVar[int] = 300_000  #: of all inputs of a request together

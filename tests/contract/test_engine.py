@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engines.base import Engine, EngineCall, EngineOutput, LoadedEngine, PreparedImage, RequestError
 from engines.image_decoder import decode_image
@@ -28,7 +29,9 @@ from shared.protocol import (
     ImageRef,
     SamplingParams,
     TextPart,
+    Tokenize,
     Tokens,
+    TokensPart,
 )
 from tests.contract.test_pooling_engine import SETTINGS as POOLING_SETTINGS
 from tests.contract.toys.engine import TOY
@@ -176,6 +179,40 @@ def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(case: Case):
     assert said.last.usage.num_prompt_tokens > 0
     assert said.last.timings is not None
     assert said.last.timings.decode_s >= 0
+
+
+def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(case: Case):
+    engine = case.start()
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no tokenizer")
+    call = make_call(max_tokens=6)
+    made = engine.tokenize(Tokenize(call.task, with_strings=True), [])
+    assert len(made.strings) == len(made.token_ids)
+    said = answer(engine, call)
+    assert said.last is not None
+    assert said.last.usage is not None
+    assert said.last.usage.num_prompt_tokens == len(made.token_ids)
+    ids = Generate((), call.task.sampling, prompt=TokensPart(tuple(made.token_ids)))
+    again = answer(engine, EngineCall("ids", ids))
+    assert again.text == said.text
+
+
+def test_a_text_is_itself_again(case: Case):
+    engine = case.start()
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no tokenizer")
+    of = Generate((), SamplingParams(), prompt=TextPart(QUESTION), add_special_tokens=False)
+    made = engine.tokenize(Tokenize(of), [])
+    back = engine.tokenize(Tokenize(token_ids=tuple(made.token_ids)), [])
+    assert back.text == QUESTION
+    said = answer(
+        engine, EngineCall("r", structs.replace(of, sampling=SamplingParams(max_tokens=3)))
+    )
+    assert said.num_tokens == 3
+    with pytest.raises(RequestError):
+        engine.tokenize(Tokenize(token_ids=(10**6,)), [])
+    with pytest.raises(RequestError):
+        engine.prepare(EngineCall("x", structs.replace(of, prompt=TokensPart((10**6,)))), [])
 
 
 def test_the_first_output_has_the_usage(case: Case):

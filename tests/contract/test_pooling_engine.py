@@ -13,7 +13,16 @@ import pytest
 import engines.torch_backend  # noqa: F401 - before transformers
 from engines.base import Engine, EngineCall, EngineOutput, InvalidRequest, PromptTooLong
 from engines.registry import create_engine
-from shared.protocol import Embed, FinishReason, Priority, TextPart, TokensPart
+from shared.protocol import (
+    Embed,
+    FinishReason,
+    Generate,
+    Priority,
+    SamplingParams,
+    TextPart,
+    Tokenize,
+    TokensPart,
+)
 from tests.factories_encoders import make_encoder
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -86,6 +95,18 @@ def test_vectors_in_company_equal_vectors_alone(engine: Engine):
         add(engine, "alone", text)
         [alone] = vectors(finish(engine)["alone"])
         assert vectors(together[str(name)])[0] == pytest.approx(alone, abs=1e-6)
+
+
+def test_the_ids_that_are_told_are_those_that_are_computed(engine: Engine):
+    of = Generate((), SamplingParams(), prompt=TextPart(TEXTS[0]))
+    made = engine.tokenize(Tokenize(of, with_strings=True), [])
+    assert len(made.token_ids) == len(made.strings) >= 2
+    add(engine, "text", TEXTS[0])
+    output = finish(engine)["text"]
+    assert output.usage is not None
+    assert output.usage.num_prompt_tokens == len(made.token_ids)
+    with pytest.raises(InvalidRequest):
+        engine.tokenize(Tokenize(Generate((), SamplingParams())), [])
 
 
 def test_abort_is_silent_and_idempotent(engine: Engine):

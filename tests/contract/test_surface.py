@@ -18,7 +18,7 @@ from gateway.api import SURFACES
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.services import Services
-from shared.protocol import Embed, ErrorCode, Rerank, Scores, Vectors
+from shared.protocol import Embed, ErrorCode, Rerank, Scores, Tokenize, Tokenized, Vectors
 from shared.settings.limits import LimitSettings
 from tests.contract.toys.surface import Echo, EchoAnswer, EchoOptions
 from tests.factories_gateway import (
@@ -36,6 +36,7 @@ from tests.factories_images import data_url
 Json = dict[str, Any]
 TOLD = "Hello you"
 NUMBERS = [0.25, 0.5]
+TOKEN_IDS = [5, 8]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ def chat_text(answer: Json) -> str:
     )
 
 
+def completion_text(answer: Json) -> str:
+    return "".join(choice["text"] for choice in answer["choices"] if choice["index"] == 0)
+
+
+def tokenized(answer: Json) -> str:
+    return TOLD if answer["tokens"] == TOKEN_IDS else ""
+
+
 def openai_error(answer: Json) -> tuple[str, str | None]:
     return answer["error"]["code"], answer["error"]["param"]
 
@@ -89,6 +98,27 @@ DIALECTS = {
         error_of=openai_error,
         wrong=("temperature", "warm"),
         end="[DONE]",
+    ),
+    "/v1/completions": Dialect(
+        body={"prompt": "hello"},
+        text_of=completion_text,
+        error_of=openai_error,
+        wrong=("temperature", "warm"),
+        end="[DONE]",
+    ),
+    "/tokenize": Dialect(
+        body={"prompt": "hello"},
+        text_of=tokenized,
+        error_of=openai_error,
+        wrong=("prompt", 5),
+        task="tokenize",
+    ),
+    "/detokenize": Dialect(
+        body={"tokens": TOKEN_IDS},
+        text_of=lambda answer: answer["prompt"],
+        error_of=openai_error,
+        wrong=("tokens", "you"),
+        task="tokenize",
     ),
     "/v1/embeddings": Dialect(
         body={"input": "hello"},
@@ -121,7 +151,7 @@ DIALECTS = {
 }
 ALL = (*SURFACES, Echo)
 STREAMED = [path for path, dialect in DIALECTS.items() if dialect.is_streamed]
-TASKS = ("generate", "embed", "rerank")
+TASKS = ("generate", "embed", "rerank", "tokenize")
 only_streamed = pytest.mark.parametrize("path", STREAMED)
 
 
@@ -191,6 +221,10 @@ async def say_hello(answer: Answer) -> None:
         return
     if isinstance(task, Rerank):
         await answer.publish(Scores(*name, data), answer.finished())
+        return
+    if isinstance(task, Tokenize):
+        made = Tokenized(*name, 2, token_ids=tuple(TOKEN_IDS), text=TOLD)
+        await answer.publish(made, answer.finished())
         return
     await answer.start()
     await answer.say("Hello ")

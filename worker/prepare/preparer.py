@@ -21,10 +21,11 @@ from engines.base import (
     InvalidRequest,
     PreparedImage,
     RequestError,
+    Tokenization,
 )
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobStore, BlobsUnavailable
-from shared.protocol import Call, Embed, Generate, Grammar, ImageRef, Task
+from shared.protocol import Call, Embed, Generate, Grammar, ImageRef, Task, Tokenize
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
 from worker.prepare.pixel_cache import PixelCache
@@ -86,10 +87,10 @@ class Preprocessor:
         engine_id: str,
         output_token_ids: tuple[int, ...] = (),
         num_told: int = 0,
-    ) -> EngineInput:
-        """The engine's input for a call, known to it as `engine_id`. Raises: RequestError.
+    ) -> EngineInput | Tokenization:
+        """The engine's input for a call, known to it as `engine_id`, or all that the call asks for.
 
-        `num_told` output tokens went out before, of which some may have no id.
+        Raises: RequestError. `num_told` output tokens went out before, of which some may have no id.
         """
         task, tenant = request.task, request.tenant
         can_continue = self._engine.capabilities().can_continue
@@ -113,6 +114,8 @@ class Preprocessor:
         call = EngineCall(
             engine_id, task, tenant, request.priority, output_token_ids, request.adapter
         )
+        if isinstance(task, Tokenize):
+            return await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
         is_short = grammar is None and num_chars <= MAX_INLINE_CHARS
         if self._prepares_quickly and is_short:
             return self._engine.prepare(call, images)
@@ -216,6 +219,9 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
             ("biased tokens", len(sampling.logit_bias), limits.max_logit_bias),
             ("logprobs", sampling.num_logprobs or 0, limits.max_top_logprobs),
         )
+    if isinstance(task, Tokenize):
+        own = ("token ids", len(task.token_ids), limits.max_input_tokens)
+        return (own,) if task.of is None else (own, *_bounds(task.of, num_chars, limits))
     if isinstance(task, Embed):
         num_items, most = len(task.inputs), limits.max_inputs
     else:

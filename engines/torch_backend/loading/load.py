@@ -94,6 +94,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
     card = ModelCard(
+        tasks=engine.capabilities().tasks,
         name=settings.served_name or default_name(settings.model),
         created_at=int(time.time()),  # noqa: TID251
         max_model_len=engine.max_model_len,

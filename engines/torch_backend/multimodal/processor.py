@@ -132,6 +132,11 @@ class TorchProcessor:
         prompt = self._prompt_builder.build(messages, items, options)
         return replace(prompt, positions=self._multimodal.positions(prompt))
 
+    def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """A text as it stands: special tokens spelled in it are tokens."""
+        prompt = self._prompt_builder.encode(text, add_special_tokens=add_special_tokens)
+        return replace(prompt, positions=self._multimodal.positions(prompt))
+
     @property
     def always_thinks(self) -> bool:
         """Whether prompts begin the thinking, and no variable of the template changes that."""

@@ -85,7 +85,7 @@ class StoreVectors:
         priority = (
             Priority.BATCH if len(parts) > limits.max_search_queries else Priority.INTERACTIVE
         )
-        plan = Plan(tasks, msgspec.Struct(), images, shares_prompt=False, priority=priority)
+        plan = Plan(tasks, msgspec.Struct(), images, num_prompts=len(tasks), priority=priority)
         try:
             events = await lifecycle.compute(
                 self._embeddings, plan, card, caller.context, caller.held
@@ -115,7 +115,7 @@ class StoreVectors:
                 documents, lambda text: longest + len(text) // CHARS_PER_TOKEN + 1, {}
             )
         ]
-        plan = Plan(tasks, msgspec.Struct(), shares_prompt=False)
+        plan = Plan(tasks, msgspec.Struct(), num_prompts=len(tasks))
         try:
             events = await self._lifecycle.compute(
                 self._reranking, plan, card, caller.context, caller.held

@@ -170,6 +170,15 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(directory, LLAVA_TEMPLATE)
 
 
+@settings(LENIENT, max_examples=10)
+@given(texts=st.lists(st.sampled_from(["</s>", "<unk>", "one two ", " x\n", "🍎"]), max_size=5))
+def test_a_text_equals_that_of_the_tokenizer_of_transformers(llava: Pair, texts: list[str]) -> None:
+    text = "".join(texts)
+    for add in (True, False):
+        expected = llava.processor.tokenizer(text, add_special_tokens=add)["input_ids"]
+        assert llava.builder.encode(text, add_special_tokens=add).token_ids == expected
+
+
 @LENIENT
 @given(messages=conversations(ordinary_texts))
 def test_ordinary_conversations_equal_those_of_transformers(

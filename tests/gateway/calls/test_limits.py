@@ -90,6 +90,7 @@ ELSEWHERE = (
     "max_key_",
     "max_input",
     "max_documents",
+    "max_prompts",
     "max_wrong_",
     "max_lora",
     *("max_schema_", "max_pattern_", "max_choice_", "max_grammar_", "MAX_FORMAT_"),

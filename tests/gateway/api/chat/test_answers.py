@@ -259,8 +259,8 @@ async def test_an_unknown_model_is_told_which_ones_are_served(gateway, worker):
         ("/v1/chat/completions/", "serves /v1/chat/completions;"),
         ("/embeddings", "serves /v1/embeddings;"),
         ("/models", "serves /v1/models;"),
-        ("/v1/responses", "serves /v1/chat/completions, "),
-        ("/api/chat", "serves /v1/chat/completions, "),
+        ("/v1/assistants", " /v1/chat/completions, "),
+        ("/api/pull", " /v1/chat/completions, "),
     ],
 )
 async def test_an_unknown_path_is_told_the_right_one(gateway, path, near):

@@ -1,0 +1,256 @@
+"""`POST /tokenize` and `/detokenize`: the token ids that a model reads of a request, and back.
+
+A conversation is rendered, its images loaded and expanded, as for an answer, by a worker.
+
+Source: vLLM, "Tokenizer API".
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta
+
+from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
+from gateway.api.chat.translate import translate
+from gateway.api.conversation import check_text_chars
+from gateway.api.fields import (
+    Ignored,
+    ModelName,
+    Neutral,
+    RequestStruct,
+    TokenId,
+    UserName,
+    asks_for_something,
+    invalid,
+)
+from gateway.api.openapi import describe_operation
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
+from gateway.http.body import JsonBody, unsupported
+from gateway.http.context import RequestContext
+from gateway.http.errors import InvalidRequest
+from shared.protocol import (
+    Generate,
+    ModelCard,
+    SamplingParams,
+    TemplateOption,
+    TextPart,
+    Tokenize,
+    Tokenized,
+)
+from shared.settings.limits import LimitSettings
+
+_NEUTRAL: dict[str, tuple[bytes, ...]] = {
+    "add_generation_prompt": (b"true",),
+    "chat_template": (),
+    "continue_final_message": (b"false",),
+    "mm_processor_kwargs": (b"{}",),
+}
+
+
+class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /tokenize`: a prompt, or messages."""
+
+    model: ModelName
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1)] | None = None
+    #: Of a prompt: whether the tokenizer puts its own around it, such as BOS.
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None  #: each token as the vocabulary spells it
+    chat_template_kwargs: dict[str, TemplateOption] | None = None
+    user: UserName | None = None
+    tools: Ignored = UNSET
+    add_generation_prompt: Neutral = UNSET
+    chat_template: Neutral = UNSET
+    continue_final_message: Neutral = UNSET
+    mm_processor_kwargs: Neutral = UNSET
+
+
+class TokenList(msgspec.Struct):
+    """The answer: `count` tokens, those of images included."""
+
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: Sequence[str] | None = None
+
+
+class DetokenizeRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /detokenize`."""
+
+    model: ModelName
+    tokens: list[TokenId]
+    user: UserName | None = None
+
+
+class DetokenizedPrompt(msgspec.Struct):
+    """The answer."""
+
+    prompt: str
+
+
+class TokenizeOptions(msgspec.Struct, frozen=True):
+    """What an answer must know."""
+
+    max_model_len: int = 0
+    with_strings: bool = False
+
+
+class DetokenizeOptions(msgspec.Struct, frozen=True):
+    """There are none."""
+
+
+_TOKENIZE_BODY = JsonBody(TokenizeRequest)
+_DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
+
+
+class Tokenizing(Surface):
+    """A prompt or a conversation as token ids."""
+
+    name = "tokenize"
+    path = "/tokenize"
+    task = "tokenize"
+    id_prefix = "tok-"
+    options = TokenizeOptions
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+
+    def read(self, body: bytes, context: RequestContext) -> TokenizeRequest:
+        """The checked body. Raises: InvalidRequest."""
+        request = _TOKENIZE_BODY.decode(body)
+        for name, neutral in _NEUTRAL.items():
+            if asks_for_something(getattr(request, name), neutral):
+                raise unsupported(name)
+        if request.prompt is None and request.messages is None:
+            message = "Missing required field: prompt, or messages."
+            raise InvalidRequest(message, param="prompt", code="missing_field")
+        if request.prompt is not None and request.messages is not None:
+            raise invalid("messages", "send prompt or messages, not both")
+        if request.messages is not None and request.add_special_tokens:
+            raise invalid("add_special_tokens", "the chat template adds them; leave it out")
+        return request
+
+    def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task. Raises: InvalidRequest."""
+        images = ()
+        if request.prompt is not None:
+            check_text_chars(len(request.prompt), "prompt", self.limits)
+            of = Generate(
+                (),
+                SamplingParams(),
+                prompt=TextPart(request.prompt),
+                add_special_tokens=request.add_special_tokens is not False,
+            )
+        else:
+            assert request.messages is not None
+            plan = translate(
+                ChatCompletionRequest(
+                    model=request.model,
+                    messages=request.messages,
+                    chat_template_kwargs=request.chat_template_kwargs,
+                ),
+                context,
+                card,
+                self.limits,
+            )
+            [of], images = plan.tasks, plan.images
+            assert isinstance(of, Generate)
+        with_strings = bool(request.return_token_strs)
+        return Plan(
+            [Tokenize(of, with_strings=with_strings)],
+            TokenizeOptions(card.max_model_len, with_strings),
+            images,
+        )
+
+    def answer(self, options: TokenizeOptions, head: AnswerHead) -> Answer:
+        """A `TokenList`."""
+        return TokenizeAnswer(options)
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request."""
+        return describe_operation(
+            operation_id="tokenize",
+            summary="Turn a prompt or a conversation into token ids",
+            tag="tokenizer",
+            request=TokenizeRequest,
+            answer=TokenList,
+            limits=self.limits,
+        )
+
+
+class Detokenizing(Surface):
+    """Token ids as text."""
+
+    name = "detokenize"
+    path = "/detokenize"
+    task = "tokenize"
+    id_prefix = "detok-"
+    options = DetokenizeOptions
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+        self.max_commas = limits.max_input_commas
+
+    def read(self, body: bytes, context: RequestContext) -> DetokenizeRequest:
+        """The checked body. Raises: InvalidRequest."""
+        return _DETOKENIZE_BODY.decode(body)
+
+    def plan(self, request: DetokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task. Raises: InvalidRequest."""
+        if len(request.tokens) > self.limits.max_input_tokens:
+            raise invalid("tokens", f"send at most {self.limits.max_input_tokens}")
+        return Plan([Tokenize(token_ids=tuple(request.tokens))], DetokenizeOptions())
+
+    def answer(self, options: DetokenizeOptions, head: AnswerHead) -> Answer:
+        """A `DetokenizedPrompt`."""
+        return DetokenizeAnswer()
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request."""
+        return describe_operation(
+            operation_id="detokenize",
+            summary="Turn token ids into text",
+            tag="tokenizer",
+            request=DetokenizeRequest,
+            answer=DetokenizedPrompt,
+            limits=self.limits,
+        )
+
+
+def made_of(events: Sequence[ChoiceEvent]) -> Tokenized:
+    """What the worker's tokenizer made."""
+    [made] = [event for _, event in events if isinstance(event, Tokenized)]
+    return made
+
+
+class TokenizeAnswer:
+    """A `TokenList`; it is never streamed."""
+
+    def __init__(self, options: TokenizeOptions) -> None:
+        self.options = options
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """The body."""
+        made = made_of(events)
+        strings = made.strings if self.options.with_strings else None
+        return msgspec.json.encode(
+            TokenList(made.num_tokens, self.options.max_model_len, made.token_ids, strings)
+        )
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """There are none."""
+        return []
+
+
+class DetokenizeAnswer:
+    """A `DetokenizedPrompt`; it is never streamed."""
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """The body."""
+        return msgspec.json.encode(DetokenizedPrompt(made_of(events).text))
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """There are none."""
+        return []

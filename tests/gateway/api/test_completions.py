@@ -1,0 +1,169 @@
+"""`/v1/completions`, `/tokenize` and `/detokenize` as clients of OpenAI and vLLM use them."""
+
+import openai
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol import (
+    Generate,
+    OutputLogprob,
+    TextPart,
+    Tokenize,
+    Tokenized,
+    TokenLogprob,
+    TokensPart,
+)
+from tests.factories_gateway import CARD, MODEL, Answer
+from tests.factories_images import data_url
+
+
+@pytest.fixture
+async def client(gateway):
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        yield client
+
+
+async def say_prompt(answer: Answer) -> None:
+    """The prompt again, a token a word."""
+    prompt = answer.request.task.prompt
+    words = prompt.text.split() if isinstance(prompt, TextPart) else map(str, prompt.token_ids)
+    await answer.start()
+    await answer.finish(*(f" {word}" for word in words))
+
+
+async def test_a_text_goes_to_the_worker_as_it_stands(client, worker):
+    answer = await client.completions.create(model=MODEL, prompt="<s>Once upon", echo=True)
+    assert answer.id.startswith("cmpl-")
+    assert [choice.text for choice in answer.choices] == ["<s>Once uponHello you"]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == 10
+    [request] = worker.requests
+    assert request.task.messages == ()
+    assert request.task.prompt == TextPart("<s>Once upon")
+    assert request.task.sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        (["a b", "c"], [" a b", " a b", " c", " c"]),
+        ([7, 8], [" 7 8", " 7 8"]),
+        ([[7], [8, 9]], [" 7", " 7", " 8 9", " 8 9"]),
+    ],
+)
+async def test_each_prompt_has_n_choices_and_counts_once(client, worker, prompt, texts):
+    worker.script = say_prompt
+    answer = await client.completions.create(model=MODEL, prompt=prompt, n=2)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(texts))
+    num_prompts = len(texts) // 2
+    assert answer.usage.prompt_tokens == 7 * num_prompts
+    assert answer.usage.completion_tokens == sum(text.count(" ") for text in texts)
+    assert len({request.task.sampling.seed for request in worker.requests}) == 2
+
+
+async def test_a_stream_has_the_prompt_first_and_the_usage_last(client, worker):
+    worker.script = say_prompt
+    stream = await client.completions.create(
+        model=MODEL,
+        prompt=["a b", "c"],
+        echo=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, reasons = ["", ""], {}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            assert chunk.usage is None
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == ["a b a b", "c c"]
+    assert reasons == {0: "stop", 1: "stop"}
+    assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (14, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_say_where_each_token_begins(client, worker, stream):
+    def entry(text: str, rival: str) -> OutputLogprob:
+        chosen = TokenLogprob.of(text.encode(), -0.5)
+        return OutputLogprob(chosen, (TokenLogprob.of(rival.encode(), -0.25), chosen))
+
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        await answer.publish(*answer.deltas("né", logprobs=(entry("né", "no"),)))
+        await answer.publish(
+            *answer.deltas(" a", logprobs=(entry(" a", "x"),)), answer.finished(num_tokens=2)
+        )
+
+    worker.script = script
+    wish = {"model": MODEL, "prompt": "hello", "logprobs": 2}
+    if stream:
+        chunks = [c async for c in await client.completions.create(**wish, stream=True)]
+        found = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    else:
+        found = [(await client.completions.create(**wish)).choices[0].logprobs]
+    assert [x for each in found for x in each.tokens] == ["né", " a"]
+    assert [x for each in found for x in each.token_logprobs] == [-0.5, -0.5]
+    assert [x for each in found for x in each.text_offset] == [0, 2]
+    assert found[0].top_logprobs[0] == {"no": -0.25, "né": -0.5}
+    assert worker.requests[0].task.sampling.num_logprobs == 2
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": [1], "echo": True}, "echo"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_name(gateway, worker, wish, param):
+    body = {"model": MODEL, "prompt": "hello", **wish}
+    response = await gateway.client.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert worker.requests == []
+
+
+async def tokenize(answer: Answer) -> None:
+    task, name = answer.request.task, (answer.request.id, answer.claim.attempt)
+    strings = ("a", "b") if task.with_strings else ()
+    await answer.publish(Tokenized(*name, 2, 0, (3, 4), strings, "a b"), answer.finished())
+
+
+@pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])
+async def test_prompts_and_conversations_are_tokenized_as_vllm_says(gateway, worker):
+    worker.script = tokenize
+    post = gateway.client.post
+    prompt = {"model": MODEL, "prompt": "a b", "add_special_tokens": False}
+    told = await post("/tokenize", json=prompt)
+    assert told.json() == {"count": 2, "max_model_len": 512, "tokens": [3, 4], "token_strs": None}
+    told = await post("/tokenize", json={**prompt, "return_token_strs": True})
+    assert told.json()["token_strs"] == ["a", "b"]
+    parts = [{"type": "image_url", "image_url": data_url()}, {"type": "text", "text": "what?"}]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+    assert (await post("/tokenize", json=chat)).json()["count"] == 2
+    told = await post("/detokenize", json={"model": MODEL, "tokens": [3, 4]})
+    assert told.json() == {"prompt": "a b"}
+    first, _, third, fourth = [request.task for request in worker.requests]
+    assert isinstance(first, Tokenize)
+    assert isinstance(first.of, Generate)
+    assert (first.of.prompt, first.of.add_special_tokens) == (TextPart("a b"), False)
+    assert len(third.images) == 1
+    assert fourth.token_ids == (3, 4)
+    both = await post("/tokenize", json={**prompt, **chat})
+    assert both.json()["error"]["param"] == "messages"
+
+
+async def test_ids_are_a_prompt(client, worker):
+    await client.completions.create(model=MODEL, prompt=[5, 6])
+    assert worker.requests[0].task.prompt == TokensPart((5, 6))
