@@ -1,8 +1,9 @@
 """`POST /v1/embeddings`: a vector for each text, list of token ids or image.
 
-As OpenAI defines it, and with Jina's `{"text": ...}` and `{"image": ...}` among the inputs.
+As OpenAI defines it, with Jina's `{"text": ...}` and `{"image": ...}` among the inputs, or with vLLM's `messages` in
+their place: one turn, whose text or image becomes one vector.
 
-Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API".
+Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM, "Embeddings API with chat messages".
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from gateway.api.chat.schemas import ImageContent, TextContent
 from gateway.api.fields import (
     ModelName,
     RequestStruct,
@@ -68,11 +70,20 @@ class TextInput(RequestStruct, frozen=True, kw_only=True):
     image: str | None = None
 
 
+class EmbeddingTurn(RequestStruct, frozen=True, kw_only=True):
+    """What a vector is made of, as a turn of a conversation."""
+
+    role: Literal["user"]
+    content: str | Annotated[list[TextContent | ImageContent], Meta(min_length=1)]
+
+
 class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/embeddings`."""
+    """The body of `POST /v1/embeddings`. It has `input` or `messages`."""
 
     model: ModelName
-    input: str | Annotated[list[str | TokenId | TokenIds | TextInput], Meta(min_length=1)]
+    #: empty, or left out, beside `messages`
+    input: str | list[str | TokenId | TokenIds | TextInput] = msgspec.field(default_factory=list)
+    messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     user: UserName | None = None  #: the log holds a short hash of it
@@ -151,7 +162,7 @@ class Embeddings(Surface):
 
     def plan(self, request: EmbeddingRequest, context: RequestContext, card: ModelCard) -> Plan:
         """One task for each part of the inputs. Raises: InvalidRequest."""
-        inputs = Inputs(request.input, card, self.limits)
+        inputs = Inputs(request, card, self.limits)
         _check_dimensions(request.dimensions, card)
         task = Embed(
             (),
@@ -185,7 +196,7 @@ class Embeddings(Surface):
 
     def describe(self, request: EmbeddingRequest) -> dict[str, Any]:
         """What was asked for, in numbers."""
-        return {"embedding.dimensions": request.dimensions, "input.count": len(request.input)}
+        return {"embedding.dimensions": request.dimensions, "input.count": len(request.input) or 1}
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request, with the limits."""
@@ -208,15 +219,37 @@ class Embeddings(Surface):
 class Inputs:
     """The inputs as tasks hold them, and the images among them. Raises: InvalidRequest."""
 
-    def __init__(self, items: str | list[Any], card: ModelCard, limits: LimitSettings) -> None:
-        self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
+    def __init__(self, request: EmbeddingRequest, card: ModelCard, limits: LimitSettings) -> None:
+        items = request.input
         self.images: list[ImageSource] = []
         self._card = card
         self.parts: list[TextPart | TokensPart | ImagePart] = []
-        for index, item in enumerate(items if self.is_list else [items]):
-            param = f"input.[{index}]" if self.is_list else "input"
-            self.parts.append(self._part(item, param))
+        if request.messages is not None:
+            self.is_list = False
+            self.parts.append(self._turn(request.messages[0].content))
+        else:
+            self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
+            for index, item in enumerate(items if self.is_list else [items]):
+                param = f"input.[{index}]" if self.is_list else "input"
+                self.parts.append(self._part(item, param))
         self._check(limits)
+
+    def _turn(self, content: str | list[TextContent | ImageContent]) -> TextPart | ImagePart:
+        """Texts are joined by line ends; a text and an image would be two vectors, of which none is asked for."""
+        param = "messages.[0].content"
+        if isinstance(content, str):
+            content = [TextContent(text=content)]
+        texts = [part.text for part in content if isinstance(part, TextContent)]
+        if len(content) > 1 and len(texts) < len(content):
+            raise invalid(param, "this model makes a vector of a text or of one image: send either")
+        if not texts:
+            [part] = content
+            assert isinstance(part, ImageContent)
+            url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+            return self._image(url, f"{param}.[0].image_url")
+        if not any(texts):
+            raise invalid(param, "it is empty: send text or an image")
+        return TextPart("\n".join(texts))
 
     def _part(self, item: Any, param: str) -> TextPart | TokensPart | ImagePart:
         if isinstance(item, TextInput):
@@ -304,6 +337,12 @@ def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
 def _check_kinds(request: EmbeddingRequest) -> None:
     """A list of numbers is one input; they mix with nothing. Raises: InvalidRequest."""
     items = request.input
+    if request.messages is not None:
+        if items:
+            raise invalid("input", "send either input or messages; beside messages it is []")
+        return
+    if not items:
+        raise invalid("input", "it is empty: send text or token ids, or messages in its place")
     if isinstance(items, str):
         return
     kinds = {kind for item in items for kind in (int, list) if isinstance(item, kind)}

@@ -72,3 +72,49 @@ async def test_too_many_images_are_refused(gateway):
     response = await embed(gateway, [{"image": as_base64(1)}] * 65)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "too_many_images"
+
+
+def turn(*parts, role="user"):
+    return [{"role": role, "content": list(parts)}]
+
+
+def as_part(seed):
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{as_base64(seed)}"}}
+
+
+async def test_vllms_messages_are_one_text_or_one_image(gateway):
+    async def ask(messages, **options):
+        body = {"model": MODEL, "messages": messages, **options}
+        response = await gateway.client.post(EMBEDDINGS, json=body)
+        assert response.status_code == 200, response.text
+        [vector] = read_vectors(response.json())
+        return vector
+
+    [plain] = read_vectors((await embed(gateway, [{"image": as_base64(1)}])).json())
+    assert await ask(turn(as_part(1)), input=[]) == plain
+    assert (
+        await ask(turn({"type": "image_url", "image_url": as_part(1)["image_url"]["url"]})) == plain
+    )
+    assert await ask([{"role": "user", "content": "one"}]) == vector_of("one")
+    texts = turn({"type": "text", "text": "one"}, {"type": "text", "text": "two"})
+    assert await ask(texts, dimensions=16) == vector_of("one\ntwo", dimensions=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": turn(as_part(1), {"type": "text", "text": "a"})}, "messages.[0].content"),
+        ({"messages": turn(as_part(1), as_part(2))}, "messages.[0].content"),
+        ({"messages": turn({"type": "text", "text": ""})}, "messages.[0].content"),
+        ({"messages": turn({"type": "image_url", "image_url": {"url": "data:,x"}})}, "messages.[0].content.[0].image_url"),
+        ({"messages": [], "input": []}, "messages"),
+        ({"messages": turn(as_part(1)) * 2}, "messages"),
+        ({"messages": turn(as_part(1), role="assistant")}, "messages.[0].role"),
+        ({"messages": turn(as_part(1)), "input": "a"}, "input"),
+        ({}, "input"),
+    ],
+)  # fmt: skip
+async def test_messages_that_are_no_single_input_are_named(gateway, change, param):
+    response = await gateway.client.post(EMBEDDINGS, json={"model": MODEL, **change})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
