@@ -5,7 +5,7 @@ import logging
 import time
 from contextlib import aclosing
 
-from redis.exceptions import ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from shared.redis.client import TRANSIENT, create_redis
 from shared.settings.tree import RedisSettings
@@ -29,11 +29,12 @@ class OutageLog:
         now = time.monotonic()
         if self._told_at is None or now - self._told_at >= self._remind_after_s:
             self._told_at = now
-            logger.warning(
-                "cannot reach Redis at %s (%s); start Redis there, or set VLM_REDIS_URL; trying on",
-                self._address,
-                str(error).rstrip(".") or type(error).__name__,
-            )
+            cause = str(error).rstrip(".") or type(error).__name__
+            if isinstance(error.__cause__ or error, AuthenticationError):  # redis-py wraps it
+                text = "Redis at %s refuses user or password (%s); set those of VLM_REDIS_URL"
+            else:
+                text = "cannot reach Redis at %s (%s); start Redis there, or set VLM_REDIS_URL"
+            logger.warning(text + "; trying on", self._address, cause)
 
     def succeeded(self) -> None:
         """A try succeeded."""

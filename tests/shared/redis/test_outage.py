@@ -1,6 +1,9 @@
 """An outage of Redis is told once, then seldom, and its end is told too."""
 
-from shared.redis.outage import OutageLog
+import asyncio
+
+from shared.redis.outage import OutageLog, wait_for_redis
+from shared.settings.tree import RedisSettings
 
 
 def messages(caplog) -> list[str]:
@@ -14,6 +17,23 @@ def test_an_outage_is_told_once_with_the_address_the_cause_and_what_to_do(caplog
     [told] = messages(caplog)
     for words in ("redis://127.0.0.1:1/0", "connection refused", "VLM_REDIS_URL"):
         assert words in told
+
+
+async def test_a_wrong_password_is_told_as_one(redis, redis_server, redis_prefix, caplog):
+    await redis.execute_command("ACL", "SETUSER", redis_prefix, "on", ">right", "+time")
+    url = redis_server.replace("://", f"://{redis_prefix}:mistaken@")
+    waiting = asyncio.create_task(wait_for_redis(RedisSettings(url=url)))
+    try:
+        async with asyncio.timeout(30):
+            while not messages(caplog):
+                await asyncio.sleep(0)
+    finally:
+        waiting.cancel()
+        await redis.execute_command("ACL", "DELUSER", redis_prefix)
+    [told] = messages(caplog)
+    assert "password" in told
+    assert "start Redis" not in told
+    assert "mistaken" not in told
 
 
 def test_a_long_outage_is_told_again(caplog):
