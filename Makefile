@@ -33,7 +33,8 @@ test: $(STAMP)  ## run all tests
 
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
-		tests/engines/torch_backend/parallel $(ARGS)
+		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
+		tests/engines/torch_backend/lora $(ARGS)
 
 fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage images and frames as often
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \

@@ -4,6 +4,7 @@ Each takes what starts an engine (configuration changes in, engine out) and requ
 each request. A way that did not happen (nobody preempted, nothing found in a cache) fails.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -117,6 +118,8 @@ def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineReq
     ]
 
 
+#: The ways that hold most of the others. Cases beside the first of their kind go by these; by all in `make families`.
+SHORT_WAYS: list[Way] = [run_beside_smooth_streams, run_overlapped, run_under_all_of_it]
 WAYS: list[Way] = [
     run_alone,
     run_batched,
@@ -131,3 +134,9 @@ WAYS: list[Way] = [
     run_overlapped,
     run_under_all_of_it,
 ]
+ALL = bool(os.environ.get("FAMILIES_ALL"))
+
+
+def ways_of(*, is_first: bool) -> list[Way]:
+    """Those that a case is computed by."""
+    return WAYS if is_first or ALL else SHORT_WAYS

@@ -20,14 +20,15 @@ from tests.engines.torch_backend.test_equivalence import (
     model_pair,
     native_ops,
     requests,
+    str_of_cell,
 )
 from tests.engines.torch_backend.ways import (
-    WAYS,
     Tokens,
     Way,
     run_batched,
     run_chunked,
     run_taken_over,
+    ways_of,
 )
 from tests.factories_adapters import LIMITS, linear_names, make_changes, merged, write_adapter
 from tests.factories_torch import ModelPair, make_engine, make_request, run_to_end
@@ -110,8 +111,14 @@ def adapted(
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+CELLS = [
+    (way, case)
+    for case in CASES
+    for way in ways_of(is_first=case in (Case(), Case("int4", CASES[-1].level)))
+]
+
+
+@pytest.mark.parametrize(("way", "case"), CELLS, ids=str_of_cell)
 def test_each_sequence_has_its_own_adapter_by_every_way(way: Way, case: Case, tmp_path: Path):
     directories = write_all(tmp_path, changes_of(case.model))
     start = partial(case.start, directories)
@@ -184,7 +191,44 @@ GENERIC: list[tuple[Family, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "ends"), GENERIC, ids=lambda value: str(value)[:20])
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model, its adapters, and what transformers answers with each of them."""
+
+    loaded: test_families.Loaded
+    directories: dict[str, Path]
+    asked: list[EngineRequest]
+    expected: Tokens
+
+
+@pytest.fixture(scope="module", params=GENERIC, ids=lambda value: value[0].name)
+def adapted_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AdaptedModel:
+    family, ends = request.param
+    folder = tmp_path_factory.mktemp("adapted")
+    loaded = test_families.load_family(family, folder / "model")
+    theirs = test_families.load_reference(folder / "model", family.auto)
+    names = [n for n in linear_names(theirs, ends) if "visual" not in n and "vision" not in n]
+    changes = {
+        "a": make_changes(theirs, names, seed=1),
+        "b": make_changes(theirs, names[::2], rank=8, seed=2),
+    }
+    models = {"": theirs} | {name: merged(theirs, each) for name, each in changes.items()}
+    asked = [asked for asked in loaded.requests if not asked.images][:3]
+    expected = {
+        asked_of(each, name): test_families.generate(model, each.prompt_token_ids)
+        for each in asked
+        for name, model in models.items()
+    }
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+    return AdaptedModel(loaded, write_all(folder, changes), asked, expected)
+
+
+def asked_of(request: EngineRequest, adapter: str) -> str:
+    return f"{request.request_id} {adapter}"
+
+
 @pytest.mark.parametrize(
     (
         "way",
@@ -196,42 +240,25 @@ GENERIC: list[tuple[Family, tuple[str, ...]]] = [
         *((run_chunked, each.name) for each in RUNNABLE[-1:]),
     ],
 )
-def test_models_of_transformers_take_adapters(
-    family: Family, ends: tuple[str, ...], way: Way, level: str, tmp_path: Path
-):
-    loaded = test_families.load_family(family, tmp_path / "model")
-    theirs = test_families.load_reference(tmp_path / "model", family.auto)
-    names = [n for n in linear_names(theirs, ends) if "visual" not in n and "vision" not in n]
-    changes = {
-        "a": make_changes(theirs, names, seed=1),
-        "b": make_changes(theirs, names[::2], rank=8, seed=2),
-    }
-    directories = write_all(tmp_path, changes)
+def test_models_of_transformers_take_adapters(adapted_model: AdaptedModel, way: Way, level: str):
     ops = native_ops("exact", level) if level else None
 
     def start(**more: Any) -> BatchingEngine:
-        engine = loaded.start(ops, **more)
-        for directory in directories.values():
+        engine = adapted_model.loaded.start(ops, **more)
+        for directory in adapted_model.directories.values():
             engine.load_adapter(directory, LIMITS)
         return engine
 
     engine = start()
-    asked = [request for request in loaded.requests if not request.images]
-    adapters = [engine.load_adapter(path, LIMITS) for path in directories.values()]
-    wanted = [
-        replace(request, request_id=f"{request.request_id} {place}", adapter=adapter)
-        for request in asked[:3]
-        for place, adapter in enumerate((None, *adapters))
-    ]
-    models = [theirs, *(merged(theirs, each) for each in changes.values())]
-    expected = {
-        request.request_id: test_families.generate(
-            models[int(request.request_id[-1])], request.prompt_token_ids
-        )
-        for request in wanted
+    adapters: dict[str, Any] = {"": None} | {
+        name: engine.load_adapter(path, LIMITS) for name, path in adapted_model.directories.items()
     }
-    assert way(start, wanted) == expected
-    assert len({tuple(tokens) for tokens in expected.values()}) == len(wanted)
+    wanted = [
+        replace(request, request_id=asked_of(request, name), adapter=adapter)
+        for request in adapted_model.asked
+        for name, adapter in adapters.items()
+    ]
+    assert way(start, wanted) == adapted_model.expected
 
 
 def test_a_map_that_is_computed_by_other_means_fails_its_own_request_alone(tmp_path: Path):
