@@ -35,7 +35,7 @@ class HuggingFace:
         self._prompts = ExamplePrompts(checkpoint)
         self._num_context = self._prompts.num_tokens
         disable_progress_bar()
-        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
+        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
         self._model: Any = model.eval().to(self._device)
         self._is_static: dict[int, bool] = {}  # by batch size, where it is known
         self._is_compiled = mode == "compiled"

@@ -50,6 +50,7 @@ from engines.torch_backend.models.generic.self_check import (
 from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
+from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
 from engines.torch_backend.models.lowered import lower
 from engines.torch_backend.models.registry import (
     FamilyModel,
@@ -68,8 +69,6 @@ _PROBE_TOKENS = (1, 2)
 #: Between the engine's scores and transformers' own, as a share of their standard deviation.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_ROUNDED = 0.1
-#: Tokens that experts take for an image's, where a model has experts for images.
-_TYPED_BESIDE_SLOTS = ("image_start_token_id", "image_end_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,7 @@ class GenericModel(FamilyModel):
         self._layers: list[PagedLayer] = []
         self._ops: Ops | None = None
         self._arguments: frozenset[str] = frozenset()
+        self._types: list[str] = []  #: of the arguments, those that are types of tokens
         self._own_attention = ""
         self._is_rounded = False  #: weights, or keys and values, to integers
         self._mixers: list[Mixer] = []
@@ -195,6 +195,7 @@ class GenericModel(FamilyModel):
     def find_arguments(self) -> None:
         """Note what the model's forward pass takes by name."""
         self._arguments = frozenset(inspect.signature(self.inner.forward).parameters)
+        self._types = type_names(self._arguments)
 
     def _load(
         self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
@@ -397,23 +398,18 @@ class GenericModel(FamilyModel):
         items: Sequence[ScheduledSequence] = (),
     ) -> dict[str, Any]:
         """What the model is given beside tokens and positions. Shapes: (1, N)."""
-        types = {name for name in self._arguments if name.endswith("token_type_ids")}
         config: Any = self.inner.config
         slot_id = getattr(config, "image_token_id", None)
-        if slot_id is None or not (types or images):
+        if slot_id is None or not (images or self._types):
             return {}
-        inputs: dict[str, Any] = {}
         ids = token_ids[0]
         filled = torch.zeros_like(ids, dtype=torch.bool)
         for image in images:
             filled[image.start : image.start + len(image.features)] = True
-        for name in types:
-            typed = filled
-            if name.startswith("moe_"):
-                around = [getattr(config, each) for each in _TYPED_BESIDE_SLOTS]
-                is_around = torch.isin(ids, torch.tensor(around, device=ids.device))
-                typed = filled | (is_around & _in_prompt(items, ids.device))
-            inputs[name] = typed.long()[None]
+        asked = _in_prompt(items, ids.device) if items else torch.ones_like(filled)
+        inputs: dict[str, Any] = dict(
+            token_types(self._types, config, token_ids, filled[None], asked[None])
+        )
         if images:
             assert self._form is not None
             rows = torch.cat([image.features for image in images])
@@ -481,10 +477,9 @@ class GenericModel(FamilyModel):
         """Compare a few tokens with transformers' own. Raises: UnsupportedCheckpoint where they differ."""
         if how == "off" or (how == "auto" and self.config.kind in TESTED):
             return
-        if (
-            not self.binds_prompts
-        ):  # which transformers' own forward pass is told by an image's prompt
-            self._check(largest_difference(runner, self.config.text.vocab_size), "")
+        if not self.binds_prompts:  # of which an image's prompt says how far they go
+            plain = sorted({*range(self.config.text.vocab_size)} - control_ids(self.inner.config))
+            self._check(largest_difference(runner, plain), "")
         # members of a mesh would have to encode the image at once, and rank 0 alone does
         example = make_example() if make_example and self._mesh.size == 1 else None
         if example is None:

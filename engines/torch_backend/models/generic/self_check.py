@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from engines.core.runner import Prompt
 from engines.core.sequence import ScheduledSequence, Sequence
+from engines.torch_backend.models.generic.token_types import token_types, type_names
 from engines.torch_backend.multimodal.transformers_images import ProcessedImage
 from shared.protocol import SamplingParams
 
@@ -21,9 +22,9 @@ CHUNK = 9
 NUM_DRAWN = 3
 
 
-def largest_difference(runner: Any, vocab_size: int) -> float:
-    """The largest difference of scores, as a share of their standard deviation."""
-    sequences = _make_sequences(runner, vocab_size)
+def largest_difference(runner: Any, token_ids: list[int]) -> float:
+    """The largest difference of scores, as a share of their standard deviation, for prompts of these tokens."""
+    sequences = _make_sequences(runner, token_ids)
     found = _draw(runner, sequences)
     worst = 0.0
     for sequence in sequences:
@@ -65,12 +66,16 @@ def whole_inputs(
 
     Shapes: token_ids (B, N).
     """
-    arguments = inspect.signature(model.forward).parameters
-    types = {name for name in arguments if name.endswith("token_type_ids")}
+    arguments = {*inspect.signature(model.forward).parameters}
+    names = {*type_names(arguments)}
     if any("grid" in name for name in arguments):
-        types.add("mm_token_type_ids")
-    inputs: dict[str, Any] = dict.fromkeys(types, (token_ids == slot_id).long())
-    return inputs | {n: x for n, x in joined_inputs(model, images).items() if n in arguments}
+        names.add("mm_token_type_ids")
+    is_slot = token_ids == slot_id
+    types: dict[str, Any] = token_types(
+        names, model.config, token_ids, is_slot, torch.ones_like(is_slot)
+    )
+    given = joined_inputs(model, images)
+    return types | {name: x for name, x in given.items() if name in arguments}
 
 
 def joined_inputs(model: PreTrainedModel, images: list[ProcessedImage]) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -
     return float((ours - theirs).abs().max() / theirs.std())
 
 
-def _make_sequences(runner: Any, vocab_size: int) -> list[Sequence]:
+def _make_sequences(runner: Any, token_ids: list[int]) -> list[Sequence]:
     """Within blocks that lie apart, as far as there are so many."""
     generator = torch.Generator().manual_seed(0)
     free = list(range(runner.num_blocks))
@@ -101,7 +106,8 @@ def _make_sequences(runner: Any, vocab_size: int) -> list[Sequence]:
     sequences = []
     for number, wanted in enumerate(LENGTHS):
         length = min(wanted, share - NUM_DRAWN, runner.max_model_len - NUM_DRAWN)
-        ids = torch.randint(min(3, vocab_size - 1), vocab_size, (length,), generator=generator)
+        places = torch.randint(len(token_ids), (length,), generator=generator)
+        ids = torch.tensor(token_ids)[places]
         sequence = Sequence(
             f"self-check-{number}", ids.tolist(), length, SamplingParams(temperature=0)
         )

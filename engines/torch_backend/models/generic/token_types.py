@@ -1,0 +1,43 @@
+"""What a model is told of each token beside its id: whether it is an image's.
+
+Shape letters: B prompts, N tokens.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Tokens that experts take for an image's, where a model has experts for images.
+_BESIDE_SLOTS = ("image_start_token_id", "image_end_token_id")
+
+
+def type_names(arguments: Iterable[str]) -> list[str]:
+    """Those arguments of a forward pass that are types."""
+    return [name for name in arguments if name.endswith("token_type_ids")]
+
+
+def token_types(
+    names: Iterable[str], config: Any, token_ids: Tensor, is_slot: Tensor, is_asked: Tensor
+) -> dict[str, Tensor]:
+    """Types by their names. Shapes: all (B, N), also what is returned.
+
+    `is_asked` says which tokens the model did not write by itself.
+    """
+    types = {}
+    for name in names:
+        typed = is_slot
+        if name.startswith("moe_"):
+            around = torch.tensor([getattr(config, each) for each in _BESIDE_SLOTS])
+            typed = typed | (torch.isin(token_ids, around.to(token_ids.device)) & is_asked)
+        types[name] = typed.long()
+    return types
+
+
+def control_ids(config: Any) -> frozenset[int]:
+    """Tokens that mean something to a model by themselves, such as an image's slots."""
+    given = {
+        name: x for name, x in vars(config).items() if name.endswith(("token_id", "token_index"))
+    }
+    return frozenset(x for x in given.values() if isinstance(x, int))
