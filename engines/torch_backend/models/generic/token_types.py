@@ -37,7 +37,7 @@ def token_types(
 
 def control_ids(config: Any) -> frozenset[int]:
     """Tokens that mean something to a model by themselves, such as an image's slots."""
-    given = {
-        name: x for name, x in vars(config).items() if name.endswith(("token_id", "token_index"))
-    }
-    return frozenset(x for x in given.values() if isinstance(x, int))
+    ends = ("token_id", "token_ids", "token_index")
+    given = [x for name, x in vars(config).items() if name.endswith(ends)]
+    flat = [y for x in given for y in (x if isinstance(x, list | tuple) else [x])]
+    return frozenset(x for x in flat if isinstance(x, int))
