@@ -56,7 +56,7 @@ class Call:
         args = (x, *self.args[1:]) if self.args else ()
         if not args:
             kwargs["hidden_states"] = x
-        return _first(module.forward(*args, **kwargs))
+        return first_of(module.forward(*args, **kwargs))
 
 
 class Watched:
@@ -79,9 +79,13 @@ class Watched:
             for handle in handles:
                 handle.remove()
 
+    def calls(self, module: nn.Module) -> list[Call]:
+        """All of a module."""
+        return self._calls.get(module, [])
+
     def call(self, module: nn.Module) -> Call | None:
         """A module's only one; None if there were none or several."""
-        calls = self._calls.get(module, [])
+        calls = self.calls(module)
         return calls[0] if len(calls) == 1 else None
 
     def within(self, module: nn.Module) -> list[tuple[str, nn.Module, Call]]:
@@ -251,7 +255,7 @@ def find_attention(module: nn.Module, spec: LayerSpec, watched: Watched) -> Atte
     children = watched.within(module)
     linears = [(name, each) for name, child, each in children if type(child) is nn.Linear]
     inputs = [(name, each) for name, each in linears if each.input is call.input]
-    outputs = [name for name, each in linears if each.output is _first(call.output)]
+    outputs = [name for name, each in linears if each.output is first_of(call.output)]
     if len(inputs) not in (1, 3) or len(outputs) != 1 or len(inputs) + 1 != len(linears):
         return None
     norms = []
@@ -495,7 +499,8 @@ def _far(value: Any) -> Any:
     return value + _FAR if is_count else value
 
 
-def _first(output: Any) -> Any:
+def first_of(output: Any) -> Any:
+    """The hidden states of what a module gave."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -51,7 +51,7 @@ from engines.torch_backend.models.generic.stand_ins import cast
 from engines.torch_backend.models.generic.states import Mixer, SequenceStates, is_mixer
 from engines.torch_backend.models.generic.tested import TESTED
 from engines.torch_backend.models.generic.token_types import control_ids, token_types, type_names
-from engines.torch_backend.models.lowered import lower
+from engines.torch_backend.models.lowered.model import lower
 from engines.torch_backend.models.registry import (
     FamilyModel,
     FlatStep,

@@ -1,0 +1,1 @@
+"""Transformers' models whose decoder is one that our program computes: see `model`."""

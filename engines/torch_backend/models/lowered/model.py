@@ -1,0 +1,170 @@
+"""Transformers' models whose decoder is one that our program says: `Llama` computes its weights, as fast as native ones.
+
+Transformers' configuration, image processor, tower, merging of embeddings, rotary frequencies and position hooks stay
+the front. What the decoder is, is read from its modules and from what its layers asked for when they were probed, not
+from its name; that it is nothing else, is seen by computing: each layer of both is given what goes through
+transformers' own, and has to make the same of it. Where it does not, the model stays as it is, with the reason.
+
+`reading` makes our decoder of theirs, `rotary` our table of angles, `proof` has both compute the same.
+
+Shape letters: N tokens of a step, C hidden width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from engines.core.request import ImageInput
+from engines.torch_backend.layers.quantization import Scheme
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.models.config import BeyondOurProgram
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.lowered.proof import check_levels, compare, observe
+from engines.torch_backend.models.lowered.reading import find_stack, order_of_pairs, read_decoder
+from engines.torch_backend.models.lowered.rotary import Rotary
+from engines.torch_backend.models.registry import FamilyModel, ImageSlots
+
+
+def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
+    """A `GenericModel` that has been probed, with its decoder in our program, to compute in that precision.
+
+    Raises: BeyondOurProgram with the reason; the model is as it was then.
+    """
+    stack_name, stack = find_stack(front.inner)
+    for module in front.inner.modules():
+        # the probe knows all layers, and one of them is to be copied alone
+        module.pages = None
+    width = read_decoder(front, stack, dtype).text.head_dim
+    rotary = Rotary(stack.rotary_emb, front.num_position_rows, width)
+    with front.as_transformers_does():
+        seen = observe(front, stack)
+        check_levels(seen, stack)
+        refusals: list[BeyondOurProgram] = []
+        for are_neighbours in (False, True):
+            order = order_of_pairs(rotary.num_turned, width, are_neighbours)
+            decoder = read_decoder(front, stack, dtype, order)
+            try:
+                compare(seen, decoder, rotary, stack)
+            except BeyondOurProgram as refusal:
+                refusals.append(refusal)
+            else:
+                return LoweredModel(front, stack_name, decoder, rotary, dtype)
+    raise refusals[0]
+
+
+class LoweredModel(FamilyModel):
+    """Our decoder behind transformers' front."""
+
+    converts_weights = True
+    speed_path = "lowered"
+
+    def __init__(
+        self, front: Any, stack_name: str, decoder: Llama, rotary: Rotary, dtype: torch.dtype
+    ) -> None:
+        """Takes transformers' decoder out of its model, which is of no use without this one then."""
+        super().__init__()
+        self.config = front.config
+        self.language_model = decoder
+        self._rotary = rotary
+        self._inputs = _DecoderInputs(decoder)
+        self.front: Any = None
+        if front.config.takes_images:
+            front.inner.set_submodule(stack_name, self._inputs)
+            front.inner.set_output_embeddings(nn.Identity())
+            _convert(front.inner, dtype)
+            front.forget_decoder()
+            self.front = front
+
+    def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        """By transformers' own frequencies."""
+        self._rotary.freeze(max_positions)
+        return self._rotary.table(max_positions, dtype, device)
+
+    def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
+        """The linear maps of the decoder's layers."""
+        scheme.convert_linears(self.language_model)
+
+    def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
+        """As transformers merges them. Shapes: (N,); returns (N, C)."""
+        if not images:
+            return self.language_model.embed(token_ids)
+        ids = token_ids[None]
+        positions = ids.new_zeros(self.front.num_position_rows, *ids.shape)
+        self.front.inner(
+            input_ids=ids,
+            position_ids=positions[0] if len(positions) == 1 else positions,
+            use_cache=False,
+            **self.front.inputs(ids, images),
+        )
+        return self._inputs.taken()
+
+    def num_features(self, image: ImageInput) -> int | None:
+        """Those that the prompt has slots for."""
+        return None if self.front is None else self.front.num_features(image)
+
+    def encode(
+        self, images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Shapes: returns (slots, C) each."""
+        return self.front.encode(images, device, dtype)
+
+
+class _DecoderInputs(nn.Module):
+    """Stands where transformers' decoder was, and keeps what it is given."""
+
+    def __init__(self, decoder: Llama) -> None:
+        super().__init__()
+        self.embed_tokens = _Embeddings(decoder)
+        self._given: tuple[Tensor, Tensor | None, Sequence[Tensor]] | None = None
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As transformers' models ask for them."""
+        return self.embed_tokens
+
+    def taken(self) -> Tensor:
+        """What the last call gave: embeddings, and beside them what is added behind the first layers.
+
+        Shapes: returns (N, C), or (N, C + levels * C).
+        """
+        assert self._given is not None
+        (embeddings, slots, levels), self._given = self._given, None
+        columns = [embeddings]
+        for level in levels if slots is not None else ():
+            columns.append(torch.zeros_like(embeddings))
+            columns[-1][slots] = level.to(embeddings.dtype)
+        return torch.cat(columns, dim=1) if len(columns) > 1 else embeddings
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Sequence[Tensor] | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """Shapes: (1, N, C), (1, N) and levels of (slots, C) each."""
+        slots = None if visual_pos_masks is None else visual_pos_masks[0]
+        self._given = inputs_embeds[0], slots, deepstack_visual_embeds or ()
+        hidden: Any = inputs_embeds
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+
+class _Embeddings(nn.Module):
+    """The decoder's own, for transformers' front."""
+
+    def __init__(self, decoder: Llama) -> None:
+        super().__init__()
+        self._decoder = (decoder,)  # no part of this module: its weights are counted once
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Shapes: (1, N); returns (1, N, C)."""
+        return self._decoder[0].embed(token_ids[0])[None]
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have all that is rounded more in `dtype`; what transformers keeps in float32 stays."""
+    for x in (*model.parameters(), *model.buffers()):
+        if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize:
+            x.data = x.data.to(dtype)

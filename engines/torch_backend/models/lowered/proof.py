@@ -1,0 +1,217 @@
+"""That our decoder computes what transformers' does, seen by having both compute.
+
+Shape letters: T tokens of the trial, R rows of positions, C hidden width.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.torch_backend.kv_cache import KVCachePool
+from engines.torch_backend.layers.attention import Span, plan_attention
+from engines.torch_backend.layers.linear import Stream
+from engines.torch_backend.models.config import BeyondOurProgram
+from engines.torch_backend.models.generic.fused import Call, Watched, first_of
+from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.lowered.rotary import Rotary
+from engines.torch_backend.ops.step_attention.reference import create_attention
+
+#: Of what a layer adds to the stream, as a share of its standard deviation, in float32.
+_LARGEST_DIFFERENCE = 1e-3
+_TRIAL_TOKENS = (1, 5, 2, 7, 3, 4, 9, 6)
+_BLOCK_SIZE = 4
+_LARGE = 2**29  # parameters, of which more are not all computed twice at the start
+#: What the front may hand to a decoder without saying anything but tokens and their positions.
+_PLAIN_INPUTS = frozenset({
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position",
+    "output_attentions", "output_hidden_states", "return_dict",
+})  # fmt: skip
+
+
+@dataclass
+class Observed:
+    """What went through transformers' layers in one call of the model."""
+
+    positions: Tensor  #: (R, T)
+    calls: list[Call]
+
+
+@torch.inference_mode()
+def observe(front: Any, stack: Any) -> Observed:
+    """Call the model, and see that there is nothing between embeddings, layers, norm and head.
+
+    Raises: BeyondOurProgram.
+    """
+    model: Any = front.inner
+    ids = torch.tensor([_TRIAL_TOKENS], device=stack.embed_tokens.weight.device)
+    # one row counts on, as packed prompts would not; several may differ
+    steps = torch.arange(1, front.num_position_rows + 1)[:, None]
+    positions = (steps * torch.arange(ids.shape[1]) + 3).to(ids.device)
+    given = positions if len(positions) == 1 else positions[:, None]
+    head = model.get_output_embeddings()
+    watched = Watched()
+    with watched.watching(model), _wide_scores(head) as scores:
+        logits = model(
+            input_ids=ids, position_ids=given, use_cache=False, **front.inputs(ids, [])
+        ).logits
+    for call in watched.calls(stack):
+        odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
+        if odd:
+            raise BeyondOurProgram(f"its decoder is given {', '.join(sorted(odd))}")
+    calls = [call for layer in stack.layers for call in watched.calls(layer)]
+    if len(calls) != len(stack.layers):
+        raise BeyondOurProgram("layers are computed several times")
+    ends = [watched.calls(x)[-1:] for x in (stack.embed_tokens, stack.norm, head)]
+    if not all(ends):
+        raise BeyondOurProgram("its embeddings, its last norm or its head are not called")
+    [[embedded], [normed], [scored]] = ends
+    outputs = [embedded.output, *(first_of(x.output) for x in calls), normed.output, scores[-1]]
+    inputs = [*(x.input for x in calls), normed.input, scored.input, logits]
+    layers = [f"layer {number}" for number in range(len(calls) - 1)]
+    places = ["embeddings", *layers, "the last layer", "the last norm", "the head"]
+    for place, left, right in zip(places, outputs, inputs, strict=True):
+        if not torch.equal(left, right):
+            raise BeyondOurProgram(f"something is computed behind {place}")
+    return Observed(positions, calls)
+
+
+@contextmanager
+def _wide_scores(head: nn.Module) -> Iterator[list[Tensor]]:
+    """Have a head give scores that show what is done to them, which are in the list then."""
+    given: list[Tensor] = []
+
+    def give(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        scores = torch.linspace(-300, 300, output.numel(), device=output.device)
+        given.append(scores.view_as(output).to(output.dtype))
+        return given[-1]
+
+    handle = head.register_forward_hook(give)
+    try:
+        yield given
+    finally:
+        handle.remove()
+
+
+@torch.inference_mode()
+def check_levels(seen: Observed, stack: Any) -> None:
+    """See that features of images that a decoder takes beside embeddings are added behind the first layers."""
+    if "deepstack_visual_embeds" not in inspect.signature(stack.forward).parameters:
+        return
+    x = seen.calls[0].input
+    slots = torch.arange(x.shape[1], device=x.device)[None] % 3 == 1
+    levels = list(torch.stack([x[slots], 2 * x[slots]]))
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    handles = [
+        *[
+            x.register_forward_pre_hook(_noting_stream(inputs), with_kwargs=True)
+            for x in stack.layers
+        ],
+        *[x.register_forward_hook(lambda _, __, y: outputs.append(y)) for x in stack.layers],
+        stack.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
+    ]
+    positions = seen.positions if len(seen.positions) == 1 else seen.positions[:, None]
+    try:
+        stack(
+            inputs_embeds=x, position_ids=positions, use_cache=False, visual_pos_masks=slots,
+            deepstack_visual_embeds=levels,
+        )  # fmt: skip
+    finally:
+        for handle in handles:
+            handle.remove()
+    for number, (output, following) in enumerate(zip(outputs, inputs[1:], strict=True)):
+        expected = first_of(output).clone()
+        if number < len(levels):
+            expected[slots] += levels[number]
+        if not torch.equal(expected, following):
+            raise BeyondOurProgram(f"features of images go elsewhere than behind layer {number}")
+
+
+def _noting_stream(inputs: list[Tensor]) -> Callable[..., None]:
+    return lambda module, args, kwargs: inputs.append(_stream((args, kwargs)).clone())
+
+
+@torch.inference_mode()
+def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
+    """Have both compute each layer, in float32; of a large model each kind of layer, and the last."""
+    text, device = decoder.text, seen.positions.device
+    num_tokens = seen.positions.shape[1]
+    num_blocks = -(-num_tokens // _BLOCK_SIZE)
+    plan = plan_attention(
+        [Span(0, num_tokens, 0, list(range(num_blocks)))], _BLOCK_SIZE, torch.float32, device
+    )
+    pool = KVCachePool(text, num_blocks, _BLOCK_SIZE, torch.float32, device)
+    loaded = stack.embed_tokens.weight.dtype  # theirs rounds angles to it
+    positions = seen.positions[0] if len(seen.positions) == 1 else seen.positions
+    table = rotary.table(int(positions.max()) + 1, loaded, device)
+    rotation = tuple(x.float() for x in table.at(positions))
+    attend = create_attention(text, pool, plan, (rotation[0], rotation[1]))
+    pairs: list[tuple[Any, Any, Any]] = list(
+        zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
+    )
+    is_large = sum(x.numel() for x in stack.parameters()) > _LARGE
+    turns: dict[str, bool] = {}  # by kind of layer
+    for number, (theirs, ours, call) in enumerate(pairs):
+        kind = f"{_kind_of(theirs)} {ours.self_attn.heads.window}"
+        if is_large and kind in turns and number < len(pairs) - 1:
+            _set_turns(ours, turns[kind])
+            continue
+        same = theirs if loaded == torch.float32 else deepcopy(theirs).float()
+        args, kwargs = _widened(call.args), _widened(call.kwargs)
+        output = first_of(same(*args, **kwargs))[0]
+        x = _stream((args, kwargs))[0]
+        found = []
+        for is_turned in (True, False):
+            _set_turns(ours, is_turned)
+            stream = Stream(x)
+            ours(stream, attend)
+            rounding = 8 * torch.finfo(torch.float32).eps * output.abs()
+            excess = ((stream.tensor() - output).abs() - rounding).max()
+            found.append(float(excess / (output - x).std()))
+            if found[-1] <= _LARGEST_DIFFERENCE:
+                turns[kind] = is_turned
+                break
+        else:
+            raise BeyondOurProgram(
+                f"layer {number} makes something else of the same, by {found[0]:.1e} of what it adds"
+            )
+
+
+def _set_turns(layer: Any, turns: bool) -> None:
+    attention = layer.self_attn
+    if attention.heads.turns is not turns:
+        attention.heads = replace(attention.heads, turns=turns)
+
+
+def _kind_of(layer: nn.Module) -> str:
+    """Types of a layer's modules, and all plain values that they hold but its number."""
+    return repr([
+        (name, type(module), {
+            n: x for n, x in sorted(vars(module).items())
+            if isinstance(x, bool | int | float | str) and n != "layer_idx"
+        })
+        for name, module in layer.named_modules()
+    ])  # fmt: skip
+
+
+def _stream(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+    """What goes through a layer. Shapes: returns (1, T, C)."""
+    args, kwargs = call
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _widened(given: Any) -> Any:
+    """Every tensor of rounded numbers in float32."""
+    if isinstance(given, Tensor):
+        return given.float() if given.is_floating_point() else given
+    if isinstance(given, dict):
+        return {name: _widened(x) for name, x in given.items()}
+    if isinstance(given, tuple):
+        return tuple(_widened(x) for x in given)
+    return given

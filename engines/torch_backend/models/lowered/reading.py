@@ -1,0 +1,251 @@
+"""Our decoder of the modules of transformers': what its layers are, and their weights by our names.
+
+Shape letters: D head width.
+"""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.torch_backend.layers.activation import ACTIVATIONS
+from engines.torch_backend.models.config import BeyondOurProgram, TextConfig
+from engines.torch_backend.models.generic.attention import LayerSpec
+from engines.torch_backend.models.llama import Llama
+
+
+def order_of_pairs(num_turned: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
+    """Channels of queries and keys in an order in which those turned together lie half a head apart; None: as they are.
+
+    Their products stay the same. Shapes: returns (D,).
+    """
+    if num_turned == head_dim and not are_neighbours:
+        return None
+    turned = torch.arange(num_turned)
+    pairs = turned.view(-1, 2) if are_neighbours else turned.view(2, -1).T
+    still = torch.arange(num_turned, head_dim).view(2, -1).T
+    return torch.cat([pairs, still]).T.flatten()
+
+
+def find_stack(model: nn.Module) -> tuple[str, Any]:
+    """The decoder without its head, and its name."""
+    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+    for name, module in model.named_modules():
+        if all(isinstance(getattr(module, part, None), nn.Module) for part in parts):
+            return name, module
+    raise BeyondOurProgram(f"no decoder of {', '.join(parts)}")
+
+
+def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | None = None) -> Llama:
+    """Our program with transformers' weights: matrices as they were loaded, all else in `dtype`.
+
+    Channels of queries and keys are in `order`, if it is given. Raises: BeyondOurProgram.
+    """
+    specs = _read_specs(front, list(stack.layers))
+    weights, is_tied = _read_ends(front.inner.get_output_embeddings(), stack)
+    gain, eps = _read_norm(stack.norm)
+    weights["model.norm.weight"] = gain
+    all_eps, activations = {eps}, set()
+    for number, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True)):
+        parts = _read_layer(layer, spec)
+        all_eps |= parts.eps
+        activations.add(parts.activation)
+        weights |= {f"model.layers.{number}.{name}": x for name, x in parts.in_order(order, spec)}
+    if len(all_eps) > 1 or len(activations) > 1:
+        raise BeyondOurProgram("its layers are not alike")
+    limit = front.config.text.max_position_embeddings
+    text = _describe(weights, specs, eps, activations.pop(), is_tied, limit)
+    return _fill(text, weights, dtype)
+
+
+def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
+    """Embeddings and head, and whether these are one."""
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise BeyondOurProgram("its head is more than a matrix")
+    if type(stack.embed_tokens) is not nn.Embedding:
+        raise BeyondOurProgram(f"its embeddings are {type(stack.embed_tokens).__name__}")
+    table = stack.embed_tokens.weight
+    if head.weight is table:
+        return {"model.embed_tokens.weight": table}, True
+    return {"model.embed_tokens.weight": table, "lm_head.weight": head.weight}, False
+
+
+def _describe(
+    weights: dict[str, Tensor],
+    specs: list[LayerSpec],
+    eps: float,
+    activation: str,
+    is_tied: bool,
+    max_positions: int,
+) -> TextConfig:
+    """Layers with these weights, which ask for that."""
+    spec = specs[0]
+    names = {name.split(".", 3)[-1] for name in weights}  # of layers: without their numbers
+    vocab_size, width = weights["model.embed_tokens.weight"].shape
+    return TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0],
+        num_layers=len(specs),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.key_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=eps,
+        attention_bias=any(f"self_attn.{x}_proj.bias" in names for x in "qkv"),
+        attention_output_bias="self_attn.o_proj.bias" in names,
+        mlp_bias=any(f"mlp.{x}_proj.bias" in names for x in ("gate", "up", "down")),
+        tie_word_embeddings=is_tied,
+        hidden_act=activation,
+        has_head_norms="self_attn.q_norm.weight" in names,
+        windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
+    )
+
+
+def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Llama:
+    """A decoder with these weights. Biases that only some maps have are 0 in the others."""
+    with torch.device("meta"):
+        decoder = Llama(text)
+    wanted = decoder.state_dict()
+    device = weights["model.embed_tokens.weight"].device
+    missing = {name for name in wanted.keys() - weights.keys() if name.endswith(".bias")}
+    weights |= {name: torch.zeros(wanted[name].shape, device=device) for name in missing}
+    if odd := [n for n, x in weights.items() if n not in wanted or x.shape != wanted[n].shape]:
+        raise BeyondOurProgram(f"weights do not fit: {', '.join(sorted(odd)[:3])}")
+    decoder.load_state_dict(
+        {n: x.detach() if x.dim() > 1 else x.detach().to(dtype) for n, x in weights.items()},
+        assign=True,
+    )
+    return decoder.requires_grad_(False).eval()
+
+
+def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
+    """What each layer's attention asks for, which has to be all that is there."""
+    found: Mapping[Any, LayerSpec] = front.specs
+    specs = [found.get(getattr(layer, "self_attn", None)) for layer in layers]
+    if len(found) != len(specs) or not all(specs):
+        raise BeyondOurProgram("not every layer is one of attention")
+    read = [spec for spec in specs if spec is not None]
+    limit = front.config.text.max_position_embeddings
+    shapes = {(s.num_heads, s.num_kv_heads, s.key_dim, s.value_dim) for s in read}
+    if len(shapes) > 1 or read[0].key_dim != read[0].value_dim:
+        raise BeyondOurProgram("its layers have heads of several widths")
+    for number, spec in enumerate(read):
+        within = spec.within(limit)
+        odd = {
+            "chunks": within.chunk,
+            "a soft cap": spec.softcap,
+            "sinks": spec.has_sinks,
+            "another's keys": spec.shares is not None,
+            "images that see themselves": spec.sees_images,
+            "a scale of its own": abs(spec.scale * spec.key_dim**0.5 - 1) > 1e-6,
+        }
+        if names := [name for name, is_there in odd.items() if is_there]:
+            raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
+    return [spec.within(limit) for spec in read]
+
+
+@dataclass
+class _LayerParts:
+    """A layer's weights by our names."""
+
+    weights: dict[str, Tensor]
+    eps: set[float]
+    activation: str
+
+    def in_order(self, order: Tensor | None, spec: LayerSpec) -> Iterator[tuple[str, Tensor]]:
+        """All, those of queries' and keys' channels in an order of these."""
+        for name, x in self.weights.items():
+            if order is None or name not in _TURNED:
+                yield name, x
+            else:
+                by_head = x.unflatten(0, (-1, spec.key_dim))
+                yield name, by_head[:, order.to(x.device)].flatten(0, 1)
+
+
+_LINEARS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj",
+)  # fmt: skip
+#: What belongs to channels of queries and keys.
+_TURNED = frozenset({
+    "self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.k_proj.weight", "self_attn.k_proj.bias",
+    "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+})  # fmt: skip
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
+    modules: dict[str, Any] = {
+        name: module
+        for name, module in layer.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, module in list(modules.items()):
+        if name in (*_NORMS, *_HEAD_NORMS):
+            continue
+        if type(module) is not nn.Linear:
+            raise BeyondOurProgram(f"a layer has {name}, a {type(module).__name__}")
+        for part, x in module.named_parameters(recurse=False):
+            tensors |= _parted(f"{name}.{part}", x, spec)
+    wanted = {*_NORMS, *(_HEAD_NORMS if modules.keys() & {*_HEAD_NORMS} else ())}
+    names = {name.rpartition(".")[0] for name in tensors} | (
+        modules.keys() & {*_NORMS, *_HEAD_NORMS}
+    )
+    if odd := names ^ {*_LINEARS, *wanted}:
+        raise BeyondOurProgram(f"a layer has other parts: {', '.join(sorted(odd))}")
+    norms = {name: _read_norm(modules[name]) for name in wanted}
+    tensors |= {f"{name}.weight": gain for name, (gain, _) in norms.items()}
+    mlp: Any = layer.get_submodule("mlp")
+    return _LayerParts(tensors, {eps for _, eps in norms.values()}, _read_activation(mlp))
+
+
+def _parted(name: str, x: Tensor, spec: LayerSpec) -> dict[str, Tensor]:
+    """The rows of joined maps by themselves."""
+    head, _, part = name.rpartition(".")
+    if head == "self_attn.qkv_proj":
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        rows = x.split([count * spec.key_dim for count in heads])
+        return {f"self_attn.{k}_proj.{part}": y for k, y in zip("qkv", rows, strict=True)}
+    if head == "mlp.gate_up_proj":
+        return {f"mlp.{k}_proj.{part}": y for k, y in zip(("gate", "up"), x.chunk(2), strict=True)}
+    return {name: x}
+
+
+@torch.inference_mode()
+def _read_norm(norm: Any) -> tuple[Tensor, float]:
+    """Gain and epsilon of what is found to be a norm of root mean squares."""
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        raise BeyondOurProgram(f"{type(norm).__name__} is another norm")
+    same = deepcopy(norm).float()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, len(weight), generator=generator) * torch.tensor(
+        [[3.0], [1.0], [0.1], [0.01]]
+    )
+    x = x.to(weight.device)
+    theirs = same(x)
+    for gain in (weight, weight.float() + 1):
+        ours = F.rms_norm(x, gain.shape, gain.float(), eps)
+        if torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+            return gain, eps
+    raise BeyondOurProgram(f"{type(norm).__name__} is another norm")
+
+
+@torch.inference_mode()
+def _read_activation(mlp: nn.Module) -> str:
+    x = torch.linspace(-6, 6, 97)
+    for module in mlp.children():
+        if not any(True for _ in module.parameters()):
+            y = module(x)
+            for name, function in ACTIVATIONS.items():
+                if torch.allclose(y, function(x), atol=1e-6):
+                    return name
+    raise BeyondOurProgram("its activation is not known")

@@ -1,0 +1,70 @@
+"""Transformers' rotary module as our table of angles.
+
+Shape letters: N tokens, R rows of positions, P positions, D head width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from engines.torch_backend.layers.rotary import RotaryTable
+from engines.torch_backend.models.config import BeyondOurProgram
+from engines.torch_backend.models.generic.rope import freeze_rope
+
+_TABLE_ROWS = 1 << 13  # positions whose angles are computed at once
+
+
+class Rotary:
+    """Turns pairs from the two halves of a head; of some the angle is 0, where positions do not turn all channels."""
+
+    def __init__(self, module: nn.Module, num_rows: int, head_dim: int) -> None:
+        """Raises: BeyondOurProgram."""
+        self._module = module
+        self._num_rows = num_rows
+        probes = torch.eye(num_rows, dtype=torch.long).T  # by token, one row away from 0
+        cos, sin = self._turn(probes)
+        width = self.num_turned = cos.shape[-1]  #: channels of a head that positions turn
+        self._num_still = head_dim - width
+        if self._num_still < 0 or self._num_still % 2:
+            raise BeyondOurProgram(f"positions turn {width} of {head_dim} channels of a head")
+        if not all(torch.equal(x[:, : width // 2], x[:, width // 2 :]) for x in (cos, sin)):
+            raise BeyondOurProgram("positions turn other pairs of channels than halves of a head")
+        is_turned = sin != 0
+        if not bool((is_turned.sum(0) == 1).all()):
+            raise BeyondOurProgram("channels of a head turn by several rows of positions, or none")
+        self._channel_rows = self._with_still(is_turned.int().argmax(0)[None], 0)[0]  # (D,)
+
+    def freeze(self, max_positions: int) -> None:
+        """Turn as in sequences that are never longer from now on."""
+        freeze_rope(self._module, max_positions)
+
+    def table(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        """Of positions from 0."""
+        chunks = [
+            self._turn(places.expand(self._num_rows, -1))
+            for places in torch.arange(max_positions).split(_TABLE_ROWS)
+        ]
+        cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        cos, sin = self._with_still(cos, 1), self._with_still(sin, 0)
+        half = sin.shape[1] // 2
+        return RotaryTable.of(
+            cos.to(device, dtype),
+            torch.cat([-sin[:, :half], sin[:, half:]], dim=1).to(device, dtype),
+            self._channel_rows.to(device) if self._num_rows > 1 else None,
+            self._num_rows,
+        )
+
+    def _with_still(self, x: Tensor, value: int) -> Tensor:
+        """Channels that are not turned at the end of each half. Shapes: (P, turned); returns (P, D)."""
+        still = x.new_full((len(x), self._num_still // 2), value)
+        left, right = x.chunk(2, dim=1)
+        return torch.cat([left, still, right, still], dim=1)
+
+    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: (R, N); returns two float32 (N, D)."""
+        device = next((b.device for b in self._module.buffers()), positions.device)
+        given = positions.to(device)
+        given = given if len(given) == 1 else given[:, None]
+        cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given)
+        if cos.dim() != 3:
+            raise BeyondOurProgram("positions turn channels in a way of the layers' own")
+        return cos[0], sin[0]
