@@ -18,10 +18,11 @@ from transformers.models.smollm3 import modeling_smollm3
 from engines.torch_backend import runner
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.weights import load_model
-from engines.torch_backend.models import causal_lm, lowered
+from engines.torch_backend.models import causal_lm
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
+from engines.torch_backend.models.lowered import proof
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
@@ -127,7 +128,7 @@ def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of this family's four layers is not turned."""
-    monkeypatch.setattr(lowered, "_LARGE", 0)
+    monkeypatch.setattr(proof, "_LARGE", 0)
     loaded = load_family(text("SmolLM3", "SmolLM3", num_hidden_layers=9), tmp_path / "right")
     assert loaded.model.speed_path == "lowered"
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
