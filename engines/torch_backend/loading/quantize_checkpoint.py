@@ -38,6 +38,8 @@ from engines.torch_backend.loading.stored_tensors import (
 )
 from engines.torch_backend.loading.weights import build_empty
 from engines.torch_backend.models.config import UnsupportedCheckpoint
+from engines.torch_backend.models.generic.config import GenericConfig
+from engines.torch_backend.models.generic.linears import stored_linears
 from engines.torch_backend.models.registry import find_family
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -68,7 +70,13 @@ def quantize_checkpoint(
         raise UnsupportedCheckpoint("the checkpoint is already quantized; use the original")
     linears = [] if published is None else published.linears
     names = [tensor.name for tensor in stored] + [f"{linear.name}.weight" for linear in linears]
-    model = build_empty(family, config, SCHEMES[scheme], torch.float32)
+    model: nn.Module = build_empty(family, config, SCHEMES[scheme], torch.float32)
+    if isinstance(config, GenericConfig):
+        if examples != "none":
+            raise UnsupportedCheckpoint(
+                "--calibrate: is for models of this project's own modules; leave it out"
+            )
+        model = stored_linears(config, SCHEMES[scheme])
     layers = _Layers(model, rename, head, names)
     with new_directory(target) as made:
         report = progress or (lambda share: None)

@@ -20,6 +20,7 @@ from engines.torch_backend.models.llava import Llava
 from engines.torch_backend.models.registry import find_family
 from engines.torch_backend.ops.registry import CpuKernels, Ops, cpu_ops
 from tests import factories_formats as formats
+from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
 from tests.factories_torch import plain_logits
 
 
@@ -227,3 +228,33 @@ def test_the_command_ends_with_the_reason(
 
     with pytest.raises(SystemExit, match=f"quantize: .*{reason}"):
         run(str(tiny) if model == "tiny" else model, tmp_path / target, "int8")
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Mixtral", "Qwen2.5-VL"])
+def test_models_of_transformers_are_quantized_as_while_they_are_loaded(
+    name: str, tmp_path: Path
+) -> None:
+    [family] = [family for family in FAMILIES if family.name == name]
+    write_checkpoint(family, tmp_path / "full")
+    before, after = quantize_checkpoint(tmp_path / "full", tmp_path / "q", "int8")
+    assert after < before
+    dtype = torch.float32
+    expected, found = (
+        load(tmp_path / "full", "int8", dtype),
+        load(tmp_path / "q", dtype=dtype),
+    )
+    quantized = [
+        {n: m for n, m in model.named_modules() if isinstance(m, Int8Linear)}
+        for model in (expected, found)
+    ]
+    assert quantized[0].keys() == quantized[1].keys() != set()
+    for linear, other in zip(*(each.values() for each in quantized), strict=True):
+        assert torch.equal(linear.integers, other.integers)
+        torch.testing.assert_close(linear.scale.float(), other.scale.float(), rtol=1e-2, atol=0)
+
+
+def test_a_model_of_transformers_is_not_calibrated(tmp_path: Path) -> None:
+    [family] = [family for family in FAMILIES if family.name == "Gemma 2"]
+    write_checkpoint(family, tmp_path / "full")
+    with pytest.raises(UnsupportedCheckpoint, match="--calibrate"):
+        quantize_checkpoint(tmp_path / "full", tmp_path / "q", "int4", examples="own")
