@@ -214,15 +214,21 @@ def bench_programs(
 
 def bench_embeddings(
     shapes: Annotated[
-        str, typer.Option(help="Comma-separated: minilm-l6, bge-base.")
+        str, typer.Option(help="Comma-separated: minilm-l6, bge-base, clip-vit-b-32.")
     ] = "minilm-l6",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the peers' environments, made at first use; without it no peers."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """Measure the embedding engine beside padded batches of transformers, on random weights, one thread."""
+    """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
     from engines.bench.embeddings import run
 
-    run(shapes.split(","), rounds, as_json)
+    run(shapes.split(","), rounds, as_json, peers)
 
 
 def bench_quality(

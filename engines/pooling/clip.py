@@ -12,7 +12,8 @@ import torch
 
 from engines.base import Decode, PreparedImage
 from engines.pooling.batch import Row
-from engines.pooling.encoder import Picture, Texts, give_vectors, num_bytes
+from engines.pooling.encoder import Picture, Texts, give_vectors
+from engines.pooling.linears import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Task
 
 

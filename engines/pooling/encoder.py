@@ -20,6 +20,7 @@ from engines.pooling.attention import packed, runs_of
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
 from engines.pooling.head import num_outputs
+from engines.pooling.linears import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, Task, TextPart, Truncate
 
 #: Rows are padded together while padding is at most that share of the real tokens.
@@ -333,8 +334,3 @@ def give_vectors(rows: Sequence[Row], vectors: Tensor) -> None:
             if wanted.is_normalized:
                 vector = F.normalize(vector, dim=0)
         row.result = vector.numpy().tobytes()
-
-
-def num_bytes(model: nn.Module) -> int:
-    """Of all parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -19,7 +19,7 @@ from transformers import (
     SiglipModel,
 )
 
-from engines.base import LoadedEngine, Progress, UnsupportedCheckpoint
+from engines.base import EngineStartError, LoadedEngine, Progress, UnsupportedCheckpoint
 from engines.packages.digest import digest_of
 from engines.packages.resolve import default_name, resolve_model
 from engines.pooling import attention
@@ -36,6 +36,7 @@ from engines.pooling.encoder import (
 )
 from engines.pooling.engine import PoolingEngine
 from engines.pooling.head import build_head
+from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from shared.protocol import ModelCard
@@ -51,7 +52,10 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
     directory = resolve_model(settings.model, report)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    model = load_encoder(directory, device, dtype, settings.max_model_len)
+    is_int8 = settings.quantization == "int8"
+    if is_int8 and settings.dtype == "auto":
+        dtype = torch.float32  # what our kernels read and write
+    model = load_encoder(directory, device, dtype, settings.max_model_len, is_int8)
     _set_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
     model.compute([Row(Words((0, 0, 0), (0, 0, 0)), 3)])
     engine = PoolingEngine(model, settings, {"load": time.perf_counter() - began_at})
@@ -68,6 +72,7 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
         prompts=tuple(model.prompts),
         digest=digest_of(directory),
         dtype=str(dtype).removeprefix("torch."),
+        quantization="int8" if is_int8 else "",
         format="safetensors",
     )
     return LoadedEngine(engine, card)
@@ -82,9 +87,13 @@ def _set_threads(num_threads: int, device: torch.device, weight_bytes: int) -> N
 
 
 def load_encoder(
-    directory: Path, device: torch.device, dtype: torch.dtype, max_tokens: int | None = None
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int | None = None,
+    is_int8: bool = False,
 ) -> Encoder | ClipEncoder:
-    """The model of a directory. Raises: UnsupportedCheckpoint."""
+    """The model of a directory. Raises: UnsupportedCheckpoint, EngineStartError."""
     if not any(directory.glob("*.safetensors")):
         raise UnsupportedCheckpoint(
             f"{directory} has no safetensors weights; pickled ones (.bin) are not read, because "
@@ -93,6 +102,7 @@ def load_encoder(
     kind, config = find_kind(directory)
     sentence = read_sentence_config(directory)
     model = _load_model(kind, directory, config, dtype).to(device).eval()
+    prepare_linears(model, device, is_int8)
     has_images = kind in (CLIPModel, SiglipModel)
     text = config.text_config if has_images else config
     limits = (max_tokens, sentence.max_tokens, _num_positions(text))
@@ -110,6 +120,16 @@ def load_encoder(
     )
     encoder.shorter_dimensions = tuple(sorted(x for x in shorter if x < encoder.dimensions))
     return encoder
+
+
+def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool) -> None:
+    """Bring weights into the form that computes fastest. Raises: EngineStartError."""
+    if is_int8 and device.type != "cpu":
+        raise EngineStartError("VLM_ENGINE__QUANTIZATION: int8 is for the CPU here; send none")
+    if is_int8:
+        quantize_linears(model)
+    elif device.type == "cpu":
+        pack_linears(model)
 
 
 def _load_tokenizer(directory: Path) -> Any:

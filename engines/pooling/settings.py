@@ -36,6 +36,9 @@ class EncoderSettings(PoolingSettings):
         default="auto",
         description="Arithmetic; auto: bfloat16 where the device is fast at it, else float32.",
     )
+    quantization: Literal["none", "int8"] = Field(
+        default="none", description="Weights of the linear maps."
+    )
     num_threads: int = Field(
         default=0,
         ge=0,

@@ -21,6 +21,7 @@ from transformers import (
 
 from engines.base import (
     EngineCall,
+    EngineStartError,
     InvalidRequest,
     PreparedImage,
     PromptTooLong,
@@ -31,6 +32,7 @@ from engines.pooling.engine import PoolingEngine
 from engines.pooling.load import load_encoder
 from engines.pooling.settings import PoolingSettings
 from engines.registry import create_engine
+from engines.torch_backend.ops.registry import cpu_ops
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, TextPart, TokensPart
 from tests.factories_encoders import (
     CONFIGS,
@@ -268,11 +270,29 @@ def test_a_dense_module_that_cannot_be_computed_is_refused(change, why, tmp_path
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "distilbert", "mpnet", "qwen3"])
+def test_int8_vectors_point_where_float32_ones_do(kind, tmp_path):
+    make_encoder(tmp_path, kind, config={"hidden_act": "gelu"} if kind == "bert" else {})
+    if not cpu_ops("fast").uses("linear_int8", "cpu"):
+        with pytest.raises(EngineStartError, match="none"):
+            load(tmp_path, is_int8=True)
+        pytest.skip("no C++ kernels here")
+    small = load(tmp_path, is_int8=True)
+    whole = load(tmp_path)
+    [found], [expected] = (compute(model, embed(*TEXTS)) for model in (small, whole))
+    cosines = torch.cosine_similarity(torch.tensor(found), torch.tensor(expected))
+    assert cosines.min() >= 0.995
+    for text, vector in zip(TEXTS, found, strict=True):
+        [[alone]] = compute(small, embed(text))
+        assert np.abs(vector - alone).max() < 1e-5 * max(1, np.abs(alone).max())
+    assert small.memory_bytes()["weights"] < whole.memory_bytes()["weights"]
+
+
 def test_a_directory_is_served_by_name(tmp_path):
     make_encoder(tmp_path, "xlm-roberta", normalize=True)
     loaded = create_engine({"kind": "pooling", "model": str(tmp_path), "device": "cpu"})
     card = loaded.card
-    assert (card.tasks, card.dimensions, card.max_model_len) == (("embed",), 32, 64)
+    assert (card.tasks[0], card.dimensions, card.max_model_len) == ("embed", 32, 64)
     assert not card.supports_images
     loaded.engine.close()
 

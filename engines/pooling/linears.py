@@ -1,0 +1,165 @@
+"""The linear maps of a loaded model in the form that computes them fastest on a CPU: a pass of its own over any model
+of transformers, whose modules stay what they are.
+
+In float32 and bfloat16 weights are put once into the order that oneDNN multiplies, and an activation behind a map is
+computed with it; in int8 they are those of our kernels. What a probe finds wrong on this machine is left as it was.
+
+Shape letters: K inputs, N outputs.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engines.base import EngineStartError
+from engines.torch_backend.layers.quantization import SCHEMES
+from engines.torch_backend.layers.quantized_linear import Int8Linear
+from engines.torch_backend.ops.native.packed_linear import PackedLinear
+from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.registry import cpu_ops
+
+#: Names of a map and of the activation behind it, in the modules of transformers whose forward is one after the other.
+_PAIRS = (("dense", "intermediate_act_fn"), ("lin1", "activation"), ("fc1", "activation_fn"))
+_QUICK_GELU_FACTOR = 1.702
+
+_QUICK_GELU = ("quick_gelu", "")
+
+Activation = Callable[[Tensor], Tensor]
+
+#: By name and algorithm, as oneDNN calls them.
+_ACTIVATIONS: dict[tuple[str, str], Activation] = {
+    ("gelu", "none"): F.gelu,
+    ("gelu", "tanh"): lambda x: F.gelu(x, approximate="tanh"),
+    ("relu", ""): F.relu,
+    ("swish", ""): F.silu,
+}
+
+
+class PackedFloat(nn.Module):
+    """A linear map in oneDNN's order, and the activation behind it."""
+
+    def __init__(self, linear: nn.Linear, activation: tuple[str, str]) -> None:
+        """`activation`: its name and its algorithm, as oneDNN calls them."""
+        super().__init__()
+        self.num_bytes = sum(x.numel() * x.element_size() for x in linear.parameters())
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), False)
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (..., K) to (..., N)."""
+        name, algorithm = self._activation
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
+
+
+class PackedInt8(nn.Module):
+    """A linear map over int8 weights; activations become int8 as well, with a scale for some of them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        quantized = Int8Linear(
+            (linear.out_features, linear.in_features), linear.bias, torch.float32
+        )
+        parts = SCHEMES["int8"].quantize(weight, torch.float32)
+        quantized.load_state_dict(parts, assign=True, strict=False)
+        self.packed = PackedLinear(quantized)
+        self.num_bytes = self.packed.blocks.nbytes + 8 * linear.out_features
+        self._product = cpu_ops("fast")["linear_int8"]([self.packed], Before(), torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (..., K) to (..., N)."""
+        y = self._product(x.reshape(-1, x.shape[-1]).float())
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Give the maps of a model that computes on a CPU oneDNN's order."""
+    dtypes = {x.dtype for x in model.parameters()}
+    if not dtypes or not all(map(_is_right, dtypes)):
+        return
+    for owner, name, activation in _with_activation(model):
+        linear = getattr(owner, name)
+        known = _name(getattr(owner, activation))
+        if known == _QUICK_GELU and type(getattr(owner, "fc2", None)) is nn.Linear:
+            # x * sigmoid(c x) = swish(c x) / c: the factors go to the maps before and behind
+            linear.weight.data *= _QUICK_GELU_FACTOR
+            linear.bias.data *= _QUICK_GELU_FACTOR
+            owner.fc2.weight.data /= _QUICK_GELU_FACTOR
+            known = ("swish", "")
+        if known not in (None, _QUICK_GELU):
+            setattr(owner, name, PackedFloat(linear, known))
+            setattr(owner, activation, nn.Identity())
+    _replace(model, lambda linear: PackedFloat(linear, ("none", "")))
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Keep the maps of a model that computes on a CPU in int8. Raises: EngineStartError without a right kernel."""
+    if not cpu_ops("fast").uses("linear_int8", "cpu"):
+        raise EngineStartError(
+            "VLM_ENGINE__QUANTIZATION: int8 needs the C++ kernels, which the log says more of; send none"
+        )
+    _replace(model, PackedInt8)
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Of all weights."""
+    packed = [each for each in model.modules() if isinstance(each, PackedFloat | PackedInt8)]
+    inside = {id(x) for each in packed for x in each.parameters()}
+    others = [x for x in model.parameters() if id(x) not in inside]
+    return sum(each.num_bytes for each in packed) + sum(
+        x.numel() * x.element_size() for x in others
+    )
+
+
+def _replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """One after another: what was replaced is freed."""
+    for name in [name for name, each in model.named_modules() if type(each) is nn.Linear]:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        model.set_submodule(name, make(linear))
+
+
+def _with_activation(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
+    for owner in list(model.modules()):
+        for name, activation in _PAIRS:
+            if type(getattr(owner, name, None)) is nn.Linear and hasattr(owner, activation):
+                yield owner, name, activation
+
+
+def _name(activation: Activation) -> tuple[str, str] | None:
+    """What oneDNN calls an activation, found by what it gives."""
+    x = torch.linspace(-6, 6, 97)
+    found = activation(x)
+    known = {**_ACTIVATIONS, _QUICK_GELU: lambda x: x * torch.sigmoid(_QUICK_GELU_FACTOR * x)}
+    return next((k for k, each in known.items() if torch.allclose(each(x), found, atol=1e-6)), None)
+
+
+@cache
+def _is_right(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there, and multiplies as torch does, alone and in company."""
+    if (
+        not torch.backends.mkldnn.is_available()
+        or not torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    ):
+        return False
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    linear = nn.Linear(96, 80, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(torch.sin(torch.arange(80 * 96.0) * 0.7).view(80, 96) * 0.2)
+    linear.bias.copy_(torch.cos(torch.arange(80.0)))
+    x = torch.sin(torch.arange(33 * 96.0) * 0.3).view(33, 96).to(dtype)
+    eps = torch.finfo(dtype).eps
+    try:
+        for name, activation in {("none", ""): nn.Identity(), **_ACTIVATIONS}.items():
+            packed, expected = PackedFloat(linear, name), activation(linear(x))
+            for found, wanted in ((packed(x), expected), (packed(x[None, :1]), expected[None, :1])):
+                if not torch.allclose(found, wanted, atol=32 * eps, rtol=16 * eps):
+                    return False
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return True
