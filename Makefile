@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test store-test families fuzz hostile faults accuracy browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test store-test families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -52,6 +52,9 @@ faults: $(STAMP)  ## play every fault of docs/reliability.md against real proces
 accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
 	ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py \
 		tests/e2e/test_shapes_clip.py $(ARGS)
+
+walk: $(STAMP)  ## embed 20,000 texts by the built-in model, serve them and search by curl
+	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)
 
 compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)

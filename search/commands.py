@@ -24,7 +24,7 @@ def _failing() -> Iterator[None]:
     require("numpy", "this command")
     require("safetensors", "this command")
     from search.collection import BadCollection  # noqa: PLC0415 (needs numpy)
-    from search.embed import EmbedError  # noqa: PLC0415
+    from search.sources import EmbedError  # noqa: PLC0415
 
     try:
         yield
@@ -75,10 +75,11 @@ def run_embed(
     """`vlm embed`"""
     with _failing():
         from search import embed as embedding  # noqa: PLC0415
+        from search.sources import fingerprint, read_sources  # noqa: PLC0415
         from search.transfer import Gateway, open_embedder  # noqa: PLC0415
 
         console.print(f"{output}: reading inputs", markup=False)
-        known = embedding.fingerprint(embedding.read_sources(inputs, text_field))
+        known = fingerprint(read_sources(inputs, text_field))
         embedding.open_output(output)
         with _bar("loading") as bar:
             gateway = Gateway(url, api_key) if url else None
@@ -149,13 +150,9 @@ def run_search(
     """`vlm search`"""
     with _failing():
         from search.collection import MANIFEST, read_manifest  # noqa: PLC0415
-        from search.embed import (  # noqa: PLC0415
-            PLAN,
-            EmbedError,
-            GatewaySilent,
-            Source,
-            list_images,
-        )
+        from search.embed import PLAN  # noqa: PLC0415
+        from search.embedders import GatewaySilent  # noqa: PLC0415
+        from search.sources import EmbedError, Source, list_images  # noqa: PLC0415
         from search.transfer import (  # noqa: PLC0415
             Gateway,
             open_embedder,

@@ -11,19 +11,17 @@ from urllib.parse import quote
 import numpy as np
 
 from search.collection import Manifest, write_manifest, write_part
-from search.embed import (
+from search.embed import open_output
+from search.embedders import (
     DOCUMENT_PROMPTS,
     QUERY_PROMPTS,
-    EmbedError,
     LocalEmbedder,
     RemoteEmbedder,
-    Source,
     call,
     connect,
-    open_output,
-    read_sources,
 )
 from search.flat import FlatIndex
+from search.sources import EmbedError, Source, read_sources
 from shared.search import STORE_ID, Item
 from shared.settings.limits import LimitSettings
 

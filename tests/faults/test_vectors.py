@@ -5,7 +5,7 @@ The long form plays more of them, and longer. Each test ends with all promises c
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,26 +24,32 @@ in_the_long_form = pytest.mark.skipif(not IS_LONG, reason="the long form: make f
 NUM_WRITERS = 3
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def search(tmp_path_factory) -> AsyncIterator[SearchProcess]:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Iterator[SearchProcess]:
+    """A search process that is not started yet."""
     process = SearchProcess(tmp_path_factory.mktemp("search"))
-    await asyncio.to_thread(process.start)
     yield process
     process.close()
 
 
+@pytest.fixture(scope="module")
+def search(place) -> SearchProcess:
+    place.start()
+    return place
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(search, tmp_path_factory) -> AsyncIterator[Fleet]:
+async def fleet(place, tmp_path_factory) -> AsyncIterator[Fleet]:
     async with run_fleet(
         tmp_path_factory.mktemp("faults"),
-        VLM_SEARCH__URL=search.url,
+        VLM_SEARCH__URL=place.url,
         VLM_LIMITS__MAX_QUEUE_DEPTH="64",
     ) as fleet:
         yield fleet
 
 
 async def start_worker(fleet: Fleet, **variables: str) -> Process:
-    return await fleet.worker(command=FAULTY_POOLING, **variables)
+    return await fleet.worker(wait=True, command=FAULTY_POOLING, **variables)
 
 
 @asynccontextmanager
@@ -94,11 +100,12 @@ async def test_a_worker_killed_in_a_batch_loses_no_vector_and_doubles_none(fleet
     assert clients.history.outcomes() == {FINISHED: 4}
 
 
+@in_the_long_form
 async def test_a_search_process_killed_while_it_writes_keeps_what_it_acknowledged(fleet, search):
     """Writers hear 503 meanwhile, try again, and nothing is there twice or in part."""
     await fleet.some_worker(FAULTY_POOLING)
     async with writing(fleet) as stores:
-        for _ in range(10 if IS_LONG else 1):
+        for _ in range(10):
             search.kill()
             await asyncio.to_thread(search.start)
             await acknowledged(fleet, stores, 5)
@@ -132,7 +139,7 @@ async def test_inputs_that_kill_every_worker_take_no_other_request_with_them(fle
 
 
 @in_the_long_form
-async def test_a_redis_that_is_killed_while_stores_are_written_loses_nothing(fleet):
+async def test_a_redis_that_is_killed_while_stores_are_written_loses_nothing(fleet, search):
     await fleet.retire_workers()
     await start_worker(fleet)
     async with writing(fleet) as stores:
@@ -143,7 +150,7 @@ async def test_a_redis_that_is_killed_while_stores_are_written_loses_nothing(fle
 
 
 @in_the_long_form
-async def test_a_worker_killed_while_stores_are_written_costs_no_item(fleet):
+async def test_a_worker_killed_while_stores_are_written_costs_no_item(fleet, search):
     await fleet.retire_workers()
     victim = await start_worker(fleet)
     async with writing(fleet) as stores:
@@ -165,7 +172,7 @@ async def test_a_search_process_that_stands_still_is_waited_for(fleet, search):
 
 
 @in_the_long_form
-async def test_overload_refuses_writes_and_loses_none_that_it_took(fleet):
+async def test_overload_refuses_writes_and_loses_none_that_it_took(fleet, search):
     """More writers than the queue has room for, and a slow worker."""
     await fleet.retire_workers()
     await start_worker(fleet, VLM_ENGINE__MOCK__STEP_S="0.2", VLM_ENGINE__MAX_CALLS="2")

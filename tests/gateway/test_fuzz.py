@@ -4,6 +4,7 @@
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +16,15 @@ from schemathesis import GenerationMode
 
 from tests.factories_gateway import CHAT, MODEL, RunningGateway
 from tests.factories_images import data_url
+from tests.factories_numbers import run_fleet
+from tests.factories_search import serve_search
 from tests.fuzzing import FUZZ_EXAMPLES, IS_LONG, SHARE, num_examples, takes_its_time
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), takes_its_time]
+
+STORES = "/v1/vector_stores"
+OF_VECTORS = (STORES, "/v1/files", "/v1/embeddings", "/v1/rerank", "/v1/score", "/similar")
+KNOWN = {"model": MODEL, "embedding_model": MODEL}
 
 
 def check(response: Any, documented: set[str]) -> None:
@@ -30,8 +37,8 @@ def check(response: Any, documented: set[str]) -> None:
         assert len(response.content) < 4096
 
 
-def send(url: str, operation: Any, mode: GenerationMode, count: int) -> int:
-    """Make requests to one operation; how many were sent."""
+def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict[str, str]) -> int:
+    """Make requests to one operation, half of them with names that are `known`; how many were sent."""
     documented = set(operation.responses.status_codes)
     num_sent = 0
 
@@ -40,11 +47,12 @@ def send(url: str, operation: Any, mode: GenerationMode, count: int) -> int:
         phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode), st.booleans())
-    def call(case: Any, names_model: bool) -> None:
+    def call(case: Any, is_known: bool) -> None:
         nonlocal num_sent
         num_sent += 1
-        if names_model and isinstance(case.body, dict) and "model" in case.body:
-            case.body["model"] = MODEL
+        for fields in (case.body, case.path_parameters) if is_known else ():
+            if isinstance(fields, dict):
+                fields.update({name: known[name] for name in fields.keys() & known.keys()})
         with requests.Session() as session:
             session.trust_env = False
             check(case.call(base_url=url, session=session, timeout=30), documented)
@@ -53,21 +61,50 @@ def send(url: str, operation: Any, mode: GenerationMode, count: int) -> int:
     return num_sent
 
 
-async def test_no_request_of_the_document_is_too_much(gateway: RunningGateway, worker):
+async def send_all(
+    gateway: RunningGateway, is_meant: Callable[[str], bool], known: dict[str, str]
+) -> int:
+    """Requests to the operations of some paths; how many were sent."""
     document = (await gateway.client.get("/openapi.json")).json()
     operations = [
         found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()
     ]
-    assert CHAT in {operation.path for operation in operations}
+    meant = [operation for operation in operations if is_meant(operation.path)]
+    assert meant
     num_sent = 0
-    for operation in operations:
+    for operation in meant:
         count = FUZZ_EXAMPLES * (SHARE if operation.path == CHAT else 1)
-        modes = list(GenerationMode) if operation.path == CHAT else [GenerationMode.POSITIVE]
-        for mode in modes:  # the other routes have nothing that could be wrong
-            num_sent += await asyncio.to_thread(send, gateway.url, operation, mode, count)
+        has_input = operation.path == CHAT or (IS_LONG and (operation.body or operation.query))
+        modes = list(GenerationMode) if has_input else [GenerationMode.POSITIVE]
+        for mode in modes:
+            num_sent += await asyncio.to_thread(send, gateway.url, operation, mode, count, known)
     print(f"{num_sent} requests")  # shown by pytest -s
+    return num_sent
+
+
+async def test_no_request_of_the_document_is_too_much(gateway: RunningGateway, worker):
+    num_sent = await send_all(gateway, lambda path: not path.startswith(OF_VECTORS), KNOWN)
     assert num_sent >= FUZZ_EXAMPLES * SHARE * len(GenerationMode)  # 5,000 in `make fuzz`
     assert (await gateway.chat()).status_code == 200
+
+
+async def test_no_request_about_vectors_is_too_much(ends, redis_server, tmp_path):
+    """With a worker that makes them, a search process, a store with an item, and a file."""
+    async with (
+        serve_search(tmp_path / "search") as search,
+        run_fleet(ends, redis_server, search=dict(search)) as (gateway, _),
+    ):
+        made = (await gateway.client.post(STORES, json={"name": "mine"})).json()
+        items = {"items": [{"id": "a", "text": "words"}]}
+        form = {"file": ("a.txt", b"words")}
+        files = await gateway.client.post("/v1/files", files=form, data={"purpose": "assistants"})
+        known = KNOWN | {
+            "vector_store_id": made["id"], "file_id": files.json()["id"], "item_id": "a",
+        }  # fmt: skip
+        assert (await gateway.client.put(f"{STORES}/{made['id']}/items", json=items)).is_success
+        await send_all(gateway, lambda path: path.startswith(OF_VECTORS), known)
+        again = (await gateway.client.post(STORES, json={"name": "again"})).json()["id"]
+        assert (await gateway.client.put(f"{STORES}/{again}/items", json=items)).is_success
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])

@@ -43,17 +43,23 @@ class HostileFleet:
     """The gateway and the worker under attack. `client` and `other` are two tenants', `stranger` has no key."""
 
     def __init__(self, processes: Processes, gateway: Process, worker: Process, url: str) -> None:
+        self.processes = processes
         self.redis = processes.redis
         self.gateway, self.worker, self.url = gateway, worker, url
         self.client, self.other = (_client(url, key) for key in KEYS.values())
         self.stranger = _client(url, "")
         self.labels: set[tuple[str, str]] = set()  #: of all series after the first answers
+        self.stores: list[str] = []  #: of the two tenants, where there are any
         self._num_read = {"gateway": 0, "worker": 0}
         self._numbers = iter(range(10**6))
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    async def learn_labels(self) -> None:
+        """What metrics hold from here on is known."""
+        self.labels = labels((await self.client.get("/metrics")).text)
 
     async def canary(self) -> None:
         """A greedy answer, whole and unchanged."""
@@ -155,14 +161,17 @@ def check(response: httpx.Response, statuses: set[int]) -> None:
 
 
 @asynccontextmanager
-async def run_hostile_fleet(folder: Path) -> AsyncIterator[HostileFleet]:
-    """Start it, and learn what it holds at rest; at the end, that attacks have left nothing."""
+async def run_hostile_fleet(folder: Path, **more: str) -> AsyncIterator[HostileFleet]:
+    """Start it, and learn what it holds at rest; at the end, that attacks have left nothing.
+
+    `more`: variables of the gateway.
+    """
     async with run_processes(folder) as processes:
         variables = {"VLM_LOGS__FORMAT": "json", "VLM_ENGINE__MOCK__DECODE_S": "0.001"}
         gateway, url = await processes.gateway(
             **variables, VLM_GATEWAY__API_KEYS=",".join(KEYS.values()),
             VLM_GATEWAY__BODY_TIMEOUT_S="0.5",
-            TEST_GATEWAY_CONSTANTS="header_timeout_s=1,send_timeout_s=1",
+            TEST_GATEWAY_CONSTANTS="header_timeout_s=1,send_timeout_s=1", **more,
         )  # fmt: skip
         worker = await processes.worker(
             "worker", command=("vlm", "worker", "--engine", "mock"), **variables
@@ -183,7 +192,7 @@ async def _settle(fleet: HostileFleet) -> None:
             await asyncio.sleep(0.02)
     for _ in range(3):
         await fleet.canary()
-    fleet.labels = labels((await fleet.client.get("/metrics")).text)
+    await fleet.learn_labels()
 
 
 class Sink:

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 import vlm
 from search.collection import BadCollection, Part, read_manifest, write_manifest, write_part
-from search.embed import EmbedError, LocalEmbedder, Progress, embed
+from search.embed import Progress, embed
+from search.embedders import LocalEmbedder
 from search.flat import FlatIndex
+from search.sources import EmbedError
 from shared.search import Filter
 from shared.settings.limits import LimitSettings
 from tests.factories_images import encoded

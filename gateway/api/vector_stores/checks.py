@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.api.fields import invalid
-from gateway.api.vector_stores.schemas import QueryInput, Vector
+from gateway.api.vector_stores.schemas import ItemInput, QueryInput, SearchRequest, Vector
+from gateway.http.body import unsupported
+from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
 from shared.protocol import ModelCard
-from shared.search import (
-    Filter,
-)
+from shared.search import Filter
 from shared.settings.limits import (
     MAX_FILTER_VALUES,
     MAX_IMAGE_URL_CHARS,
@@ -85,6 +85,56 @@ def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
         check_text(param, key)
         if isinstance(value, float) and not math.isfinite(value):
             raise invalid(param, "send finite numbers")
+
+
+def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
+    """Raises: InvalidRequest."""
+    if len(items) > limits.max_inputs:
+        raise InvalidRequest(
+            f"Too many items: send at most {limits.max_inputs}.",
+            param="items",
+            code="too_many_inputs",
+        )
+    places: dict[str, int] = {}
+    for index, item in enumerate(items):
+        place = f"items.[{index}]"
+        check_text(f"{place}.id", item.id)
+        if places.setdefault(item.id, index) != index:
+            raise invalid(f"{place}.id", f"it is that of items.[{places[item.id]}] too")
+        if item.embedding is None and (item.text is None) == (item.image is None):
+            raise invalid(place, "send either text or image, or an embedding")
+        if item.embedding is None and item.text == "":
+            raise invalid(f"{place}.text", "it is empty: send text")
+        if len(item.text or "") > limits.max_item_chars:
+            raise InvalidRequest(
+                f"The text is too long: send at most {limits.max_item_chars} characters, "
+                "or a file, which is cut into chunks.",
+                param=f"{place}.text",
+                status=413,
+                code="text_too_long",
+            )
+        check_attributes(item.attributes, f"{place}.attributes")
+    if sum(len(item.text or "") for item in items) > limits.max_input_chars:
+        raise InvalidRequest(
+            f"The texts are too long: send at most {limits.max_input_chars} characters.",
+            param="items",
+            status=413,
+            code="text_too_long",
+        )
+
+
+def check_search(request: SearchRequest, limits: LimitSettings) -> None:
+    """Raises: InvalidRequest."""
+    if request.rewrite_query:
+        raise unsupported("rewrite_query")
+    if request.filters is not None:
+        check_filter(request.filters, limits)
+    if isinstance(request.query, list) and len(request.query) > limits.max_search_queries:
+        raise InvalidRequest(
+            f"Too many queries: send at most {limits.max_search_queries}.",
+            param="query",
+            code="too_many_inputs",
+        )
 
 
 def check_filter(where: Filter, limits: LimitSettings) -> None:

@@ -10,7 +10,9 @@ from gateway.api.routes import Caller, Operation, body_of
 from gateway.api.vector_stores.checks import (
     check_attributes,
     check_filter,
+    check_items,
     check_metadata,
+    check_search,
     check_text,
     find_prompt,
     name_of_image,
@@ -27,7 +29,6 @@ from gateway.api.vector_stores.schemas import (
     Deleted,
     DeleteItemsRequest,
     FileContent,
-    ItemInput,
     ItemList,
     ItemQuery,
     ItemsDeleted,
@@ -48,7 +49,6 @@ from gateway.api.vector_stores.schemas import (
 )
 from gateway.api.vector_stores.vectors import StoreVectors
 from gateway.calls.lifecycle import Lifecycle
-from gateway.http.body import unsupported
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.images.loader import ImageSource
 from gateway.search import SearchClient
@@ -238,7 +238,7 @@ class VectorStores:
         """`PUT /v1/vector_stores/{id}/items`"""
         request = _PUT.decode(caller.body)
         items = request.items
-        self._check_items(items)
+        check_items(items, self._limits)
         images = [
             name_of_image(item.image, f"items.[{index}].image") for index, item in enumerate(items)
         ]
@@ -279,41 +279,6 @@ class VectorStores:
             lambda index: f"items.[{index}].embedding" if index.isdigit() else index,
         )
         return ItemsStored(len(items), VectorStore.of(record))
-
-    def _check_items(self, items: Sequence[ItemInput]) -> None:
-        """Raises: InvalidRequest."""
-        if len(items) > self._limits.max_inputs:
-            raise InvalidRequest(
-                f"Too many items: send at most {self._limits.max_inputs}.",
-                param="items",
-                code="too_many_inputs",
-            )
-        places: dict[str, int] = {}
-        for index, item in enumerate(items):
-            place = f"items.[{index}]"
-            check_text(f"{place}.id", item.id)
-            if places.setdefault(item.id, index) != index:
-                raise invalid(f"{place}.id", f"it is that of items.[{places[item.id]}] too")
-            if item.embedding is None and (item.text is None) == (item.image is None):
-                raise invalid(place, "send either text or image, or an embedding")
-            if item.embedding is None and item.text == "":
-                raise invalid(f"{place}.text", "it is empty: send text")
-            if len(item.text or "") > self._limits.max_item_chars:
-                raise InvalidRequest(
-                    f"The text is too long: send at most {self._limits.max_item_chars} characters, "
-                    "or a file, which is cut into chunks.",
-                    param=f"{place}.text",
-                    status=413,
-                    code="text_too_long",
-                )
-            check_attributes(item.attributes, f"{place}.attributes")
-        if sum(len(item.text or "") for item in items) > self._limits.max_input_chars:
-            raise InvalidRequest(
-                f"The texts are too long: send at most {self._limits.max_input_chars} characters.",
-                param="items",
-                status=413,
-                code="text_too_long",
-            )
 
     async def list_items(self, caller: Caller) -> ItemList:
         """`GET /v1/vector_stores/{id}/items`"""
@@ -377,7 +342,7 @@ class VectorStores:
     async def search(self, caller: Caller) -> SearchPage:
         """`POST /v1/vector_stores/{id}/search`"""
         request = _SEARCH.decode(caller.body)
-        self._check_search(request)
+        check_search(request, self._limits)
         store = await self._find(caller)
         texts, parts, vectors = read_query(request.query)
         many = isinstance(request.query, list)
@@ -417,19 +382,6 @@ class VectorStores:
             tenant=caller.tenant, store=store.id, digest=store.digest, vectors=made, k=num_results
         )
         return await self._search.ask(query, list[Hit])
-
-    def _check_search(self, request: SearchRequest) -> None:
-        """Raises: InvalidRequest."""
-        if request.rewrite_query:
-            raise unsupported("rewrite_query")
-        if request.filters is not None:
-            check_filter(request.filters, self._limits)
-        if isinstance(request.query, list) and len(request.query) > self._limits.max_search_queries:
-            raise InvalidRequest(
-                f"Too many queries: send at most {self._limits.max_search_queries}.",
-                param="query",
-                code="too_many_inputs",
-            )
 
     # Files
 

@@ -1,0 +1,234 @@
+"""What makes vectors for the commands: an engine in this process, or a gateway's fleet."""
+
+import base64
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from search.sources import EmbedError, Source
+
+DOCUMENT_PROMPTS = ("document", "passage", "search_document")
+QUERY_PROMPTS = ("query", "search_query")
+
+
+class GatewaySilent(EmbedError):
+    """No gateway answers."""
+
+
+class Embedder(Protocol):
+    """What makes vectors."""
+
+    model: str
+    digest: str
+    dimensions: int
+    prompt: str
+
+    def embed(self, sources: Sequence[Source]) -> np.ndarray:
+        """Shapes: [sources, dimensions], float32 of length 1. Raises: EmbedError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of engine or connection."""
+        ...
+
+
+class LocalEmbedder:
+    """An engine in this process."""
+
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        prompt: str | None = None,
+        usual: Sequence[str] = DOCUMENT_PROMPTS,
+    ) -> None:
+        """Raises: EngineStartError, EmbedError."""
+        from engines.registry import create_engine  # noqa: PLC0415 (may load torch)
+
+        loaded = create_engine({"kind": kind, "model": model} if model else {"kind": kind})
+        self._engine, card = loaded.engine, loaded.card
+        if "embed" not in card.tasks:
+            raise EmbedError(f"{card.name} makes no vectors; it offers: {', '.join(card.tasks)}")
+        self.model, self.digest, self.dimensions = card.name, card.digest, card.dimensions
+        self.prompt = find_prompt(prompt, card.prompts, usual)
+        self._capacity = self._engine.capabilities().max_num_seqs
+
+    def embed(self, sources: Sequence[Source]) -> np.ndarray:
+        """One call each, so that the engine packs steps of like lengths."""
+        rows: dict[str, bytes] = {}
+        waiting = list(enumerate(sources))[::-1]
+        num_running = 0
+        while waiting or num_running:
+            while waiting and num_running < self._capacity:
+                self._start(*waiting.pop())
+                num_running += 1
+            for output in self._engine.step():
+                if output.error is not None:
+                    raise EmbedError(f"{sources[int(output.request_id)].id}: {output.error}")
+                if output.finish_reason is not None:
+                    rows[output.request_id] = output.values
+                    num_running -= 1
+        data = b"".join(rows[str(index)] for index in range(len(sources)))
+        return np.frombuffer(data, "<f4").reshape(len(sources), self.dimensions)
+
+    def _start(self, index: int, source: Source) -> None:
+        """Raises: EmbedError."""
+        from engines.base import EngineCall, PreparedImage, RequestError  # noqa: PLC0415
+        from engines.image_decoder import decode_image  # noqa: PLC0415
+        from shared.protocol import Embed, ImagePart, TextPart  # noqa: PLC0415
+
+        task, images = Embed((TextPart(source.text),), prompt_name=self.prompt, truncate="end"), []
+        try:
+            if source.image is not None:
+                data = source.image.read_bytes()
+                ref = _image_ref(data)
+                content = self._engine.prepare_image(data, ref, decode_image)
+                images = [PreparedImage(ref.sha256, content)]
+                task = Embed((ImagePart(0),), (ref,), truncate="end")
+            self._engine.add(self._engine.prepare(EngineCall(str(index), task), images))
+        except (RequestError, OSError) as error:
+            raise EmbedError(f"{source.image or source.id}: {error}") from None
+
+    def close(self) -> None:
+        """Free the device."""
+        self._engine.close()
+
+
+def _image_ref(data: bytes) -> Any:
+    import io  # noqa: PLC0415
+
+    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415
+
+    from shared.protocol import ImageRef  # noqa: PLC0415
+
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+            kind, (width, height) = (image.format or "").lower(), image.size
+    except (UnidentifiedImageError, OSError):
+        raise OSError(0, "it is no PNG, JPEG or WebP") from None
+    return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)
+
+
+def find_prompt(
+    asked: str | None, prompts: Sequence[str], usual: Sequence[str] = DOCUMENT_PROMPTS
+) -> str:
+    """The prompt that is asked for, else the model's own of that use. Raises: EmbedError."""
+    if asked is None:
+        return next((name for name in usual if name in prompts), "")
+    if asked and asked not in prompts:
+        raise EmbedError(f"the prompts of this model are: {', '.join(prompts) or 'none'}")
+    return asked
+
+
+class RemoteEmbedder:
+    """A gateway, whose fleet does the work as a batch, behind what people wait for."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key: str | None,
+        prompt: str | None = None,
+        usual: Sequence[str] = DOCUMENT_PROMPTS,
+    ) -> None:
+        """Raises: EmbedError."""
+        self._client = connect(url, api_key)
+        is_batch = usual is DOCUMENT_PROMPTS
+        self._options = {"service_tier": "flex"} if is_batch else {}
+        card = self._find(model)
+        self.model, self.digest = card["id"], card.get("digest", "")
+        self.dimensions = card["dimensions"]
+        self.prompt = find_prompt(prompt, card.get("prompts", ()), usual)
+
+    def _find(self, model: str) -> dict[str, Any]:
+        cards = self._call("GET", "/v1/models")["data"]
+        known = [card for card in cards if "embed" in card["tasks"]]
+        for card in known:
+            if card["id"] == model or (not model and len(known) == 1):
+                return card
+        names = ", ".join(card["id"] for card in known) or "none"
+        raise EmbedError(
+            f"name one of the gateway's models that make vectors with --model: {names}"
+        )
+
+    def embed(self, sources: Sequence[Source]) -> np.ndarray:
+        """Texts in one request, images in as many as their number asks for."""
+        rows: dict[int, np.ndarray] = {}
+        texts = [index for index, source in enumerate(sources) if source.image is None]
+        images = [index for index, source in enumerate(sources) if source.image is not None]
+        prompt = {"prompt_name": self.prompt} if self.prompt else {}
+        if texts:
+            inputs = [sources[index].text for index in texts]
+            rows |= zip(texts, self._ask(inputs, prompt), strict=True)
+        for first in range(0, len(images), 16):
+            some = images[first : first + 16]
+            inputs = [{"image": _base64(sources[index].image)} for index in some]
+            rows |= zip(some, self._ask(inputs, {}), strict=True)
+        return np.stack([rows[index] for index in range(len(sources))])
+
+    def _ask(self, inputs: Sequence[Any], prompt: Mapping[str, str]) -> list[np.ndarray]:
+        body = {
+            "model": self.model, "input": inputs, "encoding_format": "base64", "truncate": True,
+            **prompt, **self._options,
+        }  # fmt: skip
+        answer = self._call("POST", "/v1/embeddings", body)
+        return [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in answer["data"]]
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        return call(self._client, method, path, body)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()
+
+
+def connect(url: str, api_key: str | None) -> Any:
+    """A client of a gateway."""
+    import httpx  # noqa: PLC0415
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=600, trust_env=False)
+
+
+def call(client: Any, method: str, path: str, body: Any = None, tries: int = 5) -> Any:
+    """A gateway's answer; tried again where that may help. Raises: EmbedError."""
+    import httpx  # noqa: PLC0415
+
+    for attempt in range(tries):
+        is_last = attempt == tries - 1
+        try:
+            answer = client.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            if is_last:
+                raise GatewaySilent(
+                    f"{client.base_url} does not answer ({type(error).__name__}): name a gateway with --url"
+                ) from None
+            time.sleep(2**attempt / 4)
+            continue
+        if answer.is_success:
+            return answer.json()
+        wait_s = answer.headers.get("retry-after")
+        if wait_s is None or is_last:
+            raise EmbedError(_message(answer))
+        time.sleep(min(float(wait_s), 30))
+    raise AssertionError
+
+
+def _message(answer: Any) -> str:
+    try:
+        error = answer.json()["error"]
+        return f"{error['message']} ({error['param'] or error['code']})"
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {answer.status_code}"
+
+
+def _base64(path: Path | None) -> str:
+    assert path is not None
+    try:
+        return base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise EmbedError(f"{path} cannot be read ({error.strerror})") from None

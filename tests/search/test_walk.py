@@ -1,0 +1,82 @@
+"""The first walk of a newcomer: embed texts offline by the built-in model, serve them, ask by `curl`.
+
+WALK_TEXTS says how many texts; `make walk` takes 20,000.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from random import Random
+
+import pytest
+from typer.testing import CliRunner
+
+import vlm
+from engines.packages.shapes.training.world import sample_scene
+from engines.packages.shapes_clip.training.queries import sample_query
+from engines.registry import create_engine
+from search.collection import read_manifest
+from tests.factories_gateway import make_settings, run_gateway_on_socket
+from tests.factories_search import serve_search
+from tests.factories_worker import run_worker
+
+NUM_TEXTS = int(os.environ.get("WALK_TEXTS", "300"))
+#: What is asked, and the words that the nearest texts have.
+QUESTIONS = {"a red star": {"red", "star"}, "a green ring": {"green", "ring"}}
+
+
+def embed_offline(folder) -> str:
+    """What `vlm embed` says of texts that it makes a collection of."""
+    rng = Random(1)
+    texts = [sample_query(sample_scene(rng), rng).text for _ in range(NUM_TEXTS - len(QUESTIONS))]
+    inputs = folder / "texts.txt"
+    inputs.write_text("\n".join([*texts, *QUESTIONS]))
+    made = CliRunner().invoke(vlm.app, ["embed", str(inputs), "--output", str(folder / "library")])
+    assert made.exit_code == 0, made.output
+    return made.output
+
+
+def curl(url: str, body: dict) -> dict:
+    command = [
+        "curl",
+        "-sf",
+        "--noproxy",
+        "*",
+        url,
+        "-H",
+        "content-type: application/json",
+        "-d",
+        json.dumps(body),
+    ]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+
+@pytest.mark.timeout(900)
+async def test_texts_are_embedded_served_and_found_by_curl(tmp_path, ends, redis_server):
+    said = await asyncio.to_thread(embed_offline, tmp_path)
+    assert f"of {NUM_TEXTS} items, " in said
+    assert "tokens/s" in said
+    library = tmp_path / "library"
+    assert read_manifest(library).num_items == NUM_TEXTS
+    async with (
+        serve_search(
+            tmp_path / "s", collections=(str(library),), default_store="library"
+        ) as search,
+        run_worker(ends, load=lambda: create_engine({"kind": "auto", "model": "shapes-clip"})),
+        run_gateway_on_socket(
+            make_settings(redis_server, ends.prefix, search=dict(search))
+        ) as gateway,
+    ):
+        took_s = []
+        for question, words in QUESTIONS.items():
+            body = {"text": question, "num_results": 3}
+            began_at = time.perf_counter()
+            answer = await asyncio.to_thread(curl, f"{gateway.url}/similar", body)
+            took_s.append(time.perf_counter() - began_at)
+            assert len(answer["text"]) == 3
+            best = answer["text"][0]
+            assert words <= set(best.lower().replace(".", "").split()), best
+            assert "score:1.00" in best
+    print(f"{said}\ncurl: {', '.join(f'{1000 * each:.0f} ms' for each in took_s)}")  # with -s
