@@ -50,8 +50,8 @@ faults: $(STAMP)  ## play every fault of docs/reliability.md against real proces
 	FAULTS_LONG=1 $(BIN)/python -m pytest tests/faults tests/shared/queue/test_queue_model.py $(ARGS)
 
 accuracy: $(STAMP)  ## ask the built-in models: 6,000 questions in fp32, bf16, int8 and int4; searches of 1,000 images; takes minutes
-	ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_quantized_accuracy.py \
-		tests/e2e/test_shapes_clip.py $(ARGS)
+	ACCURACY_SCENES=1000 CLIP_SCENES=1000 $(BIN)/python -m pytest tests/e2e/test_accuracy.py \
+		tests/e2e/test_quantized_accuracy.py tests/e2e/test_shapes_clip.py $(ARGS)
 
 walk: $(STAMP)  ## embed 20,000 texts by the built-in model, serve them and search by curl
 	WALK_TEXTS=20000 $(BIN)/python -m pytest -s tests/search/test_walk.py $(ARGS)

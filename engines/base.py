@@ -7,10 +7,11 @@ A worker asks what the engine can do (`capabilities`), prepares calls in its thr
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 from PIL import Image
 
 from shared.protocol import (
@@ -90,8 +91,7 @@ class Capabilities:
     takes_grammars: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCall:
+class EngineCall(msgspec.Struct, frozen=True):
     """One attempt at a call, as `prepare` gets it."""
 
     request_id: str  #: of this attempt; the engine's outputs carry it
@@ -129,8 +129,7 @@ class Adapter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedImage:
+class PreparedImage(msgspec.Struct, frozen=True):
     """What `prepare_image` made. The hash names it in every cache and is the tenant's own."""
 
     image_hash: str
@@ -165,8 +164,7 @@ class EngineInput(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct):
     """What one step made for one request. The first output of a request may have no token yet.
 
     `index` is the number of output tokens before these. An engine that has no token ids sets
@@ -192,8 +190,7 @@ class EngineOutput:
     dimensions: int = 0  #: of a vector; 0: the values are scores
 
 
-@dataclass(slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct):
     """An image of the engine now, and counts since its start."""
 
     num_running: int = 0
@@ -214,8 +211,12 @@ class EngineStats:
     result_cache_bytes: int = 0
     num_preemptions: int = 0
     num_adapters: int = 0
-    memory_bytes: dict[str, int] = field(default_factory=dict)  #: by use: weights, kv_cache, ...
-    startup_s: dict[str, float] = field(default_factory=dict)  #: by phase: load, quantize, warmup
+    memory_bytes: dict[str, int] = msgspec.field(
+        default_factory=dict
+    )  #: by use: weights, kv_cache, ...
+    startup_s: dict[str, float] = msgspec.field(
+        default_factory=dict
+    )  #: by phase: load, quantize, warmup
 
 
 Input = TypeVar("Input", bound=EngineInput)

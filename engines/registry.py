@@ -110,7 +110,10 @@ def kind_of(values: Mapping[str, object]) -> str:
 
 
 def _find(values: Mapping[str, object]) -> tuple[str, EngineKind]:
-    name, kinds = kind_of(values), engine_kinds()
+    name = kind_of(values)
+    if name in _kinds:  # without a look at every installed package
+        return name, _kinds[name]
+    kinds = engine_kinds()
     if name not in kinds:
         raise BadEngineSettings(
             f"VLM_ENGINE__KIND: there is no engine {name!r}; there are {', '.join(sorted(kinds))}"

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from engines.registry import create_engine
 from shared.redis.embedded import EmbeddedRedis
 from shared.settings.load import load_settings
 from tests.factories_gateway import run_gateway_on_socket
@@ -91,6 +92,7 @@ async def trace(engine: str, has_image: bool, redis_url: str) -> Trace:
         worker={"decode_processes": 0},
         engine={"kind": engine},
     )
+    create_engine({"kind": engine}).engine.close()  # imports: slow where every call is looked at
     found = Trace()
     found.start()
     worker = asyncio.create_task(WorkerProcess(settings).run())

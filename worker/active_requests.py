@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
+from msgspec import Struct
 
 from engines.base import (
     AdapterUnavailable,
@@ -92,8 +92,7 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
     return Unreadable(to_publication(claim, 1, 0, (failed,), dead_reason or code.value))
 
 
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
+class ActiveRequest(Struct, eq=False):
     """A claim and where it stands. Instants are of `time.monotonic`."""
 
     claim: Claim
@@ -299,7 +298,7 @@ class ActiveRequests:
             if isinstance(request, Tokenization):
                 self._answer(active, request)
             else:
-                self._engine.add(request)
+                self._engine.add(request, is_patient=not active.call.wants_stream)
 
     def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
         """End a request that only its prompt was asked for."""

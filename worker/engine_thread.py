@@ -1,7 +1,7 @@
 """The one thread that calls the engine, and the bridge between it and the event loop.
 
 Nobody polls: commands wake the thread through a condition, and what a step has to say wakes the
-loop once.
+loop once. Tokens of an answer that is wanted whole wait for something that is awaited.
 """
 
 import asyncio
@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
+
+from msgspec import Struct
 
 from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedEngine, RequestError
 
@@ -21,22 +22,22 @@ logger = logging.getLogger(__name__)
 #: Steps may be far shorter than it takes to say how the engine is.
 STATS_EVERY_S = 0.005
 CLOSE_WITHIN_S = 5.0
+#: How long tokens wait that nobody reads as they come; the steps between wake nobody.
+HOLD_S = 0.05
 
 
 class EngineBroken(Exception):
     """The engine raised out of a step: its state is unknown, and the process should end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(Struct, frozen=True):
     """The engine accepted a request at `at` (`time.monotonic`)."""
 
     request_id: str
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """The engine refused a request."""
 
     request_id: str
@@ -62,7 +63,10 @@ class EngineThread:
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._events: deque[EngineEvent] = deque()
+        self._told_at = 0.0  # when the loop was woken last, `time.monotonic`
+        self._patient: set[str] = set()  # requests whose tokens may wait
         self._is_waking = False  # the loop was woken and has not taken the events yet
+        self._is_held = False  # the loop could do nothing with them now
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None while the engine rests
@@ -72,13 +76,30 @@ class EngineThread:
         self._thread.start()
         return await self._loaded
 
-    def add(self, request: EngineInput) -> None:
-        """Hand over a request; `Added` or `Rejected` follows."""
+    def add(self, request: EngineInput, *, is_patient: bool = False) -> None:
+        """Hand over a request; `Added` or `Rejected` follows.
+
+        Where it `is_patient`, what lies between its first output and its last may come late.
+        """
+        if is_patient:
+            self._patient.add(request.request_id)
         self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
         """Have the engine forget a request. News that are on their way may still arrive."""
+        self._patient.discard(request_id)
         self._commands.put(request_id)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Be told at its end, and at once, what steps have to say meanwhile."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False  # first: what is told from now on wakes the loop again
+            if self._events:
+                self._deliver()
 
     async def wait_until_broken(self) -> None:
         """Return never. Raises: EngineBroken when a step raises."""
@@ -130,7 +151,7 @@ class EngineThread:
             if not has_work or now - looked_at > STATS_EVERY_S:
                 self.stats, looked_at = engine.stats(), now
             self.step_started_at = None
-            self._tell(events)
+            self._tell(events, now)
 
     def _next_commands(self, has_work: bool) -> list[EngineInput | str] | None:
         """What has arrived; waits for something if there is no work. None: the thread is to end."""
@@ -142,12 +163,24 @@ class EngineThread:
             commands.append(command)
         return commands
 
-    def _tell(self, events: list[EngineEvent]) -> None:
+    def _tell(self, events: list[EngineEvent], now: float) -> None:
         """Leave events for the loop; wake it only if an earlier wake-up is not still to come."""
         self._events.extend(events)
-        if events and not self._is_waking:
-            self._is_waking = True
+        can_wait = [self._can_wait(event) for event in events]
+        if not events or self._is_waking or self._is_held:
+            return
+        if not all(can_wait) or now - self._told_at > HOLD_S:
+            self._is_waking, self._told_at = True, now
             self._call(self._deliver)
+
+    def _can_wait(self, event: EngineEvent) -> bool:
+        """Whether it stands between the first output and the last of a patient request."""
+        if event.request_id not in self._patient or isinstance(event, Added):
+            return False
+        if isinstance(event, EngineOutput) and event.error is None and event.finish_reason is None:
+            return event.usage is None
+        self._patient.discard(event.request_id)
+        return False
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more

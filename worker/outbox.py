@@ -7,9 +7,9 @@ Pure: no Redis. Filled and emptied on the event loop.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from engines.base import EngineOutput
@@ -43,8 +43,7 @@ class Published(Protocol):
     num_publications: int
 
 
-@dataclass(slots=True)
-class _Draft:
+class _Draft(Struct):
     """What is to be said about one request."""
 
     begun_at: float

@@ -167,7 +167,8 @@ class Worker:
 
     async def _publish_once(self) -> None:
         self._unsent = self._unsent or await self._outbox.take()
-        refused = await self.queue.publish(self._unsent)
+        with self._engine.hold():  # nothing else can be published meanwhile
+            refused = await self.queue.publish(self._unsent)
         sent, self._unsent = self._unsent, []
         for publication in sent:
             active = self.active_requests.find(publication.claim)

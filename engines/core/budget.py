@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engines.core.runner import DeviceOutOfMemory, ModelRunner, StepResult
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from shared.protocol import Priority, SamplingParams
@@ -34,8 +36,7 @@ _LONGEST_RUN = 64  # steps with prompts, before one without shows what these are
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
 
-@dataclass(slots=True)
-class StepBudget:
+class StepBudget(msgspec.Struct):
     """What a step may still compute while it is planned."""
 
     num_tokens: int
@@ -43,7 +44,9 @@ class StepBudget:
     max_images: int
     #: Seconds that images may take beside streams; None: as many as they need.
     max_vision_s: float | None = None
-    encoded: set[str] = field(default_factory=set)  #: hashes of the images that the step encodes
+    encoded: set[str] = msgspec.field(
+        default_factory=set
+    )  #: hashes of the images that the step encodes
 
     def fit(self, num_pending: int) -> int:
         """How many of a sequence's pending tokens fit; one alone is no prompt."""

@@ -7,9 +7,10 @@ Called by the worker's engine thread, over a mock or a torch runner alike. Clock
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from engines.base import (
     Adapter,
@@ -59,8 +60,7 @@ from shared.protocol import (
 )
 
 
-@dataclass(slots=True)
-class Generation:
+class Generation(Struct):
     """A request from `add` to its last output: a sequence, its text and its clock readings."""
 
     sequence: Sequence

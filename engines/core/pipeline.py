@@ -8,7 +8,8 @@ flight.
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from engines.core.budget import StepLimits
 from engines.core.runner import (
@@ -22,8 +23,7 @@ from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, SequenceStatus
 
 
-@dataclass(slots=True)
-class _LaunchedStep:
+class _LaunchedStep(Struct):
     batch: Batch
     step: RunningStep
     launch_s: float

@@ -6,9 +6,10 @@ A backend is a `ModelRunner` (computes steps, called by the engine thread alone)
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
 
 from engines.base import Adapter, AdapterLimits, Decode
 from engines.core.constraint import ConstraintFailure
@@ -47,8 +48,7 @@ def token_mask(sequence: Sequence) -> bytes:
         raise SequenceFailure(sequence.request_id, str(failure)) from None
 
 
-@dataclass(slots=True)
-class TokenChoice:
+class TokenChoice(Struct):
     """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first."""
 
     token_id: int
@@ -56,8 +56,7 @@ class TokenChoice:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(Struct):
     """What a step computed: per scheduled sequence a token, or None while its prompt is unfinished.
 
     `vision_s` is the part of the step that went into encoding images. `deferred` are the requests
@@ -84,8 +83,7 @@ class RunningStep(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class ComputedStep:
+class ComputedStep(Struct):
     """A step that was computed while it was launched."""
 
     result: StepResult
@@ -161,8 +159,7 @@ class Tokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """Token ids with one run of tokens per image; `images` come in the order of the parts."""
 
     token_ids: list[int]

@@ -4,8 +4,9 @@ Used by scheduler, block manager and runners; knows no tensors, no text, no cloc
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+from msgspec import Struct, field
 
 from engines.base import Adapter
 from engines.core.constraint import Constraint
@@ -24,8 +25,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(Struct, eq=False):
     """Tokens of one request and how many of them are computed.
 
     There is no prefill flag: `num_computed_tokens` catches up with `num_tokens`, in one step or
@@ -54,7 +54,7 @@ class Sequence:
     num_preemptions: int = 0
     num_passes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
-    _shift: int = field(init=False)  #: from a later token's place to its rotary position
+    _shift: int = 0  #: from a later token's place to its rotary position
 
     def __post_init__(self) -> None:
         rows = self.prompt_positions
@@ -153,8 +153,7 @@ class ScheduledSequence:
         ]
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(Struct):
     """What one step computes: prefill chunks and decode tokens mixed freely."""
 
     items: list[ScheduledSequence] = field(default_factory=list)

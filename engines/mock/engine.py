@@ -16,6 +16,7 @@ from hashlib import sha256, shake_128
 from pathlib import Path
 from random import Random
 
+from msgspec import Struct
 from PIL import Image
 
 from engines.base import (
@@ -138,8 +139,7 @@ class MockProcessor:
         return Prompt(self.tokenizer.encode(text))
 
 
-@dataclass(slots=True)
-class MockStep:
+class MockStep(Struct):
     """A step on a device that is not there: one after another, each takes its time."""
 
     result: StepResult
@@ -266,8 +266,9 @@ class MockRunner:
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
         """How many tokens come before an answer, and which one stands here if it is of a marker."""
         num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
-        told_not_to = sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING
-        if num_words == 0 or told_not_to:
+        if num_words == 0:
+            return 0, None
+        if sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING:
             return 0, None
         end_at = len(THINK_START) + num_words
         num_thought = end_at + len(THINK_END)

@@ -29,13 +29,19 @@ class KVShape(Protocol):
     """Layers whose keys and values are alike, and so share a pool."""
 
     @property
-    def num_layers(self) -> int: ...  # noqa: D102
+    def num_layers(self) -> int:
+        """Layers with keys and values of their own."""
+        ...
 
     @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
+    def num_kv_heads(self) -> int:
+        """Heads of each layer's keys and values, on this device."""
+        ...
 
     @property
-    def head_dim(self) -> int: ...  # noqa: D102
+    def head_dim(self) -> int:
+        """Numbers of one head's key or value."""
+        ...
 
 
 class KVCacheTooSmall(EngineStartError):

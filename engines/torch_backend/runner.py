@@ -42,6 +42,29 @@ from shared.protocol import SamplingParams
 _ONE_THREAD_BYTES = 32 * 2**20
 
 
+def _set_num_threads(num_threads: int, device: torch.device, weight_bytes: int, mesh: Mesh) -> None:
+    """As many as asked for; 0 on a CPU: one for a small model, a member's part of torch's choice."""
+    on_cpu = device.type == "cpu"
+    if num_threads == 0 and "OMP_NUM_THREADS" not in os.environ:
+        if on_cpu and weight_bytes < _ONE_THREAD_BYTES:
+            num_threads = 1
+        elif on_cpu and mesh.size > 1:
+            num_threads = max(1, torch.get_num_threads() // mesh.size)
+    if num_threads > 0:
+        torch.set_num_threads(num_threads)
+
+
+def _free_for_caches(
+    device: torch.device, free_before_load: int | None, weight_bytes: int, mesh: Mesh
+) -> int:
+    """Bytes that every member of the mesh has beside the weights."""
+    free = free_bytes(device)
+    num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
+    if free_before_load is not None:
+        free = max(0, min(free, free_before_load - num_sharing * weight_bytes))
+    return least(free // num_sharing, mesh)
+
+
 class TorchRunner:
     """One model on one device, with its KV cache and its image cache."""
 
@@ -68,19 +91,8 @@ class TorchRunner:
         """
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        is_small = device.type == "cpu" and self._weight_bytes < _ONE_THREAD_BYTES
-        if num_threads == 0 and "OMP_NUM_THREADS" not in os.environ:
-            if is_small:
-                num_threads = 1
-            elif mesh.size > 1 and device.type == "cpu":
-                num_threads = max(1, torch.get_num_threads() // mesh.size)
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
-        free = free_bytes(device)
-        num_sharing = mesh.size if device.type == "cpu" else 1  # members have one memory
-        if free_before_load is not None:
-            free = max(0, min(free, free_before_load - num_sharing * self._weight_bytes))
-        free = least(free // num_sharing, mesh)
+        _set_num_threads(num_threads, device, self._weight_bytes, mesh)
+        free = _free_for_caches(device, free_before_load, self._weight_bytes, mesh)
         shapes = model.kv_shapes
         plan = plan_kv_cache(text, config, dtype, free, device.type, shapes)
         self.block_size = config.block_size

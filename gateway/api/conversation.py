@@ -1,6 +1,6 @@
 """Messages on their way to the fleet, whatever an API calls them: texts, and images told apart."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
@@ -8,8 +8,7 @@ from shared.protocol import ChatMessage, ImagePart, TextPart
 from shared.settings.limits import LimitSettings
 
 
-@dataclass(slots=True)
-class Conversation:
+class Conversation(Struct):
     """The messages as the worker wants them, and the images in the order of their indexes."""
 
     messages: list[ChatMessage] = field(default_factory=list)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Struct
 from redis.exceptions import RedisError
 
 from gateway.http.admission import Admission, HeldBody
@@ -30,8 +31,7 @@ _CLIENT_GONE = 499
 _QUERY_HINTS = {"order": "Send asc or desc.", "include": "Send embedding, or leave it out."}
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Struct, frozen=True):
     """One request, its body read."""
 
     context: RequestContext

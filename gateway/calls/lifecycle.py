@@ -8,7 +8,6 @@ closed, so that the fleet stops working on it. It knows no API: that is `gateway
 """
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import secrets
@@ -128,9 +127,7 @@ class Lifecycle:
         It is a request of `surface` of its own in metrics, log and queue; cancelling it frees what
         it holds. Raises: ApiError, Gone.
         """
-        context = dataclasses.replace(
-            context, id=secrets.token_hex(16), received_at=time.perf_counter()
-        )
+        context = replace(context, id=secrets.token_hex(16), received_at=time.perf_counter())
         recorder = Recorder(surface, context, self.metrics)
         if self.tracer is not None:
             recorder.trace(self.tracer)

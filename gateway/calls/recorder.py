@@ -14,8 +14,9 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from gateway.calls.models import OTHER
 from gateway.calls.open_call import ChoiceEvent, OpenCall
@@ -44,8 +45,7 @@ _LARGEST_INT = 2**63 - 1  #: of an attribute; what is beyond it is refused anywa
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class StageClock:
+class StageClock(Struct):
     """The gateway's readings of one request, on `time.perf_counter`."""
 
     received_at: float

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -240,7 +239,7 @@ class Resume:
             known = await self._remember(context.id, record)
             call = None
             if known is not None:
-                head = replace(head, created=known.created)
+                head = msgspec.structs.replace(head, created=known.created)
                 if await self._has_answer(known.queue_model, _choice(context.id)):
                     call = await self._follow(context.id, known.queue_model)
             if call is None:

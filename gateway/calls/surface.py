@@ -6,10 +6,10 @@ All of it is pure: no clock, no I/O. `gateway.api` has the surfaces that are ser
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import Struct, field
 
 from gateway.calls.open_call import ChoiceEvent, OpenCall
 from gateway.http import sse
@@ -38,8 +38,7 @@ class Request(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What a request asks of the fleet and how its client wants the answer."""
 
     #: One for each choice or input. A task that takes images has a field `images`, filled in later.
@@ -54,8 +53,7 @@ class Plan:
     priority: Priority = Priority.INTERACTIVE
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
+class AnswerHead(Struct, frozen=True):
     """What every piece of one answer repeats."""
 
     id: str
@@ -64,8 +62,7 @@ class AnswerHead:
     model: str
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(Struct):
     """What came of a request, once it is complete."""
 
     #: How each choice ended.
@@ -145,8 +142,7 @@ class Surface(Protocol):
         return sse.frame(error.event())
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """A call that is open, and how its answer goes back."""
 
     surface: Surface

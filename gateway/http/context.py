@@ -1,13 +1,12 @@
 """What is known of a request before its body is read."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 #: Where the middleware puts it in the scope.
 SCOPE_KEY = "vlm.context"
 
 
-@dataclass(slots=True)
-class RequestContext:
+class RequestContext(Struct):
     """Notes on one HTTP request. Units: `received_at` is a reading of `time.perf_counter`."""
 
     id: str  #: ours, 128 random bits; names the request in the queue

@@ -7,9 +7,10 @@ Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 sec
 """
 
 import re
-from dataclasses import dataclass
 from struct import error as StructError
 from struct import unpack_from
+
+from msgspec import Struct
 
 from shared.settings.limits import LimitSettings
 
@@ -33,8 +34,7 @@ class ImageRefused(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class ImageHeader:
+class ImageHeader(Struct, frozen=True):
     """What a file says of itself."""
 
     media_type: str

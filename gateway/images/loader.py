@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from gateway.http.errors import InvalidRequest
 from gateway.images.fetch import ImageFetcher
@@ -26,16 +26,14 @@ _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are re
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSource:
+class ImageSource(Struct, frozen=True):
     """An image as the client sent it. `param` names its place in the request."""
 
     url: str
     param: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedImage:
+class LoadedImage(Struct, frozen=True):
     """An image's checked bytes and the reference that stands for them."""
 
     ref: ImageRef

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from msgspec import Struct
+
 from shared.protocol import Envelope
 
 if TYPE_CHECKING:
@@ -64,8 +66,7 @@ class QueueStats:
     age_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Claim:
+class Claim(Struct, frozen=True, eq=False):
     """One attempt at a call. Units: seconds by the queue's clock at the time of the claim."""
 
     id: str
@@ -85,8 +86,7 @@ class Claim:
         return self.failures > 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Publication:
+class Publication(Struct, frozen=True, eq=False):
     """What one publish says about one call; sent again unchanged until the queue has answered.
 
     `number` counts the publications of the claim from 1; `num_tokens` the output tokens before this one.

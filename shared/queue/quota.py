@@ -4,9 +4,9 @@ A call that is submitted with a reservation counts until it ends. Where tokens a
 might come to is taken at once; what it did not come to is refunded after its end.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from msgspec import Struct
 from redis.asyncio import Redis
 
 from shared.queue.api import QueueUnavailable
@@ -16,8 +16,7 @@ from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Of one model, for all gateways together; 0 means any."""
 
     max_tokens: int = 0  #: that all open calls may come to; tenants share them
@@ -26,8 +25,7 @@ class Limits:
     max_tenant_tokens_per_minute: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(Struct, frozen=True):
     """What the calls of one request count as: each with the same tokens."""
 
     model: str

@@ -3,14 +3,18 @@
 Exact match on fresh scenes drawn by many programs' habits. `-s` shows the table even when all is well.
 """
 
+import os
+
 import pytest
 from openai import OpenAI
 from rich.console import Console
 
 from engines.packages.shapes.training.evaluation import GROUPS, Score, report
-from tests.e2e.asking import ask_all, choose_cases
+from tests.e2e.asking import ask_all, choose_cases, choose_evenly
 
-NUM_SCENES = 200
+IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
+#: Of 60 questions of a group two wrong ones are chance: the goals themselves are the long form's.
+SLACK = 0.0 if IS_LONG else 0.05
 GOALS = {
     "single questions": 0.97,
     "full descriptions": 0.95,
@@ -23,7 +27,7 @@ GOALS = {
 @pytest.fixture(scope="module")
 def score(shapes_fleet, pytestconfig) -> Score:
     with OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused") as client:
-        score = ask_all(client, choose_cases(NUM_SCENES))
+        score = ask_all(client, choose_cases(200) if IS_LONG else choose_evenly(60))
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         report(score, console := Console(width=80))
         for group, goal in GOALS.items():
@@ -36,4 +40,4 @@ def score(shapes_fleet, pytestconfig) -> Score:
 def test_accuracy(score, group):
     topics = GROUPS[group]
     assert sum(score.asked[topic] for topic in topics) >= 50
-    assert score.accuracy(*topics) >= GOALS[group], score.mistakes[:10]
+    assert score.accuracy(*topics) >= GOALS[group] - SLACK, score.mistakes[:10]

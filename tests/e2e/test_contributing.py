@@ -30,8 +30,7 @@ def copy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     shutil.copy(ROOT / "vlm.py", folder)
     for package in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+        shutil.copytree(ROOT / package, folder / package)
     for diff in diffs_of_page():
         done = subprocess.run(
             ["git", "apply", "-"],

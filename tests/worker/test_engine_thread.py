@@ -90,6 +90,27 @@ async def test_steps_that_the_loop_was_too_busy_to_hear_of_come_in_one_batch(bri
     assert len(listener.batches) <= 3
 
 
+async def test_the_middle_of_a_patient_request_wakes_nobody(bridge, monkeypatch):
+    monkeypatch.setattr("worker.engine_thread.HOLD_S", 3600)
+    thread, listener, _ = bridge
+    thread.add(make_engine_request(max_tokens=50), is_patient=True)
+    await listener.until_finished()
+
+    assert len(listener.batches) <= 2
+    tokens = [t for n in listener.events if isinstance(n, EngineOutput) for t in n.token_ids]
+    assert len(tokens) == 50
+
+
+async def test_the_middle_of_a_patient_request_is_told_after_a_while(bridge, monkeypatch):
+    monkeypatch.setattr("worker.engine_thread.HOLD_S", 0)
+    thread, listener, engine = bridge
+    engine.steps_left = 5
+    thread.add(make_engine_request(max_tokens=50), is_patient=True)
+    async with asyncio.timeout(30):
+        while sum(isinstance(n, EngineOutput) for n in listener.events) < 5:
+            await asyncio.sleep(0)
+
+
 async def test_an_aborted_request_is_heard_of_no_more(bridge):
     thread, listener, engine = bridge
     engine.gate.clear()

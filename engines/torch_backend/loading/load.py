@@ -25,7 +25,11 @@ from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
-from engines.torch_backend.multimodal.processor import create_processor, example_prompt
+from engines.torch_backend.multimodal.processor import (
+    TorchProcessor,
+    create_processor,
+    example_prompt,
+)
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
 from engines.torch_backend.parallel.leader import Leader
@@ -33,7 +37,7 @@ from engines.torch_backend.parallel.mesh import SINGLE, Mesh
 from engines.torch_backend.parallel.ranks import Ranks
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
-from shared.protocol import ModelCard
+from shared.protocol import ModelCard, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +97,24 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         raise cause from error
     engine = BatchingEngine(runner, processor, settings, phases.seconds, limit)
     processor.max_model_len = engine.max_model_len
-    card = ModelCard(
+    return LoadedEngine(engine, _describe(settings, directory, engine, processor, sampling, dtype))
+
+
+def _describe(
+    settings: TorchSettings,
+    directory: Path,
+    engine: BatchingEngine,
+    processor: TorchProcessor,
+    sampling: SamplingDefaults,
+    dtype: torch.dtype,
+) -> ModelCard:
+    """The card by which gateways know the model."""
+    return ModelCard(
         tasks=engine.capabilities().tasks,
         name=settings.served_name or default_name(settings.model),
         created_at=int(time.time()),  # noqa: TID251
         max_model_len=engine.max_model_len,
-        vocab_size=config.text.vocab_size,
+        vocab_size=engine.runner.vocab_size,
         supports_images=processor.image_tokens > 0,
         image_tokens=processor.image_tokens,
         sampling=sampling,
@@ -110,7 +126,6 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         quantization=quantization_of(directory, settings.quantization),
         format="gguf" if (directory / TEXT_FILE).is_file() else "safetensors",
     )
-    return LoadedEngine(engine, card)
 
 
 def quantization_of(directory: Path, chosen: str) -> str:

@@ -55,10 +55,14 @@ class TextLimits(Protocol):
     """What the engine has to know of any decoder."""
 
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int:
+        """Tokens that the head scores."""
+        ...
 
     @property
-    def max_position_embeddings(self) -> int: ...  # noqa: D102
+    def max_position_embeddings(self) -> int:
+        """The longest context that the model was made for, in tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

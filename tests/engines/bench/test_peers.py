@@ -100,32 +100,12 @@ def test_values_are_tokens_of_all_sequences_or_milliseconds():
     assert WORKLOADS["serve-64"].value(2.0, 608) == 32
 
 
-def test_a_command_measures_one_slice_and_keeps_the_others(tiny, tmp_path, capsys):
-    file = tmp_path / "results.json"
-    options = PeerOptions(
-        tiny, ("ours:float32",), ("decode-1",), rounds=1, folder=tmp_path, results=file,
-        plots=tmp_path / "plots",
-    )  # fmt: skip
-    run(options, as_json=True)
-    content = json.loads(capsys.readouterr().out)
-    assert content == json.loads(file.read_text())
-    [row] = content["results"]
-    assert (row["system"], row["workload"], len(row["values"])) == ("ours:float32", "decode-1", 1)
-    assert (tmp_path / "plots" / "peers-decode-1.svg").exists()
-
-    results = Results.read(file, content["about"])
-    results.add([make_result("ours:int8", "decode-1", 5.0)])
-    assert {system for system, _ in results.by_cell} == {"ours:float32", "ours:int8"}
-    with pytest.raises(ValueError, match="is about"):
-        Results.read(file, content["about"] | {"threads": 7})
-
-
 def test_results_are_kept_as_they_come_and_every_turn_is_told(tiny, tmp_path, monkeypatch, capsys):
     file = tmp_path / "results.json"
-    systems = ("ours:float32", "transformers:float32")
     options = PeerOptions(
-        tiny, systems, ("decode-1", "prefill"), rounds=2, folder=tmp_path, results=file
-    )
+        tiny, ("ours:float32", "ours:int8"), ("decode-1", "prefill"), rounds=2, folder=tmp_path,
+        results=file, plots=tmp_path / "plots",
+    )  # fmt: skip
     ask, seen = Fleet.ask, []
 
     def cut(self, system, workload):
@@ -143,13 +123,26 @@ def test_results_are_kept_as_they_come_and_every_turn_is_told(tiny, tmp_path, mo
     counts = {(row["system"], row["workload"]): len(row["values"]) for row in kept["results"]}
     assert counts == {
         ("ours:float32", "decode-1"): 2,
-        ("transformers:float32", "decode-1"): 2,
+        ("ours:int8", "decode-1"): 2,
         ("ours:float32", "prefill"): 2,
-        ("transformers:float32", "prefill"): 1,
+        ("ours:int8", "prefill"): 1,
     }
+    assert (tmp_path / "plots" / "peers-decode-1.svg").exists()
     first, *lines = shown.err.splitlines()
     assert "2 systems at 2 workloads (decode-1, prefill), 2 rounds" in first
     assert sum("round" in line for line in lines) == 7
+
+
+def test_a_file_of_results_keeps_what_another_command_measured(tmp_path):
+    file = tmp_path / "results.json"
+    results = Results.read(file, ABOUT)
+    results.add([make_result("ours:float32", "decode-1", 4.0)])
+    file.write_text(results.to_json())
+    results = Results.read(file, ABOUT)
+    results.add([make_result("ours:int8", "decode-1", 5.0)])
+    assert {system for system, _ in results.by_cell} == {"ours:float32", "ours:int8"}
+    with pytest.raises(ValueError, match="is about"):
+        Results.read(file, ABOUT | {"threads": 7})
 
 
 def test_a_quick_look_takes_llama_cpp_only_where_it_is_built(tiny, tmp_path):

@@ -201,7 +201,8 @@ def test_the_pool_is_as_large_as_configured():
 
 def thinking_engine(num_reasoning_tokens: int = 5, **config) -> BatchingEngine:
     mock = make_mock(num_output_tokens=6, num_reasoning_tokens=num_reasoning_tokens)
-    return create_engine({"kind": "mock", "mock": mock.model_dump(), **config}).engine
+    values = {"kind": "mock", "num_kv_blocks": 256, "mock": mock.model_dump(), **config}
+    return create_engine(values).engine
 
 
 def ask(engine: BatchingEngine, told: tuple[int, ...] = (), options=None, **sampling) -> Transcript:

@@ -277,10 +277,10 @@ PRECISIONS = [
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], float]:
-    """Memory at its peak as a share of the model's, of 370 MB of weights, a quarter of them the tower's."""
+    """Memory at its peak as a share of the model's, of 180 MB of weights, a quarter of them the tower's."""
     small, large = (tmp_path_factory.mktemp("weights") / name for name in ("small", "large"))
-    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
-    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5}
+    text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6}
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
     changes = {"text_config": text, "vision_config": vision}
     make_checkpoint("tiny", small)
     make_checkpoint("tiny", large, changes=changes)
