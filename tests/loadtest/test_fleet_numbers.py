@@ -16,6 +16,7 @@ from loadtest.result import values_of
 from loadtest.run import drive
 from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
 from tests.loadtest.fake_server import stream
+from tests.rounds import in_one_round
 
 VISION_S, DECODE_S, NUM_TOKENS = 0.3, 0.03, 12
 ROUNDS = 8  # one is enough where nothing else runs
@@ -81,6 +82,7 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
         assert told_s == pytest.approx(stage_s(server, stage), abs=1e-5 * len(records))
 
 
+@in_one_round
 def test_locust_itself_runs_the_users_without_its_page(slow):
     done = subprocess.run(
         [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", slow.url,
@@ -95,9 +97,11 @@ def test_locust_itself_runs_the_users_without_its_page(slow):
     assert not sum(row["num_failures"] for row in rows.values())
 
 
+@in_one_round
 def test_requests_that_the_end_of_the_run_cuts_off_are_no_failures(fake):
     """Streams that never end, and whole answers that come too late: `-t` ends the run in the middle of them."""
     fake.pieces = [*stream()[:2], 4.0]
+    fake.bodies.clear()
     done = subprocess.run(
         [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--host", fake.url,
          "--headless", "-u", "3", "-r", "3", "-t", "1s", "--json", "--stream-ratio", "1", "TextUser"],

@@ -18,6 +18,7 @@ from loadtest.run import LoadTestError, Outputs, Wanted, drive, run
 from loadtest.scenarios import PROFILES
 from tests.loadtest.factories import record, result
 from tests.loadtest.fake_server import FakeServer, stream
+from tests.rounds import in_one_round
 
 
 def load(fake: FakeServer, *arguments: str) -> Done:
@@ -33,6 +34,7 @@ def result_of(fake: FakeServer, tmp_path: Path, *arguments: str) -> tuple[Result
     return load_result(path), done
 
 
+@in_one_round
 def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
     fake.pieces = stream(pause_s=0.003)
     path, page = tmp_path / "a.json", tmp_path / "a.html"
@@ -58,6 +60,7 @@ def open_at_once(result: Result) -> list[int]:
     return [sum(r.sent_at <= one.sent_at < r.ended_at for r in records) for one in records]
 
 
+@in_one_round
 def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
     """A server that answers after half a second still gets all of what arrives meanwhile."""
     fake.pause_s = 0.5
@@ -69,6 +72,7 @@ def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
     assert all(record.waited_s >= 0 for record in result.records)
 
 
+@in_one_round
 def test_steps_change_the_number_of_users(fake, tmp_path):
     fake.pause_s = 0.03
     result, done = result_of(fake, tmp_path, "--users", "1,6", "--duration", "1.2")
@@ -84,6 +88,7 @@ def test_steps_change_the_number_of_users(fake, tmp_path):
     ]
 
 
+@in_one_round
 def test_a_ramp_lets_users_come_one_after_another(fake, tmp_path):
     fake.pause_s = 0.03
     result, _ = result_of(fake, tmp_path, "--users", "1..6", "--duration", "1.5")
@@ -185,6 +190,7 @@ def test_wrong_option_is_refused(wrong):
     assert CliRunner().invoke(vlm.app, ["loadtest", *wrong]).exit_code == 2
 
 
+@in_one_round
 def test_request_without_an_answer_at_the_end_is_a_failure(fake, tmp_path):
     """Each word comes within the time that a server may be silent, the last one too late."""
     fake.pieces = stream(pause_s=0.2)

@@ -2,11 +2,12 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import vlm
 from engines.registry import settings_classes
 from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
 from shared.settings.load import load_settings
@@ -42,11 +43,8 @@ COMMANDS = r"(?:`|^)vlm ((?:bench |loadtest (?=[a-z]))?[a-z][a-z-]+)"
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(COMMANDS, TEXT, re.M))))
 def test_every_vlm_command_that_is_named_exists(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "vlm", *command.split(), "--help"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(vlm.app, [*command.split(), "--help"])
+    assert done.exit_code == 0, done.output
 
 
 def table_row(name: str) -> set[str]:

@@ -13,6 +13,7 @@ from engines.text import template_rendering
 from engines.text.chat_template import LLAVA_TEMPLATE, ChatTemplate
 from engines.text.template_rendering import CompiledTemplate, UnusableTemplate
 from shared.protocol import ChatMessage, ImagePart, TextPart
+from tests.rounds import in_one_round
 
 #: What a template may try, when a conversation has a second message.
 ATTACKS = {
@@ -105,6 +106,18 @@ def test_an_attack_on_the_compiler_is_refused_when_it_is_loaded(attack: str) -> 
         ChatTemplate(LLAVA_TEMPLATE + attack, "<image>")
 
 
+def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template() -> None:
+    class Paused(str):
+        def __str__(self) -> str:
+            time.sleep(0.3)
+            return "user"
+
+    source = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    messages = [{"role": Paused("user")}, {"role": "assistant"}]
+    assert CompiledTemplate(source, {}).render(messages, max_s=0.1) == "userassistant"
+
+
+@in_one_round
 def test_a_slow_template_does_not_delay_other_conversations() -> None:
     """They render in other threads while it goes on until its time is over."""
     attack = ATTACKS["a long loop"]

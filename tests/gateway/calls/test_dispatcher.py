@@ -15,6 +15,7 @@ from shared.telemetry.metrics import GatewayMetrics
 from tests.factories_gateway import MODEL, Answer, make_body, say_hello
 from tests.factories_queue import GATEWAY, make_request
 from tests.gateway.api.chat.test_streams import read_events
+from tests.rounds import in_one_round
 
 
 def delta(index: int, *token_ids: int, attempt: int = 1) -> Tokens:
@@ -284,6 +285,7 @@ async def test_ten_thousand_silent_requests_end_at_their_deadline(dispatcher):
     assert max(await asyncio.gather(*lateness)) < 5.0
 
 
+@in_one_round
 async def test_a_deadline_does_not_wait_for_a_redis_that_is_silent(dispatcher, monkeypatch):
     [generation] = await submit(dispatcher, 16, timeout_s=1.0)
     began_at = time.monotonic()

@@ -1,7 +1,6 @@
 """How long images stay in Redis: as long as their request, and a little longer."""
 
 import asyncio
-import contextlib
 
 import pytest
 from redis.asyncio import Redis
@@ -76,9 +75,12 @@ async def test_an_image_stays_while_another_request_needs_it(gateway, worker, re
 
 async def test_an_image_of_a_client_that_left_goes_soon(gateway, worker, redis, redis_prefix):
     worker.script = say_nothing
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await gateway.chat(image_body())
+    leaving = asyncio.create_task(gateway.chat(image_body()))
+    async with asyncio.timeout(20):
+        while not worker.requests:
+            await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.wait([leaving])
     await until_released(redis, redis_prefix)
 
 

@@ -33,6 +33,7 @@ from tests.factories_queue import (
     publication,
     reserve,
 )
+from tests.rounds import in_one_round
 
 
 @pytest.fixture
@@ -155,6 +156,7 @@ async def test_a_full_memory_refuses_whether_or_not_a_reservation_has_expired(en
     assert await ends.num_open() == 1
 
 
+@in_one_round
 async def test_a_minute_is_earned_back_with_time(ends):
     options = {"tenant": "a", "max_tenant_requests_per_minute": 1200}  # one in 50 ms
     rates = ends.keys.rates(MODEL, "a")

@@ -64,7 +64,7 @@ async def test_a_model_opened_later_is_heard_at_once(open_mailbox, post):
     await mailbox.open(["m", "n"])
     await post("late", model="n")
 
-    assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+    assert await asyncio.wait_for(waiting, 1.8) == ["late"]
 
 
 async def test_a_model_opened_while_the_reader_connects_is_heard_at_once(
@@ -99,7 +99,7 @@ async def test_a_model_opened_while_the_reader_connects_is_heard_at_once(
         may_connect.set()
         await post("late", model="n")
 
-        assert await asyncio.wait_for(waiting, 1.0) == ["late"]
+        assert await asyncio.wait_for(waiting, 1.8) == ["late"]
         await mailbox.close()
         await client.aclose()
         await asyncio.gather(*filter(None, connections))

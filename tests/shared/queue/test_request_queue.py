@@ -545,7 +545,7 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
 
     assert await leaving.release([claim]) == 1
 
-    [later] = await asyncio.wait_for(reading, 2.0)
+    [later] = await asyncio.wait_for(reading, 15.0)
     assert tokens_of(later) == (5,)
     assert (later.attempt, later.failures) == (2, 0)
     after = await leaving.publish([publication(claim, 2, 1, make_delta(claim, 1, 6))])

@@ -19,6 +19,7 @@ from shared.redis.link import RedisLink, RedisSender
 from shared.settings.tree import RedisSettings
 from tests.factories_settings import make_group
 from tests.faults.proxy import run_proxy
+from tests.rounds import in_one_round
 
 TIMEOUT_S = 0.5
 
@@ -43,6 +44,7 @@ async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
     return longest_s
 
 
+@in_one_round
 async def test_many_images_at_once_each_have_their_time(redis_server, redis_prefix):
     """60 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
     async with slow_redis(redis_server, 20e6) as redis:
@@ -57,6 +59,7 @@ async def test_many_images_at_once_each_have_their_time(redis_server, redis_pref
         await tokens.close()
 
 
+@in_one_round
 async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_prefix):
     async with slow_redis(redis_server, 3e6) as redis:
         queue = RedisGatewayQueue(redis, redis_prefix)
@@ -67,6 +70,7 @@ async def test_all_clients_that_leave_at_once_are_cancelled(redis_server, redis_
         await queue.close()
 
 
+@in_one_round
 async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
     """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
     async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
