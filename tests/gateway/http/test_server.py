@@ -386,6 +386,7 @@ async def test_models_are_listed_and_shown(gateway):
             "max_image_pixels": 32_000_000,
         },
         "reasoning": False,
+        "supports_grammars": False,
         "template_options": [],
         "adapters": [],
         "default_sampling": {},
