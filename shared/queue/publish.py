@@ -68,18 +68,17 @@ class Publisher:
             *(item.events for item in batch),
             max_entries=MAX_MAILBOX_ENTRIES,
             group=GROUP,
-            worker=self._worker_id,
             keep_ms=to_ms(AFTER_END_S),
             dead_ttl_ms=to_ms(DEAD_TTL_S),
             max_dead=MAX_DEAD_ENTRIES,
-            items=[_to_item(item) for item in batch],
+            items=[_to_item(item, self._worker_id) for item in batch],
         )
         verdicts = await self._sender.run(PUBLISH, keys, arguments)
         self.num_fenced += verdicts.count(b"fenced")
         return refusals([item.claim for item in batch], verdicts)
 
 
-def _to_item(publication: Publication) -> dict[str, Any]:
+def _to_item(publication: Publication, worker_id: str) -> dict[str, Any]:
     """The publish script's view of it. A failure ends a call wherever its tokens stand."""
     claim = publication.claim
     item: dict[str, Any] = {
@@ -89,14 +88,11 @@ def _to_item(publication: Publication) -> dict[str, Any]:
         "count": publication.num_new_tokens,
     }
     if publication.ending is not None:
-        item |= {
-            "id": claim.id,
-            "entry": claim.entry_id.decode(),
-            "state": publication.ending,
-            "reason": publication.dead_reason,
-        }
+        item["entry"], item["state"] = claim.entry_id.decode(), publication.ending
         if publication.ending == "failed":
             del item["index"]
+        if publication.dead_reason:
+            item |= {"id": claim.id, "worker": worker_id, "reason": publication.dead_reason}
     return item
 
 

@@ -29,7 +29,10 @@ local function claim(entry, request, log, is_new, read_nonce)
   end
   if is_new and attempt ~= '0' then return nil end
 
-  if r[4] ~= nonce then -- else: the same call again, whose reply was lost
+  if r[4] ~= nonce and is_first then
+    attempt = '1' -- the rest is as `submit` left it
+    redis.call('HSET', request, 'state', 'running', 'attempt', '1', 'claim', nonce, 'worker', worker, 'begun', '1')
+  elseif r[4] ~= nonce then -- else: the same call again, whose reply was lost
     local was_lost = r[4] == read_nonce and r[11] == '0'
     attempt = string.format('%d', attempt + 1)
     if state == 'running' and r[10] == '1' and not was_lost then

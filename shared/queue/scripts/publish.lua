@@ -1,10 +1,10 @@
 -- Append the events of many calls to their logs, end those that end, and post what was accepted as one entry for each
 -- gateway.
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
--- args: max_entries, group, worker, keep_ms, dead_ttl_ms, max_dead, items: list of
+-- args: max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
 --   attempt, number (the how-maniest item of this attempt, so that a repeated call changes nothing),
 --   index, count (the first output token of the item and how many there are), and where the call ends:
---   id, entry, state (finished | failed), reason (why it goes to the dead letters, '' if it does not);
+--   entry, state (finished | failed), and of a dead letter: id, worker, reason;
 --   without index it ends wherever its tokens stand. Items that end come first: see `remove`
 -- raw: the events of each item, JSON objects with commas between
 -- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call answers ok again.
@@ -17,17 +17,9 @@ local keep_ms, max_entries = digits(args.keep_ms), digits(args.max_entries)
 -- listeners: ids of gateways, each with a space behind it (`listen.lua`)
 local posts = {}
 
-local function note(name, events)
+local function post(name, events)
   local noted = posts[name]
   if noted then noted[#noted + 1] = events else posts[name] = {events} end
-end
-
-local function post(listeners, events)
-  note(mailbox, events)
-  if not listeners then return end
-  for gateway in string.gmatch(listeners, '%S+') do
-    note((string.gsub(mailbox, '[^:]+$', gateway, 1)), events)
-  end
 end
 
 local function append(request, log, item, events)
@@ -50,9 +42,9 @@ local function finish(request, log, item, events, num_tokens, reservation)
   redis.call('RPUSH', log, events)
   redis.call('PEXPIRE', log, keep_ms)
   redis.call('PEXPIRE', request, keep_ms)
-  if item.reason ~= '' then
+  if item.reason then
     redis.call('XADD', dead, 'MAXLEN', '~', args.max_dead, '*',
-      'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', args.worker)
+      'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', item.worker)
     redis.call('PEXPIRE', dead, args.dead_ttl_ms)
   end
 end
@@ -76,7 +68,12 @@ for i, item in ipairs(args.items) do
       verdict = 'gap'
     else
       if item.state then finish(request, log, item, events, r[3], r[6]) else append(request, log, item, events) end
-      post(r[5], events)
+      post(mailbox, events)
+      if r[5] then
+        for gateway in string.gmatch(r[5], '%S+') do
+          post((string.gsub(mailbox, '[^:]+$', gateway, 1)), events)
+        end
+      end
     end
   end
   verdicts[i] = verdict

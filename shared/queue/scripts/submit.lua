@@ -41,73 +41,6 @@ if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} e
 local reservations, usage, rates = unpack(KEYS, #ids + 3)
 local MINUTE_MS = 60000
 
-local has_ended = false
-local sums, changed = {}, {} -- what `usage` comes to, and the fields that it has yet to learn
-
-local function add_usage(tenant, tokens, calls)
-  local fields = {'tokens', 'tokens:' .. tenant, 'requests:' .. tenant}
-  if not sums[fields[2]] then
-    for i, sum in ipairs(redis.call('HMGET', usage, unpack(fields))) do
-      sums[fields[i]] = sums[fields[i]] or tonumber(sum) or 0
-    end
-  end
-  for i, amount in ipairs({tokens, tokens, calls}) do
-    if amount ~= 0 then
-      sums[fields[i]] = math.max(0, sums[fields[i]] + amount)
-      changed[fields[i]] = true
-    end
-  end
-end
-
--- A call counts until it has ended, or Redis has forgotten it. What did so since the last call is taken out here, in
--- one place, so that ending a call needs no sums.
-local function release_ended()
-  local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', digits(now_ms))
-  has_ended = #ended > 0
-  local tokens_of, calls_of = {}, {}
-  for _, reservation in ipairs(ended) do
-    local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
-    tokens_of[tenant] = (tokens_of[tenant] or 0) + tokens
-    calls_of[tenant] = (calls_of[tenant] or 0) + 1
-  end
-  for tenant, tokens in pairs(tokens_of) do add_usage(tenant, -tokens, -calls_of[tenant]) end
-end
-
-local function call_with_each(command, values)
-  for i = 1, #values, 1000 do redis.call(command, usage, unpack(values, i, math.min(i + 999, #values))) end
-end
-
-local function save_usage()
-  if not next(changed) then return end
-  local kept, gone = {'tokens', digits(sums.tokens)}, {}
-  for field in pairs(changed) do
-    if sums[field] == 0 then
-      gone[#gone + 1] = field
-    elseif field ~= 'tokens' then
-      kept[#kept + 1], kept[#kept + 2] = field, digits(sums[field])
-    end
-  end
-  -- The first write of the call: where memory is full it is refused, as the others would not be, and with it the call.
-  call_with_each('HSET', kept)
-  call_with_each('HDEL', gone)
-  changed = {}
-end
-
--- Whether so many tokens more are too many: of all, or of a tenant once half of all are reserved.
-local function find_excess(tokens, calls)
-  add_usage(quota.tenant, 0, 0)
-  local all, own, open = sums.tokens, sums['tokens:' .. quota.tenant], sums['requests:' .. quota.tenant]
-  local max_tokens, max_calls = quota.max_tokens, quota.max_tenant_requests
-  if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return 'open_tokens' end
-  if max_calls > 0 and open > 0 and open + calls > max_calls then return 'key_open' end
-  if max_tokens > 0 and own > 0 and all + tokens > max_tokens / 2 then
-    save_usage()
-    local num_tenants = (redis.call('HLEN', usage) - 1) / 2
-    if own + tokens > max_tokens / num_tenants then return 'key_share' end
-  end
-  return nil
-end
-
 local function owed_ms(rate)
   return math.max(0, tonumber(redis.call('HGET', rates, rate.field) or 0) - now_ms)
 end
@@ -127,10 +60,8 @@ local function spend(rate)
   end
 end
 
-local function find_refusal()
-  release_ended()
-  local excess = find_excess(quota.reserved_tokens * #ids, #ids)
-  if excess then return {excess, 0} end
+-- What the minute leaves no room for, or nil once it is taken.
+local function find_debt()
   local rated = {
     {field = 'requests', most = quota.requests_per_minute, amount = 1},
     {field = 'tokens', most = quota.tokens_per_minute, amount = quota.num_tokens * #ids}}
@@ -142,18 +73,64 @@ local function find_refusal()
   return nil
 end
 
-local reservation_of = {}
+local beginning -- of a reservation; the call's id follows
 if quota then
-  local refusal = find_refusal()
-  if not refusal then add_usage(quota.tenant, quota.reserved_tokens * #ids, #ids) end
-  save_usage()
-  local beginning = string.format('%d %s ', quota.reserved_tokens, quota.tenant)
-  for _, id in ipairs(refusal and {} or ids) do
-    reservation_of[id] = beginning .. id
-    redis.call('ZADD', reservations, forgotten_at_ms, reservation_of[id])
+  beginning = digits(quota.reserved_tokens) .. ' ' .. quota.tenant .. ' '
+  local own_tokens, own_calls = 'tokens:' .. quota.tenant, 'requests:' .. quota.tenant
+  local sums = redis.call('HMGET', usage, 'tokens', own_tokens, own_calls)
+  local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
+
+  -- A call counts until it has ended, or Redis has forgotten it. What did so since the last call is taken out here, in
+  -- one place, so that ending a call needs no sums.
+  local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', digits(now_ms))
+  local others = {} -- of other tenants: what is taken out, by field
+  for _, reservation in ipairs(ended) do
+    local tokens, tenant = string.match(reservation, '^(%d+) (%S*) ')
+    all = all - tokens
+    if tenant == quota.tenant then
+      own, open = own - tokens, open - 1
+    else
+      others['tokens:' .. tenant] = (others['tokens:' .. tenant] or 0) + tokens
+      others['requests:' .. tenant] = (others['requests:' .. tenant] or 0) + 1
+    end
   end
-  if has_ended then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
-  if refusal then return refusal end
+  all, own, open = math.max(0, all), math.max(0, own), math.max(0, open)
+
+  local function save()
+    -- The first write of the call: where memory is full it is refused, as the others would not be, and with it the call.
+    redis.call('HSET', usage, 'tokens', digits(all), own_tokens, digits(own), own_calls, digits(open))
+    if own == 0 then redis.call('HDEL', usage, own_tokens) end
+    if open == 0 then redis.call('HDEL', usage, own_calls) end
+    for field, amount in pairs(others) do
+      local left = tonumber(redis.call('HGET', usage, field) or 0) - amount
+      if left > 0 then redis.call('HSET', usage, field, digits(left)) else redis.call('HDEL', usage, field) end
+    end
+    others = {}
+    if #ended > 0 then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
+  end
+
+  -- Whether so many tokens more are too many: of all, or of a tenant once half of all are reserved.
+  local function find_excess(tokens, max_tokens, max_calls)
+    if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return {'open_tokens', 0} end
+    if max_calls > 0 and open > 0 and open + #ids > max_calls then return {'key_open', 0} end
+    if max_tokens > 0 and own > 0 and all + tokens > max_tokens / 2 then
+      save()
+      local num_tenants = (redis.call('HLEN', usage) - 1) / 2
+      if own + tokens > max_tokens / num_tenants then return {'key_share', 0} end
+    end
+    return nil
+  end
+
+  local tokens = quota.reserved_tokens * #ids
+  local refusal = find_excess(tokens, quota.max_tokens, quota.max_tenant_requests)
+  if not refusal and quota.requests_per_minute + quota.tokens_per_minute > 0 then refusal = find_debt() end
+  if refusal then
+    if #ended > 0 then save() end
+    return refusal
+  end
+  all, own, open = all + tokens, own + tokens, open + #ids
+  save()
+  for _, id in ipairs(ids) do redis.call('ZADD', reservations, forgotten_at_ms, beginning .. id) end
   if redis.call('PTTL', reservations) < args.queue_ttl_ms / 2 then
     redis.call('PEXPIRE', reservations, digits(args.queue_ttl_ms))
     redis.call('PEXPIRE', usage, digits(args.queue_ttl_ms))
@@ -171,7 +148,7 @@ for i, id in ipairs(ids) do
   redis.call('HSET', request,
     'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
     'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
-    'reservation', reservation_of[id] or '',
+    'reservation', beginning and beginning .. id or '',
     'reply_to', args.reply_to, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms))
   redis.call('PEXPIRE', request, digits(lives_ms))
