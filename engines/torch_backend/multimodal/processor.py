@@ -4,11 +4,12 @@ Called by the worker's pool. Thread-safe: nothing in it changes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from PIL import Image
 
 from engines.base import (
@@ -130,12 +131,12 @@ class TorchProcessor:
         """Apply the chat template. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._slot)
         prompt = self._prompt_builder.build(messages, items, options)
-        return replace(prompt, positions=self._multimodal.positions(prompt))
+        return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:
         """A text as it stands: special tokens spelled in it are tokens."""
         prompt = self._prompt_builder.encode(text, add_special_tokens=add_special_tokens)
-        return replace(prompt, positions=self._multimodal.positions(prompt))
+        return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     @property
     def always_thinks(self) -> bool:
