@@ -183,6 +183,7 @@ class EngineOutput(msgspec.Struct):
     error: str | None = None
     timings: StageTimings | None = None
     num_without_id: int = 0  #: further tokens, whose ids the engine does not know
+    stopped_by: str = ""  #: which stop string ended it
     reasoning: str = ""  #: what the model thinks before its answer; it stands before `text`
     #: Little-endian float32 of a call that asks for numbers, with its last output: its vectors, one after another,
     #: or its scores.

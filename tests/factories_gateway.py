@@ -133,6 +133,13 @@ class Answer:
             usage = Usage(7, self.num_tokens, num_images, 2, num_reasoning)
             end = Finished(last.request_id, last.attempt, last.finish_reason, usage, last.timings)
             events = (*events[:-1], end)
+        await self._publish(number, num_tokens, events)
+
+    async def publish_raw(self, *events: CallEvent) -> None:
+        """Publish events as they are."""
+        await self._publish(next(self._numbers), self.num_tokens, events)
+
+    async def _publish(self, number: int, num_tokens: int, events: Sequence[CallEvent]) -> None:
         publication = to_publication(self.claim, number, num_tokens, events)
         refused = await self.worker.queue.publish([publication])
         self.refused = refused.get(self.request.id)

@@ -161,7 +161,8 @@ class ActiveRequest(Struct, eq=False):
             if last.values:
                 events.append(self._values(last))
             timings = self.timings(last.timings or StageTimings())
-            events.append(Finished(request_id, attempt, last.finish_reason, last.usage, timings))
+            ended = (last.finish_reason, last.usage, timings, last.stopped_by)
+            events.append(Finished(request_id, attempt, *ended))
         return events
 
     def _values(self, output: EngineOutput) -> Vectors | Scores:

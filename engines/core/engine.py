@@ -267,6 +267,7 @@ class BatchingEngine(Engine[EngineRequest]):
                     usage=generation.usage,
                     finish_reason=reason,
                     timings=StageTimings(),
+                    stopped_by=detokenizer.stopped_by,
                 )
             )
 
@@ -464,6 +465,7 @@ class BatchingEngine(Engine[EngineRequest]):
     def _end(self, output: EngineOutput, generation: Generation, now: float) -> None:
         """Make an output the last one of its request, and forget the request."""
         output.finish_reason = generation.sequence.finish_reason
+        output.stopped_by = generation.detokenizer.stopped_by
         output.usage = generation.usage
         output.timings = generation.timings(now)
         del self._generations[output.request_id]

@@ -26,6 +26,11 @@ class Detokenizer:
         """Whether a stop string has ended the answer."""
         return self._stops.is_stopped
 
+    @property
+    def stopped_by(self) -> str:
+        """Which one; empty if none has."""
+        return self._stops.stopped_by
+
     def append(self, token_id: int) -> str:
         """Take the next token; returns the text that it completes, at a constant cost."""
         data = self._token_bytes(token_id)
@@ -60,6 +65,7 @@ class StopStrings:
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = [StopString(text) for text in texts if text]
         self.is_stopped = False
+        self.stopped_by = ""
         self._held = ""
 
     def release(self, text: str) -> str:
@@ -72,8 +78,8 @@ class StopStrings:
         for index, character in enumerate(text):
             num_stop_characters = 0
             for stop in self.texts:
-                if stop.advance(character):
-                    num_stop_characters = max(num_stop_characters, len(stop.text))
+                if stop.advance(character) and len(stop.text) > num_stop_characters:
+                    num_stop_characters, self.stopped_by = len(stop.text), stop.text
             if num_stop_characters:
                 self.is_stopped = True
                 released = (self._held + text[: index + 1])[:-num_stop_characters]

@@ -250,6 +250,11 @@ class ReasoningDetokenizer:
         """Whether a stop string has ended the answer."""
         return self._stops.is_stopped
 
+    @property
+    def stopped_by(self) -> str:
+        """Which one; empty if none has."""
+        return self._stops.stopped_by
+
     def append(self, token_id: int) -> str:
         """Take the next token; returns what of the answer it completes."""
         before = self._splitter.state

@@ -11,7 +11,10 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
 from gateway.api.files import Files
+from gateway.api.messages import CountTokens, Messages
+from gateway.api.ollama import OllamaChat, OllamaGenerate, OllamaRoutes
 from gateway.api.rerank import Reranking, Scoring
+from gateway.api.responses import ResponseInputTokens, Responses
 from gateway.api.routes import Operation
 from gateway.api.similar import Similar
 from gateway.api.tokenize import Detokenizing, Tokenizing
@@ -29,16 +32,23 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
     Scoring,
     Tokenizing,
     Detokenizing,
+    Responses,
+    ResponseInputTokens,
+    Messages,
+    CountTokens,
+    OllamaChat,
+    OllamaGenerate,
 )
 
 
 def create_operations(
     lifecycle: Lifecycle, search: SearchClient, limits: LimitSettings, default_store: str
 ) -> list[Operation]:
-    """The APIs that are plain routes over the search process."""
+    """The APIs that are plain routes: over the search process, and of what the fleet serves."""
     stores = VectorStores(lifecycle, search, limits, default_store)
     return [
         *stores.operations(),
         *Files(search, limits).operations(),
         *Similar(stores).operations(),
+        *OllamaRoutes(lifecycle.models).operations(),
     ]

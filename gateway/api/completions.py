@@ -36,7 +36,6 @@ from gateway.api.fields import (
 )
 from gateway.api.openapi import branch, describe_operation
 from gateway.api.sampling import (
-    SamplingFields,
     check_max_tokens,
     check_model,
     num_choices,
@@ -44,6 +43,7 @@ from gateway.api.sampling import (
     split_choices,
     translate_sampling,
 )
+from gateway.api.structured import StructuredFields, check_with_grammar, find_grammar
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http import sse
@@ -67,13 +67,11 @@ DEFAULT_MAX_TOKENS = 16
 _NEUTRAL: dict[str, tuple[bytes, ...]] = {
     "best_of": (b"1",),
     "prompt_logprobs": (),
-    "response_format": (b'{"type":"text"}',),
-    "structured_outputs": (),
     "suffix": (b'""',),
 }
 
 
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     """The body of `POST /v1/completions`."""
 
     model: ModelName
@@ -88,8 +86,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     timings: bool | None = None  #: ours: the answer ends with its stage timings
     best_of: Neutral = UNSET
     prompt_logprobs: Neutral = UNSET
-    response_format: Neutral = UNSET
-    structured_outputs: Neutral = UNSET
     suffix: Neutral = UNSET
 
 
@@ -178,12 +174,22 @@ class Completions(Surface):
             num_logprobs=request.logprobs,
         )
         check_model(sampling, card)
+        grammar = find_grammar(request, card, self.limits)
+        if grammar is not None:
+            check_with_grammar(sampling)
         adds_special = request.add_special_tokens is not False
         tasks = [
             task
             for prompt in prompts
             for task in split_choices(
-                Generate((), sampling, prompt=prompt, add_special_tokens=adds_special), count
+                Generate(
+                    (),
+                    sampling,
+                    prompt=prompt,
+                    add_special_tokens=adds_special,
+                    grammar=grammar,
+                ),
+                count,
             )
         ]
         priority = find_priority(request.service_tier, context.headers)

@@ -148,14 +148,14 @@ def _asks_for_nothing(fields: StructuredFields) -> bool:
 def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Grammar]:
     form = fields.response_format
     if isinstance(form, JsonObjectFormat):
-        yield Grammar("json", _ANY_OBJECT, "response_format")
+        yield any_object("response_format")
     elif isinstance(form, JsonSchemaFormat):
         asked = form.json_schema
         param = "response_format.json_schema.schema"
         yield schema_grammar(bytes(asked.schema), param, limits, strict=asked.strict)
     asked = fields.structured_outputs or StructuredOutputs()
     if asked.json_object:
-        yield Grammar("json", _ANY_OBJECT, "structured_outputs.json_object")
+        yield any_object("structured_outputs.json_object")
     for prefix, source in (("structured_outputs.", asked), ("guided_", fields)):
         of = {name: getattr(source, _attribute(prefix, name)) for name in _KINDS}
         if of["json"] is not UNSET and bytes(of["json"]) != b"null":
@@ -198,6 +198,11 @@ def _lark_grammar(source: str, param: str, limits: LimitSettings) -> Grammar:
     if len(source.encode()) > limits.max_grammar_bytes:
         raise invalid(param, f"send at most {limits.max_grammar_bytes} bytes")
     return Grammar("lark", source, param)
+
+
+def any_object(param: str) -> Grammar:
+    """Any JSON object."""
+    return Grammar("json", _ANY_OBJECT, param)
 
 
 def schema_grammar(

@@ -27,7 +27,7 @@ from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.refunds import Refunds
-from gateway.calls.resume import RESUME_HEADERS, Resume, is_resumable
+from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
 from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
@@ -85,7 +85,7 @@ class Lifecycle:
         recorder = Recorder(surface, context, self.metrics)
         if self.tracer is not None:
             recorder.trace(self.tracer)
-        error, is_answered = None, False
+        error, is_answered, reply = None, False, None
         try:
             with self.admission:
                 reply = await self._open(surface, exchange, context, recorder)
@@ -96,7 +96,7 @@ class Lifecycle:
         finally:
             recorder.count(error, is_answered=is_answered)
         if error is not None:
-            await _fail(exchange, surface, error)
+            await _fail(exchange, surface, error, reply)
         recorder.stop(exchange.status)
         # In the next turn of the loop: this one's end sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
@@ -107,17 +107,16 @@ class Lifecycle:
         """Answer a reader who resumes a stream. The request itself is recorded where it came in."""
         exchange = Exchange(scope, receive, send)
         context = exchange.context
-        surface, error = None, None
+        reply, error = None, None
         try:
             with self.admission:
                 reply = await self.resume.reopen(scope["path_params"]["id"], context, surfaces)
-                surface = reply.surface
-                recorder = Recorder(surface, context, self.metrics)
+                recorder = Recorder(reply.surface, context, self.metrics)
                 await self._answer(exchange, reply, recorder)
         except Exception as raised:
             error = _to_api_error(raised)
         if error is not None:
-            await _fail(exchange, surface, error)
+            await _fail(exchange, None if reply is None else reply.surface, error, reply)
 
     async def compute(
         self, surface: Surface, plan: Plan, card: ModelCard, context: RequestContext, held: HeldBody
@@ -425,12 +424,16 @@ def _to_api_error(error: Exception) -> ApiError | None:
             return unexpected()
 
 
-async def _fail(exchange: Exchange, surface: Surface | None, error: ApiError) -> None:
+async def _fail(
+    exchange: Exchange, surface: Surface | None, error: ApiError, reply: Reply | None
+) -> None:
     """Tell the client: by a status before the answer has begun, by a last frame after."""
     if surface is None:
         await exchange.answer(error.status, error.headers(), error.body())
-    elif exchange.has_started:
-        await exchange.write(surface.error_frame(error), is_last=True)
+    elif exchange.has_started and reply is not None:
+        answer = reply.answer
+        plain = answer.answer if isinstance(answer, NumberedAnswer) else answer
+        await exchange.write(surface.error_frame(error, plain), is_last=True)
     else:
         status, body = surface.error(error)
         await exchange.answer(status, error.headers(), body)

@@ -163,18 +163,18 @@ class NumberedAnswer:
 
     def __init__(self, surface: Surface, answer: Answer, last_id: int) -> None:
         self._surface = surface
-        self._answer = answer
+        self.answer = answer
         self._last_id = last_id
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """The body of a whole answer."""
-        return self._answer.whole(events, totals)
+        return self.answer.whole(events, totals)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """The frames that the client does not have. What it has and what is new share no frame."""
         num_seen = self._num_seen(events)
-        frames = self._answer.frames(events[:num_seen], None) if num_seen else []
-        frames += self._answer.frames(events[num_seen:], totals)
+        frames = self.answer.frames(events[:num_seen], None) if num_seen else []
+        frames += self.answer.frames(events[num_seen:], totals)
         return [
             (position, self._surface.numbered(data, position))
             for position, data in frames

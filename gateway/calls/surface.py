@@ -137,8 +137,8 @@ class Surface(Protocol):
         """
         return sse.numbered(frame, position)
 
-    def error_frame(self, error: ApiError) -> bytes:
-        """How a stream ends that cannot be completed."""
+    def error_frame(self, error: ApiError, answer: Answer) -> bytes:
+        """How a stream of this answer ends, that cannot be completed."""
         return sse.frame(error.event())
 
 

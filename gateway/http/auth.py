@@ -1,4 +1,4 @@
-"""Who may use the gateway: API keys as bearer tokens, by digest.
+"""Who may use the gateway: API keys as bearer tokens or in `x-api-key`, by digest.
 
 They are needed for every path but the health probes and the chat page's files.
 
@@ -61,23 +61,22 @@ class KeyRing:
             )
 
     def _salt(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        values = [value for name, value in headers if name == b"authorization"]
-        if not values:
+        keys = [_bearer(value) for name, value in headers if name == b"authorization"]
+        if not keys:  # as Anthropic's clients send it
+            keys = [value for name, value in headers if name == b"x-api-key"]
+        if not keys:
             raise AuthenticationError(
                 "You did not provide an API key. Send it as `Authorization: Bearer KEY`.",
                 code="invalid_api_key",
             )
-        salt = self._find(values[0]) if len(values) == 1 else None
+        salt = self._find(keys[0]) if len(keys) == 1 else None
         if salt is None:
             raise WrongKey(
                 "Incorrect API key: send one that this server knows.", code="invalid_api_key"
             )
         return salt
 
-    def _find(self, authorization: bytes) -> str | None:
-        scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return None
+    def _find(self, key: bytes) -> str | None:
         digest = _digest(key)
         found = None
         for known, salt in self._salts.items():
@@ -85,6 +84,12 @@ class KeyRing:
             if hmac.compare_digest(known, digest):
                 found = salt
         return found
+
+
+def _bearer(authorization: bytes) -> bytes:
+    """The key; empty, which none is, if it is sent in another way."""
+    scheme, _, key = authorization.partition(b" ")
+    return key if scheme.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:

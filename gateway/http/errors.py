@@ -66,6 +66,11 @@ class ApiError(Exception):
         """Whether the same request may succeed later."""
         return self.retry_after_s is not None
 
+    def rename(self, param: str, name: str) -> None:
+        """Call a field as the client's API does, where it is the one that is to blame."""
+        if self.param == param:
+            self.param, self.message = name, self.message.replace(param, name, 1)
+
     def body(self) -> bytes:
         """The JSON of the error."""
         return self._encode(ErrorFields(self.message, self.type, self.param, self.code))

@@ -24,6 +24,13 @@ def frame(data: bytes, event: bytes = b"") -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def numbered_last(frames: bytes, id_: int) -> bytes:
+    """Frames with names that belong together: the last has the id, so that less than all is nothing."""
+    begin = frames.rfind(b"\n\nevent: ")
+    begin = 0 if begin < 0 else begin + 2
+    return frames[:begin] + numbered(frames[begin:], id_)
+
+
 def numbered(frame: bytes, id_: int) -> bytes:
     """The frame under an id, which a client that reconnects sends as `Last-Event-ID`."""
     return b"id: %d\n" % id_ + frame

@@ -180,6 +180,7 @@ class Finished(Report, frozen=True, tag_field="type", tag="finished", omit_defau
     finish_reason: FinishReason
     usage: Usage
     timings: StageTimings = StageTimings()
+    stopped_by: str = ""  #: which of the client's stop strings ended it
 
 
 class Failed(Report, frozen=True, tag_field="type", tag="failed", omit_defaults=True):

@@ -7,7 +7,7 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -47,12 +47,17 @@ class Dialect:
     """
 
     body: Json
+    #: Besides; none of it is required.
+    extra: Json = field(default_factory=dict, kw_only=True)
     text_of: Callable[[Json], str]
     error_of: Callable[[Json], tuple[str, str | None]]
     #: A field of the body and a value of a wrong type.
     wrong: tuple[str, Any]
     end: str = ""
     task: str = "generate"
+    stream_type: str = "text/event-stream"
+    #: What makes it another request.
+    other: Json = field(default_factory=lambda: {"user": "somebody else"})
 
     @property
     def is_streamed(self) -> bool:
@@ -85,6 +90,34 @@ def completion_text(answer: Json) -> str:
 
 def tokenized(answer: Json) -> str:
     return TOLD if answer["tokens"] == TOKEN_IDS else ""
+
+
+def response_text(answer: Json) -> str:
+    """Of a whole answer, or of an event."""
+    items = answer.get("output", ())
+    whole = "".join(part["text"] for item in items for part in item["content"])
+    return answer["delta"] if answer.get("type") == "response.output_text.delta" else whole
+
+
+def response_error(answer: Json) -> tuple[str, str | None]:
+    """Of a body, or of a stream's last event."""
+    told = answer.get("error", answer)
+    return told["code"], told.get("param")
+
+
+def message_text(answer: Json) -> str:
+    if answer["type"] == "content_block_delta":
+        return answer["delta"]["text"]
+    return "".join(block["text"] for block in answer.get("content", ()))
+
+
+def counted(answer: Json) -> str:
+    return TOLD if answer["input_tokens"] == 2 else ""
+
+
+def ollama_error(answer: Json) -> tuple[str, str | None]:
+    assert isinstance(answer["error"], str)
+    return answer["code"], answer["param"]
 
 
 def openai_error(answer: Json) -> tuple[str, str | None]:
@@ -120,6 +153,54 @@ DIALECTS = {
         wrong=("tokens", "you"),
         task="tokenize",
     ),
+    "/v1/responses": Dialect(
+        body={"input": "hello"},
+        text_of=response_text,
+        error_of=response_error,
+        wrong=("temperature", "warm"),
+        end="[DONE]",
+    ),
+    "/v1/responses/input_tokens": Dialect(
+        body={"input": "hello"},
+        text_of=counted,
+        error_of=openai_error,
+        wrong=("input", 5),
+        task="tokenize",
+    ),
+    "/v1/messages": Dialect(
+        body={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9},
+        text_of=message_text,
+        error_of=openai_error,
+        wrong=("temperature", "warm"),
+        end='{"type":"message_stop"}',
+        other={"metadata": {"user_id": "somebody else"}},
+    ),
+    "/v1/messages/count_tokens": Dialect(
+        body={"messages": [{"role": "user", "content": "hello"}]},
+        text_of=counted,
+        error_of=openai_error,
+        wrong=("messages", 5),
+        task="tokenize",
+        other={"system": "another"},
+    ),
+    "/api/chat": Dialect(
+        body={"messages": [{"role": "user", "content": "hello"}]},
+        extra={"stream": False},
+        text_of=lambda answer: answer["message"]["content"],
+        error_of=ollama_error,
+        wrong=("messages", 5),
+        end='"done":true',
+        stream_type="application/x-ndjson",
+    ),
+    "/api/generate": Dialect(
+        body={"prompt": "hello"},
+        extra={"stream": False},
+        text_of=lambda answer: answer["response"],
+        error_of=ollama_error,
+        wrong=("prompt", 5),
+        end='"done":true',
+        stream_type="application/x-ndjson",
+    ),
     "/v1/embeddings": Dialect(
         body={"input": "hello"},
         text_of=embedded,
@@ -151,8 +232,10 @@ DIALECTS = {
 }
 ALL = (*SURFACES, Echo)
 STREAMED = [path for path, dialect in DIALECTS.items() if dialect.is_streamed]
+NUMBERED = [path for path in STREAMED if DIALECTS[path].stream_type == "text/event-stream"]
 TASKS = ("generate", "embed", "rerank", "tokenize")
 only_streamed = pytest.mark.parametrize("path", STREAMED)
+only_numbered = pytest.mark.parametrize("path", NUMBERED)
 
 
 def test_every_registered_surface_is_in_the_suite():
@@ -170,7 +253,7 @@ class Speaker:
     dialect: Dialect
 
     def body(self, **changes: Any) -> Json:
-        return {"model": MODEL, **self.dialect.body, **changes}
+        return {"model": MODEL, **self.dialect.body, **self.dialect.extra, **changes}
 
     async def ask(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
         return await self.client.post(self.path, json=self.body(**changes), headers=headers)
@@ -181,11 +264,13 @@ class Speaker:
 
     def events(self, text: str) -> list[Json]:
         """The JSON of a stream's events."""
+        if self.dialect.stream_type != "text/event-stream":
+            return [json.loads(line) for line in text.splitlines()]
         lines = [line.removeprefix("data: ") for line in text.splitlines() if "data: " in line]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
     def text_of_stream(self, text: str) -> str:
-        assert text.rstrip().endswith(self.dialect.end)
+        assert self.dialect.end in text.rstrip().splitlines()[-1]
         return "".join(map(self.dialect.text_of, self.events(text)))
 
 
@@ -250,7 +335,7 @@ async def test_a_field_of_a_wrong_type_is_named(speaker):
 
 
 async def test_a_missing_field_is_named(speaker):
-    for name in speaker.body():
+    for name in ("model", *speaker.dialect.body):
         body = {key: value for key, value in speaker.body().items() if key != name}
         response = await speaker.client.post(speaker.path, json=body)
         assert response.status_code == 400
@@ -342,7 +427,7 @@ async def test_an_answer(speaker):
 async def test_a_stream_says_the_same(speaker):
     streamed = await speaker.ask(stream=True)
     assert streamed.status_code == 200
-    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.headers["content-type"].startswith(speaker.dialect.stream_type)
     assert speaker.text_of_stream(streamed.text) == TOLD
     assert streamed.headers["x-request-id"]
     assert streamed.headers["server-timing"].startswith("ingest;dur=")
@@ -426,7 +511,7 @@ async def test_a_failure_after_the_first_token_is_the_streams_last_event(speaker
     assert speaker.dialect.end not in response.text
 
 
-@only_streamed
+@only_numbered
 @pytest.mark.parametrize("changes", [{"gateway": {"headers_after_s": 0.1, "keep_alive_s": 0.05}}])
 async def test_a_waiting_stream_is_kept_alive(speaker, worker, changes):
     go_on = asyncio.Event()
@@ -445,7 +530,7 @@ async def test_a_waiting_stream_is_kept_alive(speaker, worker, changes):
     assert speaker.text_of_stream(text) == TOLD
 
 
-@only_streamed
+@only_numbered
 async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     go_on = asyncio.Event()
 
@@ -513,7 +598,7 @@ async def test_a_retry_under_the_same_key_gets_the_same_answer(speaker, worker):
     first, again = [await speaker.ask(headers) for _ in range(2)]
     assert first.json() == again.json()
     assert len(worker.requests) == 1
-    other = await speaker.ask(headers, user="somebody else")
+    other = await speaker.ask(headers, **speaker.dialect.other)
     assert other.status_code == 422
     assert speaker.error_of(other)[0] == "idempotency_key_reused"
 

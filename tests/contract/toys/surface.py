@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.api.openapi import describe_operation
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import AnswerHead, Frame, Plan, Surface, Totals
+from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http import sse
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
@@ -101,7 +101,7 @@ class Echo(Surface):
             EchoProblem(error.message, error.code, error.param)
         )
 
-    def error_frame(self, error: ApiError) -> bytes:
+    def error_frame(self, error: ApiError, answer: Answer) -> bytes:
         return sse.frame(self.error(error)[1])
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:

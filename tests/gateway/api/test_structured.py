@@ -15,7 +15,7 @@ from gateway.api.structured import (
 from gateway.http.errors import InvalidRequest
 from shared.protocol import Grammar, SamplingParams
 from shared.settings.limits import LimitSettings
-from tests.factories_gateway import CARD, CHAT, make_body
+from tests.factories_gateway import CARD, CHAT, MODEL, make_body
 from tests.factories_settings import make_group
 
 LIMITS = LimitSettings()
@@ -168,3 +168,32 @@ async def test_a_form_reaches_the_worker_with_every_choice(gateway, worker):
     ] * 2
     unknown = await gateway.client.post(CHAT, json=make_body(response_format={"type": "xml"}))
     assert "json_schema" in unknown.json()["error"]["message"]
+
+
+KINDS = {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}
+HELLO = [{"role": "user", "content": "hello"}]
+FORMAT = {"type": "json_schema", "schema": KINDS}
+
+
+@pytest.mark.parametrize("card", [ABLE])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "hello", "structured_outputs": {"json": KINDS}},
+         "structured_outputs.json"),
+        ("/v1/responses", {"input": "hello", "text": {"format": {**FORMAT, "name": "x"}}},
+         "text.format.schema"),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "output_config": {"format": FORMAT}},
+         "output_config.format.schema"),
+        ("/api/chat", {"messages": HELLO, "format": KINDS}, "format"),
+        ("/api/generate", {"prompt": "hello", "format": KINDS}, "format"),
+    ],
+)  # fmt: skip
+async def test_every_api_of_text_takes_a_schema_in_its_own_words(
+    gateway, worker, path, body, param
+):
+    response = await gateway.client.post(path, json={"model": MODEL, **body})
+    assert response.status_code == 200, response.text
+    [request] = worker.requests
+    grammar = request.task.grammar
+    assert (grammar.kind, grammar.param, json.loads(grammar.source)) == ("json", param, KINDS)

@@ -1,0 +1,613 @@
+"""`/api/chat`, `/api/generate` and what Ollama's clients ask besides: `tags`, `show`, `ps`, `version`.
+
+A stream is lines of JSON, and is what a request gets that does not say otherwise.
+
+Source: Ollama, "API", of 2026-08-21.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Response
+from msgspec import UNSET, Meta, UnsetType
+
+from gateway.api.answers import encode
+from gateway.api.chat.schemas import ChatCompletionRequest
+from gateway.api.chat.translate import translate_template_options
+from gateway.api.conversation import Conversation
+from gateway.api.fields import (
+    Ignored,
+    ModelName,
+    Neutral,
+    RequestStruct,
+    UserName,
+    asks_for_something,
+    find_priority,
+    invalid,
+)
+from gateway.api.openapi import describe_operation
+from gateway.api.routes import Caller, Operation, body_of
+from gateway.api.sampling import (
+    Penalty,
+    SamplingFields,
+    Seed,
+    check_max_tokens,
+    seed_of,
+    translate_sampling,
+)
+from gateway.api.structured import any_object, check_grammar, schema_grammar
+from gateway.calls.models import ModelDirectory
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
+from gateway.http.body import JsonBody, unsupported
+from gateway.http.context import RequestContext
+from gateway.http.errors import ApiError, Headers, NotFound
+from shared.protocol import (
+    ChatMessage,
+    Generate,
+    Grammar,
+    ModelCard,
+    SamplingParams,
+    TemplateOption,
+    TextPart,
+    Tokens,
+)
+from shared.settings.limits import LimitSettings
+from shared.version import package_version
+
+_LATEST = ":latest"
+_NS = 1_000_000_000
+_LINES: Headers = [
+    (b"content-type", b"application/x-ndjson"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+#: JSON that asks for nothing, by field that is not supported; null always does.
+_NEUTRAL: dict[str, tuple[bytes, ...]] = {
+    "context": (b"[]",),
+    "logprobs": (b"false",),
+    "suffix": (b'""',),
+    "template": (b'""',),
+    "top_logprobs": (b"0",),
+}
+_NEUTRAL_OPTIONS: dict[str, tuple[bytes, ...]] = {
+    "mirostat": (b"0",),
+    "tfs_z": (b"1", b"1.0"),
+    "typical_p": (b"1", b"1.0"),
+}
+
+
+class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. Other options, of how a model is loaded and how much of it, change nothing."""
+
+    num_predict: Annotated[int, Meta(ge=-2)] | None = None  #: below 1: as many as there is room for
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    mirostat: Neutral = UNSET
+    tfs_z: Neutral = UNSET
+    typical_p: Neutral = UNSET
+
+
+class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn; images are base64."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str = ""
+    images: list[str] | None = None
+    thinking: str | None = None
+    tool_calls: Neutral = UNSET
+
+
+class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
+    """What both have in common."""
+
+    model: ModelName
+    stream: bool | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: Ignored = UNSET
+    truncate: Ignored = UNSET
+    shift: Ignored = UNSET
+    format: Neutral = UNSET  #: "json", or a schema
+    logprobs: Neutral = UNSET
+    top_logprobs: Neutral = UNSET
+    user: UserName | None = None  #: ours: the log holds a short hash of it
+
+
+class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
+    """The body of `POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Meta(min_length=1)]
+    tools: Ignored = UNSET
+
+
+class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
+    """The body of `POST /api/generate`."""
+
+    prompt: Annotated[str, Meta(min_length=1)]
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None  #: without the chat template
+    suffix: Neutral = UNSET
+    template: Neutral = UNSET
+    context: Neutral = UNSET
+
+
+class OllamaSaid(msgspec.Struct):
+    """What the model says, or a piece of it."""
+
+    role: str
+    content: str
+    thinking: str | UnsetType = UNSET
+
+
+class OllamaLine(msgspec.Struct, kw_only=True):
+    """A piece of an answer, or all of it; the last has what it took, in nanoseconds."""
+
+    model: str
+    created_at: str
+    message: OllamaSaid | UnsetType = UNSET  #: of a chat
+    response: str | UnsetType = UNSET  #: of a prompt
+    thinking: str | UnsetType = UNSET
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OllamaError(msgspec.Struct):
+    """Ollama's error; `code` and `param` are ours."""
+
+    error: str
+    code: str | None = None
+    param: str | None = None
+
+
+class OllamaAnswerOptions(msgspec.Struct, frozen=True):
+    """How the client wants its answer."""
+
+    with_thinking: bool = False
+
+
+class _Ollama(Surface):
+    """What both have in common."""
+
+    task = "generate"
+    options = OllamaAnswerOptions
+    stream_headers = _LINES
+    keep_alive = b""  # clients read every line as JSON
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self.limits = limits
+
+    def _plan(
+        self,
+        request: OllamaRequest,
+        conversation: Conversation,
+        context: RequestContext,
+        card: ModelCard,
+        *,
+        is_raw: bool = False,
+    ) -> Plan:
+        conversation.check_chars("messages", self.limits)
+        sampling = self._sampling(request.options or OllamaOptions(), context, card)
+        messages, prompt = tuple(conversation.messages), None
+        if is_raw:
+            [prompt], messages = messages[-1].parts, ()
+            assert isinstance(prompt, TextPart)
+        task = Generate(
+            messages,
+            sampling,
+            template_options=_thinking(request, card),
+            prompt=prompt,
+            grammar=_grammar(request, card, self.limits),
+        )
+        return Plan(
+            [task],
+            OllamaAnswerOptions(bool(request.think)),
+            conversation.sources,
+            is_streamed=request.stream is not False,
+            shows_timings=True,
+            priority=find_priority(None, context.headers),
+        )
+
+    def _sampling(
+        self, options: OllamaOptions, context: RequestContext, card: ModelCard
+    ) -> SamplingParams:
+        """Raises: InvalidRequest."""
+        for name, neutral in _NEUTRAL_OPTIONS.items():
+            if asks_for_something(getattr(options, name), neutral):
+                raise unsupported(f"options.{name}")
+        most = options.num_predict if (options.num_predict or 0) > 0 else None
+        fields = SamplingFields(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+            stop=options.stop,
+            repetition_penalty=options.repeat_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+        )
+        max_tokens = check_max_tokens(most, "options.num_predict", self.limits)
+        return translate_sampling(
+            fields, self.limits, seed_of(context), card.sampling, max_tokens=max_tokens
+        )
+
+    def error(self, error: ApiError) -> tuple[int, bytes]:
+        """Ollama's shape."""
+        return error.status, _encode_error(error)
+
+    def error_frame(self, error: ApiError, answer: Answer) -> bytes:
+        """The same, as the last line."""
+        return _encode_error(error) + b"\n"
+
+    def numbered(self, frame: bytes, position: int) -> bytes:
+        """Lines have no ids."""
+        return frame
+
+
+def _encode_error(error: ApiError) -> bytes:
+    return encode(OllamaError(error.message, error.code, error.param))
+
+
+def _read(request: Any) -> Any:
+    """Without the tag that Ollama puts behind each name. Raises: InvalidRequest."""
+    for name, neutral in _NEUTRAL.items():
+        if asks_for_something(getattr(request, name, UNSET), neutral):
+            raise unsupported(name)
+    return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
+
+
+def _thinking(request: OllamaRequest, card: ModelCard) -> dict[str, TemplateOption]:
+    """The switch of the chat template. Raises: InvalidRequest for a model that has none."""
+    if request.think is None:
+        return {}
+    is_level = isinstance(request.think, str)
+    wish = ChatCompletionRequest(
+        model=request.model,
+        messages=[],
+        enable_thinking=None if is_level else bool(request.think),
+        reasoning_effort=request.think if isinstance(request.think, str) else None,
+    )
+    try:
+        return translate_template_options(wish, card)
+    except ApiError as error:
+        error.rename("reasoning_effort" if is_level else "enable_thinking", "think")
+        raise
+
+
+def _grammar(request: OllamaRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
+    """What the answer must be; None: any text. Raises: InvalidRequest."""
+    wanted = b"null" if request.format is UNSET else bytes(request.format)
+    if wanted in (b"null", b'""'):
+        return None
+    is_any = wanted == b'"json"'
+    grammar = any_object("format") if is_any else schema_grammar(wanted, "format", limits)
+    check_grammar(grammar, card)
+    return grammar
+
+
+def _parts(
+    conversation: Conversation, text: str, images: Sequence[str] | None, param: str
+) -> tuple[Any, ...]:
+    """Images before the text, as Ollama's templates have them."""
+    shown = [
+        conversation.image(f"data:image;base64,{image}", f"{param}images.[{index}]")
+        for index, image in enumerate(images or ())
+    ]
+    return (*shown, conversation.text(text))
+
+
+class OllamaChat(_Ollama):
+    """A conversation."""
+
+    name = "ollama_chat"
+    path = "/api/chat"
+    id_prefix = "ollama-"
+    _body = JsonBody(
+        OllamaChatRequest, hints={"role": "Supported roles are system, user and assistant."}
+    )
+
+    def read(self, body: bytes, context: RequestContext) -> OllamaChatRequest:
+        """The checked body. Raises: InvalidRequest."""
+        return _read(self._body.decode(body))
+
+    def plan(self, request: OllamaChatRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task. Raises: InvalidRequest."""
+        messages = request.messages
+        if len(messages) > self.limits.max_messages:
+            raise invalid("messages", f"send at most {self.limits.max_messages} messages")
+        conversation = Conversation()
+        for index, message in enumerate(messages):
+            param = f"messages.[{index}]."
+            if asks_for_something(message.tool_calls, (b"[]",)):
+                problem = "no model calls functions here; send the turn as text"
+                raise invalid(param + "tool_calls", problem, code="unsupported_parameter")
+            if message.images and message.role != "user":
+                raise invalid(param + "images", "images are only allowed in user messages")
+            parts = _parts(conversation, message.content, message.images, param)
+            conversation.messages.append(ChatMessage(message.role, parts, message.thinking or ""))
+        if messages[-1].role == "assistant":
+            raise invalid(
+                f"messages.[{len(messages) - 1}].role",
+                "the last message must not be the assistant's; end with a user message",
+            )
+        return self._plan(request, conversation, context, card)
+
+    def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
+        """Lines, of which the last is the whole answer's end."""
+        return OllamaAnswer(options, head, is_chat=True)
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request."""
+        return describe_operation(
+            operation_id="ollama_chat",
+            summary="Answer a conversation, in Ollama's words",
+            tag="ollama",
+            request=OllamaChatRequest,
+            answer=OllamaLine,
+            error=OllamaError,
+            limits=self.limits,
+        )
+
+
+class OllamaGenerate(_Ollama):
+    """A prompt."""
+
+    name = "ollama_generate"
+    path = "/api/generate"
+    id_prefix = "ollama-"
+    _body = JsonBody(OllamaGenerateRequest)
+
+    def read(self, body: bytes, context: RequestContext) -> OllamaGenerateRequest:
+        """The checked body. Raises: InvalidRequest."""
+        return _read(self._body.decode(body))
+
+    def plan(
+        self, request: OllamaGenerateRequest, context: RequestContext, card: ModelCard
+    ) -> Plan:
+        """One task. Raises: InvalidRequest."""
+        conversation = Conversation()
+        if request.raw and (request.images or request.system):
+            raise invalid("raw", "a raw prompt has no system text and no images; leave it out")
+        if request.system:
+            system = (conversation.text(request.system),)
+            conversation.messages.append(ChatMessage("system", system))
+        parts = _parts(conversation, request.prompt, request.images, "")
+        conversation.messages.append(ChatMessage("user", parts))
+        return self._plan(request, conversation, context, card, is_raw=bool(request.raw))
+
+    def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
+        """Lines, of which the last is the whole answer's end."""
+        return OllamaAnswer(options, head, is_chat=False)
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request."""
+        return describe_operation(
+            operation_id="ollama_generate",
+            summary="Continue a prompt, in Ollama's words",
+            tag="ollama",
+            request=OllamaGenerateRequest,
+            answer=OllamaLine,
+            error=OllamaError,
+            limits=self.limits,
+        )
+
+
+class OllamaAnswer:
+    """One answer, whole or in lines."""
+
+    def __init__(self, options: OllamaAnswerOptions, head: AnswerHead, *, is_chat: bool) -> None:
+        self.options = options
+        self.head = head
+        self.is_chat = is_chat
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """One object."""
+        pieces = [event for _, event in events if isinstance(event, Tokens)]
+        text = "".join(event.text for event in pieces)
+        return encode(self._end(totals, text, "".join(event.reasoning for event in pieces)))
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """A line for what came together."""
+        frames: list[Frame] = []
+        pieces = [event for _, event in events if isinstance(event, Tokens)]
+        text = "".join(event.text for event in pieces)
+        thought = "".join(event.reasoning for event in pieces) if self.options.with_thinking else ""
+        if text or thought:
+            position = pieces[-1].index + pieces[-1].num_tokens
+            frames.append((position, encode(self._line(text, thought)) + b"\n"))
+        if totals is not None:
+            end = encode(self._end(totals, "", "")) + b"\n"
+            frames.append((totals.num_output_tokens + 1, end))
+        return frames
+
+    def _line(self, text: str, thought: str) -> OllamaLine:
+        line = OllamaLine(model=self.head.model, created_at=_time(self.head.created))
+        shown = thought if thought and self.options.with_thinking else UNSET
+        if self.is_chat:
+            line.message = OllamaSaid("assistant", text, shown)
+        else:
+            line.response, line.thinking = text, shown
+        return line
+
+    def _end(self, totals: Totals, text: str, thought: str) -> OllamaLine:
+        line = self._line(text, thought)
+        timings = totals.timings or {}
+        line.done = True
+        line.done_reason = totals.finished[0].finish_reason.value
+        line.total_duration = _ns(timings.get("e2e_s", 0.0))
+        line.load_duration = 0
+        line.prompt_eval_count = totals.prompt.num_prompt_tokens
+        line.prompt_eval_duration = _ns(
+            timings.get("vision_s", 0.0) + timings.get("prefill_s", 0.0)
+        )
+        line.eval_count = totals.num_output_tokens
+        line.eval_duration = _ns(timings.get("decode_s", 0.0))
+        return line
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * _NS)
+
+
+def _time(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))  # noqa: TID251
+
+
+# What is told of models
+
+
+class OllamaDetails(msgspec.Struct):
+    """Of a model's weights."""
+
+    format: str
+    quantization_level: str
+    parent_model: str = ""
+    family: str = ""
+    families: tuple[str, ...] = ()
+    parameter_size: str = ""
+
+
+class OllamaModel(msgspec.Struct, kw_only=True):
+    """A model; its size is not known here."""
+
+    name: str
+    model: str
+    modified_at: str
+    digest: str
+    details: OllamaDetails
+    size: int = 0
+    expires_at: str | UnsetType = UNSET
+    size_vram: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, card: ModelCard) -> "OllamaModel":
+        """Of what its workers say."""
+        return cls(
+            name=card.name,
+            model=card.name,
+            modified_at=_time(card.created_at),
+            digest=card.digest,
+            details=_details(card),
+        )
+
+
+class OllamaModels(msgspec.Struct):
+    """The models that are served."""
+
+    models: list[OllamaModel]
+
+
+class OllamaShowRequest(msgspec.Struct, frozen=True):
+    """The body of `POST /api/show`."""
+
+    model: str = ""
+    name: str = ""  #: as older clients call it
+
+
+class OllamaShown(msgspec.Struct, kw_only=True):
+    """One model."""
+
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+    modelfile: str = ""
+    parameters: str = ""
+    template: str = ""
+    license: str = ""
+
+
+class OllamaVersion(msgspec.Struct):
+    """Ours."""
+
+    version: str
+
+
+def _details(card: ModelCard) -> OllamaDetails:
+    return OllamaDetails(card.format, card.quantization or card.dtype, card.parent)
+
+
+class OllamaRoutes:
+    """The operations that need no worker."""
+
+    def __init__(self, models: ModelDirectory) -> None:
+        self._models = models
+        self._show_body = body_of(OllamaShowRequest)
+
+    def operations(self) -> list[Operation]:
+        """All that is served."""
+        return [
+            Operation("GET", "/api/tags", "ollama_tags", "List models, in Ollama's words",
+                      self.tags, OllamaModels, tag="ollama"),
+            Operation("GET", "/api/ps", "ollama_ps", "List models that have workers",
+                      self.ps, OllamaModels, tag="ollama"),
+            Operation("POST", "/api/show", "ollama_show", "Show a model", self.show, OllamaShown,
+                      OllamaShowRequest, tag="ollama"),
+            Operation("GET", "/api/version", "ollama_version", "Show the version",
+                      self.version, OllamaVersion, tag="ollama"),
+        ]  # fmt: skip
+
+    async def tags(self, caller: Caller) -> OllamaModels:
+        """`GET /api/tags`"""
+        return OllamaModels([OllamaModel.of(card) for card in self._cards()])
+
+    async def ps(self, caller: Caller) -> OllamaModels:
+        """`GET /api/ps`"""
+        running = [card for card in self._cards() if self._models.num_workers[card.queue]]
+        found = [OllamaModel.of(card) for card in running]
+        for model, card in zip(found, running, strict=True):
+            model.expires_at, model.size_vram = _time(2**32), 0  # it stays
+            model.context_length = card.max_model_len
+        return OllamaModels(found)
+
+    async def show(self, caller: Caller) -> OllamaShown | Response:
+        """`POST /api/show`"""
+        wanted = self._show_body.decode(caller.body)
+        name = (wanted.model or wanted.name).removesuffix(_LATEST)
+        try:
+            card = await self._models.find(name)
+        except NotFound as error:
+            return Response(_encode_error(error), 404, media_type="application/json")
+        capabilities = {
+            "completion": "generate" in card.tasks,
+            "embedding": "embed" in card.tasks,
+            "vision": card.supports_images,
+            "thinking": bool(card.reasoning),
+        }
+        return OllamaShown(
+            details=_details(card),
+            model_info={
+                "general.architecture": "vlm",
+                "general.basename": card.name,
+                "vlm.context_length": card.max_model_len,
+                "vlm.embedding_length": card.dimensions,
+            },
+            capabilities=[name for name, has in capabilities.items() if has],
+            modified_at=_time(card.created_at),
+        )
+
+    async def version(self, caller: Caller) -> OllamaVersion:
+        """`GET /api/version`"""
+        return OllamaVersion(package_version())
+
+    def _cards(self) -> list[ModelCard]:
+        found = {**self._models.cards, **self._models.adapters}
+        return [card for _, card in sorted(found.items())]

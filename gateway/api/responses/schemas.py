@@ -1,0 +1,337 @@
+"""The Responses API as structs: what a request may hold, what an answer and its events look like.
+
+An answer has every field that Open Responses requires, null where it is unused.
+
+Source: OpenAI API reference, "Create a model response"; Open Responses specification, 2026-04-24.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta
+
+from gateway.api.chat.schemas import (
+    ChatLogprob,
+    Detail,
+    MetadataKey,
+    MetadataValue,
+    ReasoningEffort,
+)
+from gateway.api.fields import (
+    Ignored,
+    IgnoredStreamFields,
+    ModelName,
+    Neutral,
+    RequestStruct,
+    ServiceTier,
+    Timings,
+    UserName,
+)
+from gateway.api.sampling import Penalty, Seed
+from gateway.api.structured import JsonObjectFormat, TextFormat
+from shared.settings.limits import (
+    MAX_FORMAT_DESCRIPTION_CHARS,
+    MAX_FORMAT_NAME_CHARS,
+    MAX_METADATA_ENTRIES,
+    MAX_RESPONSE_ID_CHARS,
+)
+
+ResponseId = Annotated[str, Meta(min_length=1, max_length=MAX_RESPONSE_ID_CHARS)]
+
+
+class EchoedStruct(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what clients also send back as an answer had it: further members change nothing."""
+
+
+class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
+    """A text of the user's."""
+
+    text: str
+
+
+class PlainText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A text of whoever."""
+
+    text: str
+
+
+class OutputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
+    """A text of the assistant's."""
+
+    text: str
+
+
+class Refusal(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A refusal of the assistant's, of another server."""
+
+    refusal: str
+
+
+class ReasoningText(
+    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
+):
+    """What the assistant thought."""
+
+    text: str
+
+
+class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+    """An image: a `data:` URL, or an http(s) one where the operator allows it."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Detail | None = None
+
+
+InputPart = InputText | PlainText | OutputText | Refusal | ReasoningText | InputImage
+
+
+class InputItem(EchoedStruct, frozen=True, kw_only=True):
+    """A message, with or without its `type`; or what the assistant thought."""
+
+    type: Literal["message", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+
+
+class SchemaFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that conforms to a schema."""
+
+    schema: msgspec.Raw
+    name: Annotated[str, Meta(max_length=MAX_FORMAT_NAME_CHARS)]
+    description: Annotated[str, Meta(max_length=MAX_FORMAT_DESCRIPTION_CHARS)] | None = None
+    strict: bool | None = None  #: false: keywords that are not supported are ignored
+
+
+class TextConfig(RequestStruct, frozen=True, kw_only=True):
+    """How the text is to be."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Ignored = UNSET
+
+
+class Reasoning(RequestStruct, frozen=True, kw_only=True):
+    """How much the model is to think."""
+
+    effort: ReasoningEffort | None = None
+    summary: Ignored = UNSET
+    generate_summary: Ignored = UNSET
+    context: Ignored = UNSET
+
+
+class ResponseFields(RequestStruct, frozen=True, kw_only=True):
+    """What decides the prompt."""
+
+    model: ModelName
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: ResponseId | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    user: UserName | None = None  #: the log holds a short hash of it
+    tools: Ignored = UNSET
+    parallel_tool_calls: Ignored = UNSET
+    conversation: Neutral = UNSET
+    tool_choice: Neutral = UNSET
+    truncation: Neutral = UNSET
+
+
+class CountRequest(ResponseFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/responses/input_tokens`."""
+
+
+class ResponseRequest(ResponseFields, frozen=True, kw_only=True):
+    """The body of `POST /v1/responses`."""
+
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  #: ours, as of chat
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: IgnoredStreamFields | None = None
+    store: bool | None = None  #: false: it is not kept, so that no request can go on from it
+    metadata: (
+        Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
+    ) = None
+    service_tier: ServiceTier | None = None
+    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    prompt_cache_options: Ignored = UNSET
+    prompt_cache_retention: Ignored = UNSET
+    max_tool_calls: Ignored = UNSET
+    timings: bool | None = None  #: ours: the answer has its stage timings
+    background: Neutral = UNSET
+    context_management: Neutral = UNSET
+    moderation: Neutral = UNSET
+    prompt: Neutral = UNSET
+
+
+#: JSON that asks for nothing, by field that is not supported; null always does.
+NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
+    "background": (b"false",),
+    "context_management": (b"[]",),
+    "conversation": (),
+    "moderation": (),
+    "prompt": (),
+    "tool_choice": (b'"none"', b'"auto"'),
+    "truncation": (b'"disabled"',),
+}
+WITH_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextContent(msgspec.Struct, tag_field="type", tag="output_text"):
+    """A part of a message."""
+
+    text: str
+    logprobs: Sequence[ChatLogprob] = ()
+    annotations: tuple[()] = ()
+
+
+class ReasoningContent(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """A part of what the model thought."""
+
+    text: str
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    """What the model said."""
+
+    id: str
+    status: str
+    content: Sequence[TextContent]
+    role: str = "assistant"
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thought before it."""
+
+    id: str
+    status: str
+    content: Sequence[ReasoningContent]
+    summary: tuple[()] = ()
+
+
+OutputItem = MessageItem | ReasoningItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Of which kinds the prompt's tokens are."""
+
+    cached_tokens: int
+    image_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """Of which kinds the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Token counts as this API names them."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why an answer is cut."""
+
+    reason: str
+
+
+class ResponseError(msgspec.Struct):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class ShownText(msgspec.Struct):
+    """How the text is."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat = msgspec.field(default_factory=TextFormat)
+
+
+class ShownReasoning(msgspec.Struct):
+    """How much the model was to think."""
+
+    effort: str | None = None
+    summary: None = None
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """An answer, whole or as far as it is."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str = "in_progress"
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    previous_response_id: str | None = None
+    instructions: str | None = None
+    output: Sequence[OutputItem] = ()
+    error: ResponseError | None = None
+    tools: tuple[()] = ()
+    tool_choice: str = "auto"
+    truncation: str = "disabled"
+    parallel_tool_calls: bool = True
+    text: ShownText = msgspec.field(default_factory=ShownText)
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: int = 0
+    temperature: float = 1.0
+    reasoning: ShownReasoning | None = None
+    usage: ResponseUsage | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    store: bool = True
+    background: bool = False
+    service_tier: str = "default"
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    timings: Timings = UNSET
+
+
+class InputTokens(msgspec.Struct):
+    """How many tokens a request would have."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An event of a stream: the fields depend on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | None = None
+    output_index: int | None = None
+    item: OutputItem | None = None
+    item_id: str | None = None
+    content_index: int | None = None
+    part: TextContent | ReasoningContent | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: Sequence[ChatLogprob] | None = None
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None

@@ -1,0 +1,174 @@
+"""`/v1/messages` with Anthropic's client: whole, streamed, images, stop sequences, errors."""
+
+import anthropic
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol import ErrorCode, Finished, FinishReason, Tokenized, Tokens, Usage
+from tests.factories_gateway import CARD, MODEL, Answer
+from tests.factories_images import data_url
+
+HELLO = [{"role": "user", "content": "hello"}]
+PNG = data_url().partition(",")[2]
+
+
+def image(media_type: str = "image/png") -> dict:
+    source = {"type": "base64", "media_type": media_type, "data": PNG}
+    return {"type": "image", "source": source}
+
+
+@pytest.fixture
+async def client(gateway):
+    http = anthropic.DefaultAsyncHttpxClient(trust_env=False)
+    async with anthropic.AsyncAnthropic(
+        base_url=gateway.url,
+        api_key="sk-right",
+        max_retries=0,
+        http_client=http,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+
+
+async def test_a_message_with_system_and_an_image(client, worker):
+    content = [image(), {"type": "text", "text": "what?", "cache_control": {"type": "ephemeral"}}]
+    answer = await client.messages.create(
+        model=MODEL,
+        max_tokens=9,
+        system=[{"type": "text", "text": "be short"}],
+        messages=[{"role": "user", "content": content}],
+        tools=[{"name": "f", "input_schema": {"type": "object"}}],
+    )
+    assert answer.id.startswith("msg_")
+    assert answer.content[0].text == "Hello you"
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    assert (answer.usage.input_tokens, answer.usage.cache_read_input_tokens) == (5, 2)
+    assert answer.usage.output_tokens == 3
+    [request] = worker.requests
+    assert [message.role for message in request.task.messages] == ["system", "user"]
+    assert len(request.task.images) == 1
+    assert request.task.sampling.max_tokens == 9
+    turns = [*HELLO, answer.to_param(), {"role": "user", "content": "more"}]
+    await client.messages.create(model=MODEL, max_tokens=9, messages=turns)
+    roles = [message.role for message in worker.requests[1].task.messages]
+    assert roles == ["user", "assistant", "user"]
+
+
+async def test_a_stream_has_its_events_in_order(client, worker, gateway):
+    async with client.messages.stream(model=MODEL, max_tokens=9, messages=HELLO) as stream:
+        assert "".join([text async for text in stream.text_stream]) == "Hello you"
+        final = await stream.get_final_message()
+    assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", 3)
+    body = {"model": MODEL, "max_tokens": 9, "messages": HELLO, "stream": True}
+    text = (await gateway.client.post("/v1/messages", json=body)).text
+    names = [line.removeprefix("event: ") for line in text.splitlines() if "event: " in line]
+    assert names == [
+        "message_start",
+        "content_block_start",
+        "ping",
+        *["content_block_delta"] * 3,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_sequence_is_named_and_a_limit_too(client, worker, stream):
+    async def script(answer: Answer) -> None:
+        name = (answer.request.id, answer.claim.attempt)
+        stop = answer.request.task.sampling.stop
+        reason = FinishReason.STOP if stop else FinishReason.LENGTH
+        await answer.start()
+        await answer.say("one")
+        await answer.publish_raw(Finished(*name, reason, Usage(7, 1), stopped_by="".join(stop)))
+
+    worker.script = script
+    wish = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
+    for stops, reason, sequence in ((["END"], "stop_sequence", "END"), ([], "max_tokens", None)):
+        if stream:
+            async with client.messages.stream(**wish, stop_sequences=stops) as streamed:
+                answer = await streamed.get_final_message()
+        else:
+            answer = await client.messages.create(**wish, stop_sequences=stops)
+        assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
+
+
+async def test_what_the_model_thinks_is_a_block_where_it_was_asked_for(client, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        name = (answer.request.id, answer.claim.attempt)
+        await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
+        await answer.finish("yes")
+
+    worker.script = script
+    wish = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
+    async with client.messages.stream(**wish, thinking={"type": "adaptive"}) as stream:
+        final = await stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert (final.content[0].thinking, final.content[1].text) == ("hmm", "yes")
+    final = await client.messages.create(**wish)
+    assert [block.type for block in final.content] == ["text"]
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
+async def test_the_key_may_come_as_anthropics_clients_send_it(client, gateway):
+    answer = await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
+    assert answer.content[0].text == "Hello you"
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        await client.with_options(api_key="sk-wrong").messages.create(
+            model=MODEL, max_tokens=9, messages=HELLO
+        )
+    assert refused.value.body["error"]["type"] == "authentication_error"
+    response = await gateway.client.post("/v1/messages", json={}, headers={"x-api-key": ""})
+    assert response.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("wish", "kind"),
+    [
+        ({"model": "nobody"}, anthropic.NotFoundError),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError),
+        ({"stop_sequences": ["x"] * 9}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": [image("image/webp")]}]},
+         anthropic.BadRequestError),
+        ({"messages": [{"role": "assistant", "content": "so"}]}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "x", "content": "1"}]}]},
+         anthropic.BadRequestError),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+         anthropic.BadRequestError),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_honoured_is_refused_in_anthropics_shape(client, worker, wish, kind):
+    with pytest.raises(kind) as refused:
+        await client.messages.create(**{"model": MODEL, "max_tokens": 9, "messages": HELLO, **wish})
+    assert refused.value.body["type"] == "error"
+    assert refused.value.body["error"]["message"]
+    assert worker.requests == []
+
+
+async def test_a_fleet_that_cannot_now_is_overloaded(client, worker):
+    async def fail(answer: Answer) -> None:
+        await answer.fail(ErrorCode.WORKER_LOST)
+
+    worker.script = fail
+    with pytest.raises(anthropic.InternalServerError) as refused:
+        await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
+    assert refused.value.status_code == 529
+    assert refused.value.body["error"]["type"] == "overloaded_error"
+    assert refused.value.response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])
+async def test_tokens_are_counted(client, worker):
+    async def script(answer: Answer) -> None:
+        made = Tokenized(answer.request.id, answer.claim.attempt, 41, 36)
+        await answer.publish(made, answer.finished())
+
+    worker.script = script
+    content = [image(), {"type": "text", "text": "what?"}]
+    messages = [{"role": "user", "content": content}]
+    told = await client.messages.count_tokens(model=MODEL, system="short", messages=messages)
+    assert told.input_tokens == 41

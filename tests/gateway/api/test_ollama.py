@@ -1,0 +1,119 @@
+"""Ollama's API: chats and prompts in lines of JSON, images, options, and what is told of models."""
+
+import json
+
+import pytest
+
+from shared.protocol import FinishReason, ImagePart, StageTimings, TextPart, Tokens
+from tests.factories_gateway import CARD, MODEL, Answer
+from tests.factories_images import data_url
+
+PNG = data_url().partition(",")[2]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def lines_of(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+async def test_a_chat_is_streamed_unless_it_says_otherwise(gateway, worker):
+    response = await gateway.client.post("/api/chat", json={"model": MODEL, "messages": HELLO})
+    assert response.headers["content-type"] == "application/x-ndjson"
+    *pieces, end = lines_of(response.text)
+    assert "".join(piece["message"]["content"] for piece in pieces) == "Hello you"
+    assert not any(piece["done"] for piece in pieces)
+    assert (end["done"], end["done_reason"]) == (True, "stop")
+    assert (end["prompt_eval_count"], end["eval_count"]) == (7, 3)
+    assert end["total_duration"] > 0
+
+
+async def test_a_whole_answer_to_images_options_and_a_tag(gateway, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        timings = StageTimings(vision_s=1, prefill_s=2, decode_s=3)
+        await answer.finish("a cat", reason=FinishReason.LENGTH, timings=timings)
+
+    worker.script = script
+    body = {
+        "model": f"{MODEL}:latest",
+        "stream": False,
+        "keep_alive": "5m",
+        "messages": [{"role": "user", "content": "what?", "images": [PNG]}],
+        "options": {"num_predict": 5, "temperature": 0, "num_ctx": 4096, "repeat_penalty": 1.5,
+                    "stop": ["END"], "seed": 7},
+    }  # fmt: skip
+    told = (await gateway.client.post("/api/chat", json=body)).json()
+    assert told["message"] == {"role": "assistant", "content": "a cat"}
+    assert (told["model"], told["done_reason"]) == (MODEL, "length")
+    assert (told["prompt_eval_duration"], told["eval_duration"]) == (3_000_000_000, 3_000_000_000)
+    [request] = worker.requests
+    assert request.task.messages[0].parts == (ImagePart(0), TextPart("what?"))
+    sampling = request.task.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.repetition_penalty) == (5, 0, 1.5)
+    assert (sampling.stop, sampling.seed) == (("END",), 7)
+
+
+async def test_a_prompt_goes_through_the_template_or_raw(gateway, worker):
+    body = {"model": MODEL, "prompt": "hello", "system": "be short", "images": [PNG]}
+    *pieces, end = lines_of((await gateway.client.post("/api/generate", json=body)).text)
+    assert "".join(piece["response"] for piece in pieces) == "Hello you"
+    assert end["done"]
+    raw = {"model": MODEL, "prompt": "hello", "raw": True, "stream": False}
+    assert (await gateway.client.post("/api/generate", json=raw)).json()["response"] == "Hello you"
+    first, second = worker.requests
+    assert [message.role for message in first.task.messages] == ["system", "user"]
+    assert second.task.prompt == TextPart("hello")
+
+
+async def test_what_the_model_thinks_is_apart(gateway, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        name = (answer.request.id, answer.claim.attempt)
+        await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
+        await answer.finish("yes")
+
+    worker.script = script
+    card = CARD
+    assert not card.template_options
+    body = {"model": MODEL, "messages": HELLO}
+    told = lines_of((await gateway.client.post("/api/chat", json=body)).text)
+    assert "".join(line["message"]["content"] for line in told) == "yes"
+    assert not any("thinking" in line["message"] for line in told)
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"format": "xml"}, "format"),
+        ({"think": True}, "think"),
+        ({"options": {"mirostat": 2}}, "options.mirostat"),
+        ({"options": {"num_predict": 10**6}}, "options.num_predict"),
+        ({"messages": [{"role": "assistant", "content": "so"}]}, "messages.[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["!"]}]},
+         "messages.[0].images.[0]"),
+        ({"messages": [{"role": "tool", "content": "1"}]}, "messages.[0].role"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_honoured_is_refused_in_ollamas_shape(gateway, worker, wish, param):
+    body = {"model": MODEL, "messages": HELLO, **wish}
+    response = await gateway.client.post("/api/chat", json=body)
+    assert response.status_code == 400
+    assert isinstance(response.json()["error"], str)
+    assert response.json()["param"] == param
+    assert worker.requests == []
+
+
+async def test_models_are_listed_and_shown(gateway, worker):
+    client = gateway.client
+    [model] = (await client.get("/api/tags")).json()["models"]
+    assert (model["name"], model["model"]) == (MODEL, MODEL)
+    assert model["modified_at"] == "2023-11-14T22:13:20Z"
+    [running] = (await client.get("/api/ps")).json()["models"]
+    assert running["context_length"] == 512
+    shown = (await client.post("/api/show", json={"model": f"{MODEL}:latest"})).json()
+    assert shown["capabilities"] == ["completion", "vision"]
+    assert shown["model_info"]["vlm.context_length"] == 512
+    missing = await client.post("/api/show", json={"model": "nobody"})
+    assert missing.status_code == 404
+    assert isinstance(missing.json()["error"], str)
+    assert (await client.get("/api/version")).json()["version"]
