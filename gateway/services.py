@@ -6,6 +6,7 @@ import secrets
 from starlette.types import ASGIApp
 
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.models import ModelDirectory
@@ -22,6 +23,7 @@ from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.submit import RedisGatewayQueue
+from shared.records.redis_store import RedisRecordStore
 from shared.redis.client import create_redis
 from shared.redis.release import warn_of_known_faults
 from shared.settings.tree import Settings
@@ -48,6 +50,13 @@ class Services:
         self.quotas = RedisQuotas(self._redis, prefix)
         self.records = RedisResumableCalls(self._redis, prefix)
         self.blobs = RedisBlobStore(self._redis, prefix)
+        self.answers = RedisRecordStore(
+            self._redis,
+            prefix,
+            ttl_s=settings.gateway.response_ttl_s,
+            max_records=settings.limits.max_key_responses,
+            max_bytes=settings.limits.max_key_response_bytes,
+        )
         self.registry = Registry(self._redis, prefix)
         self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
         self.models = ModelDirectory(self.registry, self.mailbox.open, settings.redis.address)
@@ -59,7 +68,7 @@ class Services:
         )
         self.refunds = Refunds(self.quotas)
         self.fetcher = create_fetcher(settings)
-        self.loader = ImageLoader(settings.limits, self.fetcher)
+        self.loader = ImageLoader(settings.limits, self.fetcher, self.blobs)
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
         self._refreshing: asyncio.Task[None] | None = None
@@ -78,6 +87,7 @@ class Services:
             dispatcher=self.dispatcher,
             resume=Resume(self.queue, self.records, self.dispatcher, timeout_s),
             refunds=self.refunds,
+            kept=KeptAnswers(self.answers, self.blobs, self.settings.gateway.response_ttl_s),
             metrics=self.metrics,
             tracer=self.tracer,
         )
@@ -111,7 +121,14 @@ class Services:
         await self.lifecycle.resume.stop()
         await self.refunds.stop()
         await self.mailbox.close()
-        for part in (self.queue, self.quotas, self.records, self.blobs, self.registry):
+        for part in (
+            self.queue,
+            self.quotas,
+            self.records,
+            self.answers,
+            self.blobs,
+            self.registry,
+        ):
             await part.close()
         if self.fetcher is not None:
             await self.fetcher.close()

@@ -14,7 +14,7 @@ from gateway.api.files import Files
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.ollama import OllamaChat, OllamaGenerate, OllamaRoutes
 from gateway.api.rerank import Reranking, Scoring
-from gateway.api.responses import ResponseInputTokens, Responses
+from gateway.api.responses import ResponseInputTokens, ResponseRoutes, Responses
 from gateway.api.routes import Operation
 from gateway.api.similar import Similar
 from gateway.api.tokenize import Detokenizing, Tokenizing
@@ -50,5 +50,6 @@ def create_operations(
         *stores.operations(),
         *Files(search, limits).operations(),
         *Similar(stores).operations(),
+        *ResponseRoutes(lifecycle.kept).operations(),
         *OllamaRoutes(lifecycle.models).operations(),
     ]

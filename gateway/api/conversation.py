@@ -4,7 +4,7 @@ from msgspec import Struct, field
 
 from gateway.http.errors import InvalidRequest
 from gateway.images.loader import ImageSource
-from shared.protocol import ChatMessage, ImagePart, TextPart
+from shared.protocol import ChatMessage, ImagePart, ImageRef, TextPart
 from shared.settings.limits import LimitSettings
 
 
@@ -23,6 +23,11 @@ class Conversation(Struct):
     def image(self, url: str, param: str) -> ImagePart:
         """The part of an image. `param` names its place in the request."""
         self.sources.append(ImageSource(url, param))
+        return ImagePart(len(self.sources) - 1)
+
+    def kept_image(self, ref: ImageRef, param: str) -> ImagePart:
+        """The part of an image that an earlier request brought."""
+        self.sources.append(ImageSource("", param, ref))
         return ImagePart(len(self.sources) - 1)
 
     def check_chars(self, param: str, limits: LimitSettings) -> None:

@@ -21,6 +21,7 @@ from gateway.http.context import SCOPE_KEY, RequestContext
 from gateway.http.errors import unavailable
 from shared.blobs.api import BlobsUnavailable
 from shared.queue.api import QueueUnavailable
+from shared.records.api import RecordsUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
 
@@ -134,7 +135,7 @@ async def _run(work: Awaitable[msgspec.Struct | Response], request: Request) -> 
         if not working.done():
             return Response(status_code=_CLIENT_GONE)
         answer = working.result()
-    except (QueueUnavailable, BlobsUnavailable, RedisError):
+    except (QueueUnavailable, BlobsUnavailable, RecordsUnavailable, RedisError):
         raise unavailable() from None
     finally:
         watching.cancel()

@@ -22,13 +22,14 @@ from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent, Gone, OpenCall
 from gateway.calls.recorder import Recorder, StageClock, body_timings, timing_headers
 from gateway.calls.refunds import Refunds
 from gateway.calls.resume import RESUME_HEADERS, NumberedAnswer, Resume, is_resumable
-from gateway.calls.surface import AnswerHead, Plan, Reply, Request, Surface
+from gateway.calls.surface import Answer, AnswerHead, Plan, Reply, Request, Surface
 from gateway.http.admission import Admission, HeldBody
 from gateway.http.body import find_model_name, read_body
 from gateway.http.context import RequestContext
@@ -36,6 +37,7 @@ from gateway.http.errors import (
     ApiError,
     Headers,
     InvalidRequest,
+    NotFound,
     ServerError,
     unavailable,
     unexpected,
@@ -45,6 +47,7 @@ from gateway.images.loader import ImageLoader, ImageSource, LoadedImage
 from shared.blobs.api import BlobStore, BlobsUnavailable
 from shared.protocol import Call, ModelCard, Scores, Task, Vectors
 from shared.queue.api import QueueRefused, QueueUnavailable
+from shared.records.api import RecordsUnavailable
 from shared.settings.limits import LimitSettings
 from shared.settings.tree import GatewaySettings
 from shared.telemetry.metrics import GatewayMetrics
@@ -74,6 +77,7 @@ class Lifecycle:
     dispatcher: Dispatcher
     resume: Resume
     refunds: Refunds
+    kept: KeptAnswers
     metrics: GatewayMetrics
     tracer: "Tracer | None"
     _holder_numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -173,6 +177,8 @@ class Lifecycle:
             recorder.model = self.models.label(card.name)
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
+            if surface.keeps_answers:
+                request = await self._recall(surface, request, context)
             plan = surface.plan(request, context, card)
             check_images(plan.images, surface.task, card, self.limits)
             recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
@@ -185,7 +191,29 @@ class Lifecycle:
                     surface, request, plan, head, card.queue, context, submit
                 )
             answer = surface.answer(plan.options, head)
-            return Reply(surface, await submit(), answer, plan.is_streamed, plan.shows_timings)
+            return Reply(
+                surface, await submit(), answer, plan.is_streamed, plan.shows_timings, id=head.id
+            )
+
+    async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
+        """The request, with the answer from which it goes on. Raises: NotFound, RecordsUnavailable."""
+        name = surface.previous(request)
+        if name is None:
+            return request
+        record = await self.kept.get(context.tenant, name)
+        if record is None:
+            raise NotFound(
+                "The previous answer is not kept, or not any more: send the conversation.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return surface.go_on(request, record)
+
+    async def _keep(self, reply: Reply, context: RequestContext) -> None:
+        """Keep a complete answer before its client knows that it is. Raises: RecordsUnavailable."""
+        data = reply.surface.record(_plain(reply.answer))
+        if data is not None and not reply.call.is_follower:
+            await self.kept.put(context.tenant, reply.id, data, reply.call.images)
 
     async def _read(
         self, surface: Surface, exchange: Exchange, context: RequestContext, held: HeldBody
@@ -227,6 +255,7 @@ class Lifecycle:
         try:
             await self._put_images(images, holder)
             call = await self._queue(plan, tasks, card, context, clock, resumes)
+            call.images = refs
         except BaseException as error:
             may_run = resumes and isinstance(error, QueueUnavailable)
             if not may_run:
@@ -324,6 +353,8 @@ class Lifecycle:
         if reply.shows_timings:
             recorder.totals.timings = body_timings(stages, e2e_s)
         body = reply.answer.whole(events, recorder.totals)
+        if reply.surface.keeps_answers:
+            await self._keep(reply, exchange.context)
         headers = [*_JSON, *timing_headers(stages, e2e_s, is_whole=True)]
         await exchange.answer(200, headers, body)
 
@@ -371,6 +402,8 @@ class Lifecycle:
             e2e_s = recorder.clock.elapsed_s()
             recorder.totals.timings = body_timings(recorder.stages(e2e_s), e2e_s)
         frames = reply.answer.frames(events, recorder.totals)
+        if surface.keeps_answers:
+            await self._keep(reply, exchange.context)
         await exchange.write(b"".join([data for _, data in frames]), is_last=True)
 
 
@@ -417,11 +450,16 @@ def _to_api_error(error: Exception) -> ApiError | None:
             return None
         case ApiError():
             return error
-        case QueueUnavailable() | BlobsUnavailable() | RedisError():
+        case QueueUnavailable() | BlobsUnavailable() | RecordsUnavailable() | RedisError():
             return unavailable()
         case _:
             logger.error("a request failed", exc_info=error)
             return unexpected()
+
+
+def _plain(answer: Answer) -> Answer:
+    """An answer as its surface made it."""
+    return answer.answer if isinstance(answer, NumberedAnswer) else answer
 
 
 async def _fail(
@@ -431,9 +469,7 @@ async def _fail(
     if surface is None:
         await exchange.answer(error.status, error.headers(), error.body())
     elif exchange.has_started and reply is not None:
-        answer = reply.answer
-        plain = answer.answer if isinstance(answer, NumberedAnswer) else answer
-        await exchange.write(surface.error_frame(error, plain), is_last=True)
+        await exchange.write(surface.error_frame(error, _plain(reply.answer)), is_last=True)
     else:
         status, body = surface.error(error)
         await exchange.answer(status, error.headers(), body)

@@ -12,6 +12,7 @@ from shared.protocol import (
     ErrorCode,
     Failed,
     Finished,
+    ImageRef,
     Scores,
     Started,
     Tokenized,
@@ -141,6 +142,7 @@ class OpenCall:
         self.is_closed = False
         self.is_resumable = False  #: it goes on when it is closed
         self.listen: LookUp | None = None  #: of a follower: another call submitted it
+        self.images: tuple[ImageRef, ...] = ()  #: of the request, where it submitted one
         self.begins_by = 0.0  #: of a follower: until then Redis need not know its request
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
         self._pending: list[ChoiceEvent] = []

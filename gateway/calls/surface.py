@@ -17,6 +17,7 @@ from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, Headers
 from gateway.images.loader import ImageSource
 from shared.protocol import Finished, ModelCard, Priority, Task, Usage
+from shared.records.api import Record
 
 #: A position, which counts output tokens and then the frames of the end, and the frame's bytes.
 Frame = tuple[int, bytes]
@@ -103,6 +104,8 @@ class Surface(Protocol):
     options: type[msgspec.Struct]
     #: Of a body; 0: those of the limits.
     max_commas: int = 0
+    #: Whether its answers may be kept, so that later requests go on from them.
+    keeps_answers: bool = False
     stream_headers: Headers = sse.HEADERS
     keep_alive: bytes = sse.KEEP_ALIVE
 
@@ -125,6 +128,18 @@ class Surface(Protocol):
     def describe(self, request: Any) -> Mapping[str, Any]:
         """Numbers of the request for its trace, by their names in `gen_ai.request.`; never text."""
         return {}
+
+    def previous(self, request: Any) -> str | None:
+        """The id of a kept answer from which a request goes on."""
+        return None
+
+    def go_on(self, request: Any, kept: Record) -> Request:
+        """The request, with what was kept of that answer."""
+        return request
+
+    def record(self, answer: Answer) -> bytes | None:
+        """What to keep of a complete answer; None: nothing."""
+        return None
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         """The status and the body of an error, where no answer has begun."""
@@ -152,3 +167,5 @@ class Reply(Struct, frozen=True):
     shows_timings: bool
     #: More headers of a stream.
     headers: Headers = field(default_factory=list)
+    #: Of the answer.
+    id: str = ""

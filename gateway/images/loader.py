@@ -17,6 +17,7 @@ from msgspec import Struct
 from gateway.http.errors import InvalidRequest
 from gateway.images.fetch import ImageFetcher
 from gateway.images.header import ImageRefused, check_header, read_header
+from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.settings.limits import LimitSettings
 
@@ -31,6 +32,8 @@ class ImageSource(Struct, frozen=True):
 
     url: str
     param: str
+    #: Of one that an earlier request of the same tenant brought, in place of the URL.
+    ref: ImageRef | None = None
 
 
 class LoadedImage(Struct, frozen=True):
@@ -43,9 +46,12 @@ class LoadedImage(Struct, frozen=True):
 class ImageLoader:
     """Turns image URLs into bytes, within the limits. `fetcher` is None where remote URLs are off."""
 
-    def __init__(self, limits: LimitSettings, fetcher: ImageFetcher | None) -> None:
+    def __init__(
+        self, limits: LimitSettings, fetcher: ImageFetcher | None, blobs: BlobStore | None = None
+    ) -> None:
         self.limits = limits
         self.fetcher = fetcher
+        self.blobs = blobs
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="image")
 
     async def load_all(
@@ -66,11 +72,21 @@ class ImageLoader:
 
     async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
         try:
+            if source.ref is not None:
+                return await self._load_kept(source.ref, reserve)
             if _is_data(source.url):
                 return await self._off_loop(self._from_data_url, source.url)
             return await self._off_loop(self._check, await self._fetch(source.url, reserve))
         except ImageRefused as refused:
             raise InvalidRequest(refused.message, param=source.param, code=refused.code) from None
+
+    async def _load_kept(self, ref: ImageRef, reserve: Callable[[int], None]) -> LoadedImage:
+        """Raises: ImageRefused, BlobsUnavailable."""
+        reserve(ref.num_bytes)
+        data = await self.blobs.get(ref) if self.blobs is not None else None
+        if data is None:
+            raise ImageRefused("An image of the conversation is no longer kept: send it again.")
+        return LoadedImage(ref, data)
 
     async def _off_loop(
         self, work: Callable[[Encoded], LoadedImage], encoded: Encoded

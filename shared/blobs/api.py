@@ -1,6 +1,6 @@
 """What gateways and workers ask of a store of blobs: bytes by their SHA-256, kept as long as somebody holds them."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from shared.protocol import BlobRef
@@ -27,10 +27,17 @@ class BlobStore(Protocol):
         """The bytes; None if they are not there or not those of the hash. Raises: BlobsUnavailable."""
         ...
 
-    def release(self, holder: str) -> Awaitable[None]:
+    async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
+        """Keep bytes that are there for a further holder, as `put`; False if they are not.
+
+        Raises: BlobsUnavailable.
+        """
+        ...
+
+    def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> Awaitable[None]:
         """Let go of all that a holder has put here; begins at once, and need not be awaited.
 
-        What the store does not hear of goes at the end of its time. Raises nothing.
+        `refs`: of another process, which may have put them for it. What the store does not hear of goes at the end of its time. Raises nothing.
         """
         ...
 

@@ -77,9 +77,15 @@ class RedisBlobStore:
         if len(self._known) > MAX_REMEMBERED:
             del self._known[next(iter(self._known))]
 
-    def release(self, holder: str) -> asyncio.Task[None]:
+    @redis_errors_as(BlobsUnavailable)
+    async def hold(self, ref: BlobRef, holder: str, *, ttl_s: float) -> bool:
+        """See `BlobStore.hold`."""
+        return await self._put(b"", holder, ttl_s, ref)
+
+    def release(self, holder: str, refs: Sequence[BlobRef] = ()) -> asyncio.Task[None]:
         """See `BlobStore.release`."""
         _, digests = self._held.pop(holder, (0.0, set()))
+        digests |= {ref.sha256 for ref in refs}
         task = asyncio.create_task(self._release(sorted(digests), holder), name="release blobs")
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)

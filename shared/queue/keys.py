@@ -87,6 +87,18 @@ class RedisKeys:
         """How a gateway tells the answer of a resumable request; the gateways' own words."""
         return f"{self.prefix}:stream:{request_id}"
 
+    def record(self, owner: str, name: str) -> str:
+        """A conversation up to an answer, for requests that go on from it (MessagePack)."""
+        return f"{self.prefix}:{{{owner}}}:record:{name}"
+
+    def records(self, owner: str) -> str:
+        """Sorted set of the names of a tenant's records, by the time (ms) until when they are kept."""
+        return f"{self.prefix}:{{{owner}}}:records"
+
+    def record_sizes(self, owner: str) -> str:
+        """Hash of their bytes by name, and of all under the empty name."""
+        return f"{self.prefix}:{{{owner}}}:record-sizes"
+
     def blob(self, sha256: str) -> str:
         """Bytes by their hash, such as an encoded image."""
         return f"{self.prefix}:blob:{{{sha256}}}"

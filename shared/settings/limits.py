@@ -108,6 +108,15 @@ class LimitSettings(Group):
         default=0, ge=0, description="Tokens of one API key for a model a minute; 0: any."
     )
 
+    max_key_responses: int = Field(
+        default=1000, ge=1, description="Answers of `/v1/responses` that are kept for one API key."
+    )
+    max_key_response_bytes: int = Field(
+        default=256 * MIB,
+        ge=1,
+        description="Bytes of these with their conversations and images; the oldest make room.",
+    )
+
     max_loras: int = Field(
         default=32, ge=0, description="LoRA adapters that a worker holds beside its model."
     )

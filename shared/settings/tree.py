@@ -83,6 +83,12 @@ class GatewaySettings(Group):
     body_timeout_s: float = Field(
         default=30.0, gt=0, description="Whole time for receiving a request's body."
     )
+    response_ttl_s: float = Field(
+        default=3600.0,
+        ge=0,
+        le=2_592_000,
+        description="Answers of `/v1/responses` are kept that long for `previous_response_id`; 0: none is.",
+    )
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish open requests that long after SIGTERM."
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from fastapi import Response
 
 from gateway.api.openapi import branch, describe_operation
 from gateway.api.responses.answer import ResponseAnswer
@@ -12,24 +13,40 @@ from gateway.api.responses.schemas import (
     CountRequest,
     InputTokens,
     ResponseEvent,
+    ResponseFields,
     ResponseObject,
     ResponseRequest,
+    TextContent,
 )
 from gateway.api.responses.translate import (
+    Continued,
+    KeptConversation,
     ResponseOptions,
     check_supported,
     template_options,
     translate,
     translate_input,
 )
+from gateway.api.routes import Caller, Operation
 from gateway.api.tokenize import made_of
+from gateway.api.vector_stores import ListQuery
+from gateway.calls.kept import KeptAnswers
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http import sse
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
-from gateway.http.errors import ApiError
-from shared.protocol import Generate, ModelCard, SamplingParams, Tokenize
+from gateway.http.errors import ApiError, NotFound
+from shared.protocol import (
+    ChatMessage,
+    Generate,
+    ImagePart,
+    ModelCard,
+    SamplingParams,
+    TextPart,
+    Tokenize,
+)
+from shared.records.api import Record
 from shared.settings.limits import LimitSettings
 
 _HINTS = {
@@ -46,8 +63,18 @@ _TRACED = ("temperature", "top_p", "top_k", "seed", "max_output_tokens")
 class _Input(Surface):
     """What both have in common."""
 
+    keeps_answers = True
+
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
+
+    def previous(self, request: ResponseFields) -> str | None:
+        """The answer from which it goes on."""
+        return request.previous_response_id
+
+    def go_on(self, request: ResponseFields, kept: Record) -> Continued:
+        """With the messages of that answer."""
+        return Continued(request, read_kept(kept).messages, kept.images)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         """Workers know the input as messages."""
@@ -71,7 +98,14 @@ class Responses(_Input):
         check_supported(request)
         return request
 
-    def plan(self, request: ResponseRequest, context: RequestContext, card: ModelCard) -> Plan:
+    def record(self, answer: Answer) -> bytes | None:
+        """Its conversation, unless `store` is false."""
+        assert isinstance(answer, ResponseAnswer)
+        return answer.record()
+
+    def plan(
+        self, request: ResponseRequest | Continued, context: RequestContext, card: ModelCard
+    ) -> Plan:
         """One task. Raises: InvalidRequest."""
         return translate(request, context, card, self.limits)
 
@@ -119,6 +153,134 @@ def _write_neutral(properties: dict[str, Any]) -> None:
         properties[name] = {"enum": allowed, "default": None, "description": "Unsupported."}
 
 
+class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
+    """Which part of a list."""
+
+    include: str = ""
+
+
+class InputItemText(msgspec.Struct, tag_field="type", tag="input_text"):
+    """A text of an input."""
+
+    text: str
+
+
+class InputItemImage(msgspec.Struct, tag_field="type", tag="input_image"):
+    """An image of an input; its bytes are not sent back."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str = "auto"
+
+
+class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
+    """A message of an input."""
+
+    id: str
+    role: str
+    content: list[InputItemText | InputItemImage | TextContent]
+    status: str = "completed"
+
+
+class ResponseItemList(msgspec.Struct):
+    """A page of the messages before an answer, those of earlier answers included."""
+
+    data: list[ShownItem]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+
+class DeletedResponse(msgspec.Struct):
+    """Says that an answer is forgotten."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+def read_kept(record: Record) -> KeptConversation:
+    """Raises: InvalidRequest if another version kept it."""
+    try:
+        return _kept_decoder.decode(record.data)
+    except msgspec.MsgspecError:
+        raise _not_kept() from None
+
+
+def _not_kept() -> NotFound:
+    return NotFound("No such response is kept, or not any more.", code="response_not_found")
+
+
+_kept_decoder = msgspec.json.Decoder(KeptConversation)
+
+
+class ResponseRoutes:
+    """What is done with answers that are kept."""
+
+    def __init__(self, kept: KeptAnswers) -> None:
+        self._kept = kept
+
+    def operations(self) -> list[Operation]:
+        """All that is served."""
+        path = "/v1/responses/{response_id}"
+        return [
+            Operation("GET", path, "retrieve_response", "Retrieve a response that is kept",
+                      self.retrieve, ResponseObject, tag="responses"),
+            Operation("DELETE", path, "delete_response", "Forget a response", self.delete,
+                      DeletedResponse, tag="responses"),
+            Operation("GET", path + "/input_items", "list_input_items", "List its input",
+                      self.list_items, ResponseItemList, query=ResponseItemsQuery, tag="responses"),
+        ]  # fmt: skip
+
+    async def retrieve(self, caller: Caller) -> Response:
+        """`GET /v1/responses/{id}`"""
+        kept = await self._find(caller)
+        return Response(bytes(kept.response), media_type="application/json")
+
+    async def delete(self, caller: Caller) -> DeletedResponse:
+        """`DELETE /v1/responses/{id}`"""
+        name = caller.path["response_id"]
+        if not await self._kept.delete(caller.context.tenant, name):
+            raise _not_kept()
+        return DeletedResponse(name)
+
+    async def list_items(self, caller: Caller) -> ResponseItemList:
+        """`GET /v1/responses/{id}/input_items`"""
+        query = caller.read_query(ResponseItemsQuery)
+        kept = await self._find(caller)
+        digits = caller.path["response_id"].removeprefix("resp_")
+        items = [
+            ShownItem(
+                f"msg_{digits}_{index}", message.role, [_show(message, p) for p in message.parts]
+            )
+            for index, message in enumerate(kept.input)
+        ]
+        if query.order == "desc":
+            items.reverse()
+        names = [item.id for item in items]
+        if query.after in names:
+            items = items[names.index(query.after) + 1 :]
+        data, has_more = items[: query.limit], len(items) > query.limit
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return ResponseItemList(data, has_more, *ends)
+
+    async def _find(self, caller: Caller) -> KeptConversation:
+        """Raises: NotFound."""
+        record = await self._kept.get(caller.context.tenant, caller.path["response_id"])
+        if record is None:
+            raise _not_kept()
+        return read_kept(record)
+
+
+def _show(
+    message: ChatMessage, part: TextPart | ImagePart
+) -> InputItemText | InputItemImage | TextContent:
+    if isinstance(part, ImagePart):
+        return InputItemImage()
+    return TextContent(part.text) if message.role == "assistant" else InputItemText(part.text)
+
+
 class CountOptions(msgspec.Struct, frozen=True):
     """There are none."""
 
@@ -138,13 +300,17 @@ class ResponseInputTokens(_Input):
         check_supported(request)
         return request
 
-    def plan(self, request: CountRequest, context: RequestContext, card: ModelCard) -> Plan:
+    def plan(
+        self, request: CountRequest | Continued, context: RequestContext, card: ModelCard
+    ) -> Plan:
         """One task. Raises: InvalidRequest."""
-        conversation = translate_input(request, self.limits)
+        kept = request if isinstance(request, Continued) else None
+        asked = request.request if isinstance(request, Continued) else request
+        conversation = translate_input(asked, self.limits, kept)
         of = Generate(
             tuple(conversation.messages),
             SamplingParams(),
-            template_options=template_options(request, card),
+            template_options=template_options(asked, card),
         )
         return Plan([Tokenize(of, with_ids=False)], CountOptions(), conversation.sources)
 

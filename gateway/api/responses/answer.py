@@ -12,6 +12,8 @@ Source: OpenAI API reference, "Streaming events" of Responses.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from gateway.api.answers import encode, merge_tokens, num_reasoning_tokens
 from gateway.api.chat.answer import to_choice_logprobs
 from gateway.api.chat.schemas import ChatLogprob
@@ -32,12 +34,12 @@ from gateway.api.responses.schemas import (
     ShownText,
     TextContent,
 )
-from gateway.api.responses.translate import ResponseOptions
+from gateway.api.responses.translate import KeptConversation, ResponseOptions
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http import sse
 from gateway.http.errors import ApiError
-from shared.protocol import Finished, FinishReason, Tokens
+from shared.protocol import ChatMessage, Finished, FinishReason, TextPart, Tokens
 
 _SERVER_ERROR = "server_error"
 
@@ -56,6 +58,7 @@ class ResponseAnswer:
         self._has_begun = False
         self._open: OutputItem | None = None  # as it began
         self._done: list[OutputItem] = []
+        self._final: ResponseObject | None = None
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `ResponseObject`."""
@@ -66,7 +69,8 @@ class ResponseAnswer:
         if self._thought:
             self._done.append(self._reasoning("completed"))
         self._done.append(self._message(status))
-        return encode(self._response(status, totals))
+        self._final = self._response(status, totals)
+        return encode(self._final)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
         """Events; those that belong together are one frame."""
@@ -79,6 +83,14 @@ class ResponseAnswer:
         if totals is not None:
             frames.append((totals.num_output_tokens + 1, self._end(totals)))
         return frames
+
+    def record(self) -> bytes | None:
+        """The conversation up to a complete answer; None if its client does not want it kept."""
+        if self._final is None or not self.options.messages:
+            return None
+        answer = ChatMessage("assistant", (TextPart(self._text),), self._thought)
+        messages = (*self.options.messages, answer)
+        return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
 
     def failed(self, error: ApiError) -> bytes:
         """How a stream ends that cannot be completed."""
@@ -156,8 +168,8 @@ class ResponseAnswer:
         status = _status(totals)
         data = b"" if self._has_begun else self._begin()
         data += self._open_message() + self._close_item(status)
-        response = self._response(status, totals)
-        return data + self._event(f"response.{status}", response=response) + sse.DONE
+        self._final = self._response(status, totals)
+        return data + self._event(f"response.{status}", response=self._final) + sse.DONE
 
     def _place(self) -> dict[str, object]:
         """Of the part that is open."""

@@ -1,6 +1,8 @@
 """From a request of the Responses API to the fleet's task: pure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -37,12 +39,44 @@ from shared.protocol import (
     Generate,
     Grammar,
     ImagePart,
+    ImageRef,
     ModelCard,
     SamplingParams,
     TemplateOption,
     TextPart,
 )
 from shared.settings.limits import LimitSettings
+
+
+class KeptConversation(msgspec.Struct, frozen=True):
+    """What is kept of an answer: the messages up to it, and the response."""
+
+    messages: tuple[ChatMessage, ...]  #: without instructions; the last is the answer
+    response: msgspec.Raw
+
+    @property
+    def input(self) -> tuple[ChatMessage, ...]:
+        """The messages before the answer."""
+        return self.messages[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A request, and the conversation from which it goes on."""
+
+    request: Any  #: a `ResponseRequest` or a `CountRequest`
+    messages: tuple[ChatMessage, ...]
+    images: tuple[ImageRef, ...]
+
+    @property
+    def model(self) -> str:
+        """The model that is asked for now."""
+        return self.request.model
+
+    @property
+    def user(self) -> str | None:
+        """The client's own name for its user."""
+        return self.request.user
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +99,8 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     with_logprobs: bool = False
     text: TextConfig = TextConfig()
+    #: To be kept with the answer; none where it is not.
+    messages: tuple[ChatMessage, ...] = ()
 
 
 def check_supported(request: ResponseFields) -> None:
@@ -78,12 +114,17 @@ def check_supported(request: ResponseFields) -> None:
 
 
 def translate(
-    request: ResponseRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
+    asked: ResponseRequest | Continued,
+    context: RequestContext,
+    card: ModelCard,
+    limits: LimitSettings,
 ) -> Plan:
     """One task. Raises: InvalidRequest."""
+    request, kept = (asked.request, asked) if isinstance(asked, Continued) else (asked, None)
     priority = find_priority(request.service_tier, context.headers)
-    conversation = translate_input(request, limits)
+    conversation = translate_input(request, limits, kept)
     sampling = _sampling(request, context, card, limits)
+    stores = request.store is not False
     task = Generate(
         tuple(conversation.messages),
         sampling,
@@ -102,7 +143,7 @@ def translate(
             top_logprobs=request.top_logprobs or 0,
             effort=None if request.reasoning is None else request.reasoning.effort,
             max_output_tokens=request.max_output_tokens,
-            store=request.store is not False,
+            store=stores,
             service_tier=find_service_tier(request.service_tier, priority) or "default",
             metadata=request.metadata or {},
             safety_identifier=request.safety_identifier,
@@ -110,12 +151,20 @@ def translate(
             user=request.user,
             with_logprobs=sampling.num_logprobs is not None,
             text=request.text or TextConfig(),
+            messages=_without_instructions(conversation, request) if stores else (),
         ),
         conversation.sources,
         is_streamed=bool(request.stream),
         shows_timings=wants_timings(request.timings, context.headers),
         priority=priority,
     )
+
+
+def _without_instructions(
+    conversation: Conversation, request: ResponseFields
+) -> tuple[ChatMessage, ...]:
+    """Those of a request are not those of the next."""
+    return tuple(conversation.messages[1:] if request.instructions else conversation.messages)
 
 
 def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
@@ -172,20 +221,41 @@ def template_options(request: ResponseFields, card: ModelCard) -> dict[str, Temp
     return translate_template_options(wish, card)
 
 
-def translate_input(request: ResponseFields, limits: LimitSettings) -> Conversation:
-    """Instructions and input as messages. Raises: InvalidRequest."""
+def translate_input(
+    request: ResponseFields, limits: LimitSettings, kept: Continued | None = None
+) -> Conversation:
+    """Instructions, what was kept, and input as messages. Raises: InvalidRequest."""
     conversation = Conversation()
     if request.instructions:
         part = conversation.text(request.instructions)
         conversation.messages.append(ChatMessage("system", (part,)))
+    if kept is not None:
+        _go_on(conversation, kept)
     if isinstance(request.input, str):
         conversation.messages.append(ChatMessage("user", (conversation.text(request.input),)))
     else:
         _add_items(conversation, request.input, limits)
+    if len(conversation.messages) > limits.max_messages:
+        raise invalid(
+            "input", f"send at most {limits.max_messages} messages, earlier ones included"
+        )
     conversation.check_chars("input", limits)
     if conversation.messages[-1].role == "assistant":
         raise invalid("input", "the last message must not be the assistant's; end with a user's")
     return conversation
+
+
+def _go_on(conversation: Conversation, kept: Continued) -> None:
+    """The messages of an earlier answer, whose images are kept too."""
+    for message in kept.messages:
+        parts = tuple(
+            conversation.text(part.text)
+            if isinstance(part, TextPart)
+            else conversation.kept_image(kept.images[part.image], "previous_response_id")
+            for part in message.parts
+        )
+        conversation.num_chars += len(message.reasoning)
+        conversation.messages.append(ChatMessage(message.role, parts, message.reasoning))
 
 
 def _add_items(

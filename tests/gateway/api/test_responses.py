@@ -186,3 +186,68 @@ async def test_the_tokens_of_an_input_are_counted(client, worker):
     assert isinstance(request.task, Tokenize)
     assert not request.task.with_ids
     assert len(request.task.images) == 1
+
+
+# Answers that are kept
+
+
+async def test_a_request_goes_on_from_an_answer_with_its_image(client, worker, gateway):
+    first = await client.responses.create(model=MODEL, input=ITEMS, instructions="be short")
+    again = await client.responses.create(
+        model=MODEL, input="and now?", previous_response_id=first.id
+    )
+    assert again.previous_response_id == first.id
+    third = await client.responses.create(
+        model=MODEL, input="and then?", previous_response_id=again.id, stream=True
+    )
+    assert [event async for event in third][-1].response.output_text == "Hello you"
+    tasks = [request.task for request in worker.requests]
+    said = [[(m.role, len(m.parts)) for m in task.messages] for task in tasks]
+    assert said[1] == [("user", 2), ("assistant", 1), ("user", 1)]
+    assert said[2] == [*said[1], ("assistant", 1), ("user", 1)]
+    assert [task.images for task in tasks] == [tasks[0].images] * 3
+    image = await worker.blobs.get(tasks[2].images[0])
+    assert image is not None
+    blank = await gateway.client.post(
+        "/v1/responses", json={"model": MODEL, "input": "x", "previous_response_id": "resp_none"}
+    )
+    assert blank.status_code == 404
+    assert blank.json()["error"]["param"] == "previous_response_id"
+
+
+async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, worker):
+    made = await client.responses.create(model=MODEL, input=ITEMS)
+    assert (await client.responses.retrieve(made.id)).output_text == "Hello you"
+    page = await client.responses.input_items.list(made.id, order="asc")
+    assert [part.type for part in page.data[0].content] == ["input_text", "input_image"]
+    await client.responses.delete(made.id)
+    for gone in (client.responses.retrieve(made.id), client.responses.delete(made.id)):
+        with pytest.raises(openai.NotFoundError):
+            await gone
+
+
+async def test_an_answer_that_is_not_to_be_kept_is_not(client, worker):
+    made = await client.responses.create(model=MODEL, input="hello", store=False)
+    assert not made.store
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(made.id)
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-a", "sk-b"]}}])
+async def test_another_key_does_not_find_it(client, worker):
+    mine, theirs = (client.with_options(api_key=key) for key in ("sk-a", "sk-b"))
+    made = await mine.responses.create(model=MODEL, input="hello")
+    with pytest.raises(openai.NotFoundError):
+        await theirs.responses.retrieve(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await theirs.responses.create(model=MODEL, input="x", previous_response_id=made.id)
+    assert (await mine.responses.retrieve(made.id)).id == made.id
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_key_responses": 2}}])
+async def test_the_oldest_make_room(client, worker):
+    made = [await client.responses.create(model=MODEL, input="hello") for _ in range(3)]
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(made[0].id)
+    for each in made[1:]:
+        assert (await client.responses.retrieve(each.id)).id == each.id

@@ -37,7 +37,10 @@ with_keys = pytest.mark.parametrize("changes", [KEYS])
         {"authorization": "Bearer " + "x" * 20_000},
         [("authorization", "Bearer sk-one"), ("authorization", "Bearer sk-one")],
         [("authorization", "Bearer nobody"), ("authorization", "Bearer sk-one")],
-        {"x-api-key": "sk-one", "cookie": "key=sk-one"},
+        {"x-api-key": "sk-on", "cookie": "key=sk-one"},
+        {"x-api-key": "Bearer sk-one"},
+        [("x-api-key", "sk-one"), ("x-api-key", "sk-one")],
+        {"authorization": "Bearer nobody", "x-api-key": "sk-one"},
     ],
 )
 async def test_without_a_known_key_nothing_passes(gateway, worker, changes, headers):

@@ -1,0 +1,1 @@
+"""What gateways keep for a tenant: conversations that later requests go on from."""

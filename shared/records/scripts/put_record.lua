@@ -1,0 +1,38 @@
+-- Keep a record for its time; those whose time is over, and then the oldest, make room.
+-- KEYS: records (names by the time in ms until when), sizes (bytes by name, and of all under '')
+-- args: prefix (of the records' own keys), name, ttl_ms, size, max_bytes, max_records    raw: the record
+-- Returns names and records that made room, one after another. A record that is there stays as it is.
+local args = cmsgpack.unpack(ARGV[1])
+local records, sizes = KEYS[1], KEYS[2]
+if redis.call('EXISTS', args.prefix .. args.name) == 1 then return {} end
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local made_room = {}
+
+local function forget(name)
+  redis.call('ZREM', records, name)
+  redis.call('HINCRBY', sizes, '', -(redis.call('HGET', sizes, name) or 0))
+  redis.call('HDEL', sizes, name)
+  local record = redis.call('GET', args.prefix .. name)
+  if record then
+    redis.call('DEL', args.prefix .. name)
+    made_room[#made_room + 1] = name
+    made_room[#made_room + 1] = record
+  end
+end
+
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', records, '-inf', string.format('%.0f', now_ms))) do forget(name) end
+while true do
+  local oldest = redis.call('ZRANGE', records, 0, 0)[1]
+  local num_bytes = tonumber(redis.call('HGET', sizes, '') or 0)
+  local is_full = redis.call('ZCARD', records) >= args.max_records or num_bytes + args.size > args.max_bytes
+  if not oldest or not is_full then break end
+  forget(oldest)
+end
+redis.call('SET', args.prefix .. args.name, ARGV[2], 'PX', args.ttl_ms)
+redis.call('ZADD', records, string.format('%.0f', now_ms + args.ttl_ms), args.name)
+redis.call('HSET', sizes, args.name, args.size)
+redis.call('HINCRBY', sizes, '', args.size)
+redis.call('PEXPIRE', records, args.ttl_ms)
+redis.call('PEXPIRE', sizes, args.ttl_ms)
+return made_room

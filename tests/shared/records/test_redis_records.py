@@ -1,0 +1,72 @@
+"""Records in Redis: bounds by number and bytes, times to live, and that nothing outlives them."""
+
+import asyncio
+
+import pytest
+
+from shared.protocol import ImageRef
+from shared.records.api import Record
+from shared.records.redis_store import RedisRecordStore
+from shared.redis.client import create_redis
+from shared.settings.tree import RedisSettings
+
+IMAGE = ImageRef("a" * 64, 50, "image/png", 1, 1)
+
+
+@pytest.fixture
+async def redis(redis_server):
+    redis = create_redis(RedisSettings(url=redis_server))
+    yield redis
+    await redis.aclose()
+
+
+@pytest.fixture
+async def make(redis, redis_prefix):
+    stores = []
+
+    def make(ttl_s: float = 60, max_records: int = 3, max_bytes: int = 100) -> RedisRecordStore:
+        stores.append(
+            RedisRecordStore(
+                redis, redis_prefix, ttl_s=ttl_s, max_records=max_records, max_bytes=max_bytes
+            )
+        )
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+async def test_a_record_is_its_owners_and_stays_as_it_was(make):
+    store, record = make(), Record(b"x" * 10, (IMAGE,))
+    assert await store.put("me", "one", record) == []
+    assert await store.put("me", "one", Record(b"other")) == []
+    assert await store.get("me", "one") == record
+    assert await store.get("you", "one") is None
+    assert await store.delete("you", "one") is None
+    assert await store.delete("me", "one") == record
+    assert await store.get("me", "one") is None
+
+
+async def test_the_oldest_make_room_by_number_and_by_bytes_with_their_images(make):
+    store = make()
+    for name in "abc":
+        assert await store.put("me", name, Record(b"x" * 10)) == []
+        await asyncio.sleep(0.002)  # another millisecond: names of one are in their own order
+    assert await store.put("me", "d", Record(b"x" * 10)) == [("a", Record(b"x" * 10))]
+    made_room = await store.put("me", "e", Record(b"x" * 30, (IMAGE,)))
+    assert [name for name, _ in made_room] == ["b"]
+    assert await store.put("me", "too large", Record(b"x" * 101)) == []
+    assert await store.get("me", "too large") is None
+    assert await store.put("you", "a", Record(b"x" * 90)) == []
+
+
+async def test_every_key_expires_and_what_has_expired_counts_no_more(make, redis, redis_prefix):
+    store = make(ttl_s=0.05, max_bytes=10)
+    await store.put("me", "one", Record(b"x" * 10))
+    keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
+    assert len(keys) == 3
+    assert all([0 < await redis.pttl(key) <= 50 for key in keys])
+    while await store.get("me", "one") is not None:
+        await asyncio.sleep(0.01)
+    assert await make(max_bytes=10).put("me", "two", Record(b"x" * 10)) == []
