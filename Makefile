@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test store-test families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test clients store-test families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -35,6 +35,9 @@ families: $(STAMP)  ## run every family of models by every way, and write the ta
 	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
 		tests/engines/torch_backend/lora $(ARGS)
+
+clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage images and frames as often
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \

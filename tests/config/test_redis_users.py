@@ -25,6 +25,7 @@ from shared.queue.registry import Registry
 from shared.queue.resume import RedisResumableCalls
 from shared.queue.rights import USERS as RIGHTS
 from shared.queue.submit import RedisGatewayQueue
+from shared.records.redis_store import RedisRecordStore
 from shared.redis.client import create_redis
 from shared.redis.link import RedisSender
 from shared.redis.script import Script
@@ -255,7 +256,9 @@ CALLED = {
             RedisBlobStore.put,
             RedisBlobStore._put,
             RedisBlobStore._release,
+            RedisBlobStore.get,
             RedisBlobStore.open,
+            RedisRecordStore,
         ),
         *(Registry.workers, Registry.models, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),

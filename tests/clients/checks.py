@@ -1,0 +1,290 @@
+"""What each client does with a server: run by `make clients` in an environment of its own.
+
+    python checks.py URL MODEL IMAGE     prints JSON: {client: {feature: "yes" or what went wrong}}
+
+It imports nothing of the project. A feature that a client does not have is left out.
+"""
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import instructor
+import litellm
+from anthropic import Anthropic
+from langchain_anthropic import ChatAnthropic
+from langchain_ollama import ChatOllama
+from langchain_openai import ChatOpenAI
+from ollama import Client
+from openai import OpenAI
+from pydantic import BaseModel
+
+URL, MODEL, IMAGE = sys.argv[1:]
+QUESTION = "What shape is at the top left?"
+DATA = base64.b64encode(Path(IMAGE).read_bytes()).decode()
+DATA_URL = f"data:image/png;base64,{DATA}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"type": "string", "enum": ["star", "circle"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+PARTS = [
+    {"type": "image_url", "image_url": {"url": DATA_URL}},
+    {"type": "text", "text": QUESTION},
+]
+CHAT = [{"role": "user", "content": PARTS}]
+ITEMS = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "input_image", "image_url": DATA_URL, "detail": "auto"},
+            {"type": "input_text", "text": QUESTION},
+        ],
+    }
+]
+BLOCKS = [
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+    {"type": "text", "text": QUESTION},
+]
+TURNS = [{"role": "user", "content": BLOCKS}]
+Check = Callable[[], object]
+
+
+def right(text: object) -> None:
+    """The model sees a star there."""
+    assert "star" in str(text), f"it said {str(text)[:60]!r}"
+
+
+def right_json(text: str) -> None:
+    assert set(json.loads(text)) == {"kind"}, text[:60]
+
+
+def openai_checks() -> dict[str, Check]:
+
+    client = OpenAI(base_url=f"{URL}/v1", max_retries=0)
+    ask = client.chat.completions.create
+    respond = client.responses.create
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+
+    def follow() -> None:
+        first = respond(model=MODEL, input=ITEMS, temperature=0)
+        right(first.output_text)
+        wish = {"previous_response_id": first.id, "input": "What color is it?"}
+        assert "red" in respond(model=MODEL, temperature=0, **wish).output_text
+
+    def stream() -> str:
+        chunks = ask(model=MODEL, messages=CHAT, temperature=0, stream=True)
+        return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+
+    def events() -> str:
+        with client.responses.stream(model=MODEL, input=ITEMS, temperature=0) as stream:
+            return stream.get_final_response().output_text
+
+    return {
+        "chat, image": lambda: right(
+            ask(model=MODEL, messages=CHAT, temperature=0).choices[0].message.content
+        ),
+        "stream": lambda: right(stream()),
+        "schema": lambda: right_json(
+            ask(model=MODEL, messages=CHAT, response_format=form).choices[0].message.content
+        ),
+        "completions": lambda: client.completions.create(model=MODEL, prompt="a", max_tokens=3),
+        "responses, image": lambda: right(
+            respond(model=MODEL, input=ITEMS, temperature=0).output_text
+        ),
+        "responses, stream": lambda: right(events()),
+        "responses, schema": lambda: right_json(
+            respond(model=MODEL, input=ITEMS, text=text).output_text
+        ),
+        "responses, previous": follow,
+        "models": lambda: client.models.retrieve(MODEL),
+    }
+
+
+def anthropic_checks() -> dict[str, Check]:
+
+    client = Anthropic(base_url=URL, max_retries=0)
+    wish = {"model": MODEL, "max_tokens": 30, "messages": TURNS, "temperature": 0}
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+
+    def stream() -> str:
+        with client.messages.stream(**wish) as events:
+            return "".join(events.text_stream)
+
+    def follow() -> str:
+        first = client.messages.create(**wish)
+        turns = [
+            *TURNS,
+            first.to_param(),
+            {"role": "user", "content": "What color is it?"},
+        ]
+        return client.messages.create(**{**wish, "messages": turns}).content[0].text
+
+    return {
+        "chat, image": lambda: right(client.messages.create(**wish).content[0].text),
+        "stream": lambda: right(stream()),
+        "multi-turn": lambda: follow().index("red") >= 0,
+        "schema": lambda: right_json(
+            client.messages.create(**wish, output_config=form).content[0].text
+        ),
+        "count tokens": lambda: client.messages.count_tokens(model=MODEL, messages=TURNS),
+    }
+
+
+def ollama_checks() -> dict[str, Check]:
+
+    client = Client(host=URL)
+    turns = [{"role": "user", "content": QUESTION, "images": [DATA]}]
+    options = {"temperature": 0}
+
+    def stream() -> str:
+        lines = client.chat(model=MODEL, messages=turns, options=options, stream=True)
+        return "".join(line.message.content or "" for line in lines)
+
+    return {
+        "chat, image": lambda: right(
+            client.chat(model=MODEL, messages=turns, options=options).message.content
+        ),
+        "stream": lambda: right(stream()),
+        "schema": lambda: right_json(
+            client.chat(model=MODEL, messages=turns, format=SCHEMA).message.content
+        ),
+        "completions": lambda: right(
+            client.generate(model=MODEL, prompt=QUESTION, images=[DATA], options=options).response
+        ),
+        "models": lambda: (client.list().models[0], client.show(MODEL).capabilities, client.ps()),
+    }
+
+
+def litellm_checks() -> dict[str, Check]:
+
+    litellm.suppress_debug_info = True
+    wish = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "temperature": 0}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+    def follow() -> str:
+        first = litellm.completion(**wish, messages=CHAT).choices[0].message
+        turns = [*CHAT, first.model_dump(), {"role": "user", "content": "What color is it?"}]
+        return litellm.completion(**wish, messages=turns).choices[0].message.content
+
+    def stream() -> str:
+        chunks = litellm.completion(**wish, messages=CHAT, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    def claude() -> str:
+        answer = litellm.completion(
+            model=f"anthropic/{MODEL}", api_base=URL, messages=CHAT, temperature=0, max_tokens=30
+        )
+        return answer.choices[0].message.content
+
+    return {
+        "chat, image": lambda: right(
+            litellm.completion(**wish, messages=CHAT).choices[0].message.content
+        ),
+        "stream": lambda: right(stream()),
+        "multi-turn": lambda: follow().index("red") >= 0,
+        "schema": lambda: right_json(
+            litellm.completion(**wish, messages=CHAT, response_format=form)
+            .choices[0]
+            .message.content
+        ),
+        "responses, image": lambda: right(litellm.responses(**wish, input=ITEMS).output_text),
+        "as Anthropic": lambda: right(claude()),
+    }
+
+
+def langchain_checks() -> dict[str, Check]:
+
+    class Shape(BaseModel):
+        """A shape."""
+
+        kind: str
+
+    messages = [("human", PARTS)]
+    chat = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", temperature=0)
+    responses = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", temperature=0, use_responses_api=True)
+    claude = ChatAnthropic(model=MODEL, base_url=URL, temperature=0, max_tokens=30, api_key="none")
+    ollama = ChatOllama(model=MODEL, base_url=URL, temperature=0)
+    structured = chat.with_structured_output(Shape, method="json_schema")
+    return {
+        "chat, image": lambda: right(chat.invoke(messages).content),
+        "stream": lambda: right("".join(str(c.content) for c in chat.stream(messages))),
+        "schema": lambda: structured.invoke(messages).kind,
+        "responses, image": lambda: right(responses.invoke(messages).content),
+        "as Anthropic": lambda: right(claude.invoke(messages).content),
+        "as Ollama": lambda: right(ollama.invoke(messages).content),
+    }
+
+
+def instructor_checks() -> dict[str, Check]:
+
+    class Shape(BaseModel):
+        kind: str
+
+    raw = OpenAI(base_url=f"{URL}/v1", max_retries=0)
+    client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
+    return {
+        "schema": lambda: (
+            client.chat.completions.create(
+                model=MODEL, messages=CHAT, response_model=Shape, max_retries=0
+            ).kind
+        )
+    }
+
+
+#: What llm-comply's tests need that no model here does.
+_COMPLY_IGNORED = {
+    "openai-chat": ("chat-tool-calling",),
+    "open-responses": ("tool-calling", "compact-response", "compact-missing-model"),
+    "anthropic": ("anth-tool-calling",),
+}
+
+
+def comply_checks() -> dict[str, Check]:
+    def run(form: str) -> None:
+        base = URL if form == "anthropic" else f"{URL}/v1"
+        command = [Path(sys.executable).with_name("llm-comply"), "--format", form, "--json"]
+        command += ["-u", base, "-k", "none", "-m", MODEL]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        results = json.loads(done.stdout)
+        results = results if isinstance(results, list) else results["results"]
+        failed = {each["id"]: each.get("errors") for each in results if each["status"] == "failed"}
+        for name in _COMPLY_IGNORED[form]:
+            failed.pop(name, None)
+        assert not failed, json.dumps(failed)[:400]
+
+    return {form: lambda form=form: run(form) for form in _COMPLY_IGNORED}
+
+
+CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
+    "openai": openai_checks,
+    "anthropic": anthropic_checks,
+    "ollama": ollama_checks,
+    "litellm": litellm_checks,
+    "langchain-openai": langchain_checks,
+    "instructor": instructor_checks,
+    "llm-comply": comply_checks,
+}
+
+
+def main() -> None:
+    told: dict[str, dict[str, str]] = {}
+    for name, checks in CLIENTS.items():
+        results = told[f"{name} {version(name)}"] = {}
+        for feature, check in checks().items():
+            try:
+                check()
+                results[feature] = "yes"
+            except Exception as error:  # whatever a client raises is the result
+                results[feature] = f"{type(error).__name__}: {error}"[:300]
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
