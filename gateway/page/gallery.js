@@ -26,9 +26,10 @@ export class Gallery {
     return this.images.filter(({ vector }) => vector).length;
   }
 
-  /** Take files; returns how many were too many. */
+  /** Take files that are not there yet; returns how many were too many. */
   add(files) {
-    const found = files.filter(({ type }) => type.startsWith("image/"));
+    const known = new Set(this.images.map(({ file }) => nameOf(file)));
+    const found = files.filter((file) => file.type.startsWith("image/") && !known.has(nameOf(file)));
     const taken = found.slice(0, MAX_IMAGES - this.images.length);
     this.images.push(...taken.map((file) => ({ name: file.name, file, thumbnail: "", vector: null })));
     return found.length - taken.length;
@@ -114,6 +115,10 @@ export async function embedWords(text, model, prompts, signal) {
   const prompt = ["query", "search_query"].find((name) => prompts.includes(name));
   const [vector] = await embed({ model, input: [text], truncate: true, ...(prompt && { prompt_name: prompt }) }, signal);
   return vector;
+}
+
+function nameOf({ name, size, lastModified }) {
+  return `${name} ${size} ${lastModified}`;
 }
 
 function dot(one, other) {

@@ -94,7 +94,7 @@ export class SearchView {
 
   async addSamples() {
     const blobs = await Promise.all(SAMPLES.map(async (path) => (await fetch(path)).blob()));
-    this.add(blobs.map((blob, index) => new File([blob], SAMPLES[index].split("/").pop(), { type: blob.type })));
+    this.add(blobs.map((blob, index) => toFile(blob, SAMPLES[index])));
   }
 
   async embedAll() {
@@ -212,7 +212,7 @@ export class SearchView {
       : this.gallery.images.filter(({ thumbnail }) => thumbnail).slice(0, MAX_SHOWN).map((image) => ({ image }));
     const focused = list.contains(document.activeElement) ? document.activeElement : null;
     list.replaceChildren(...hits.map((hit) => this.toHit(hit)));
-    focused?.focus(); // hits keep their elements
+    focused?.focus({ preventScroll: true }); // hits keep their elements
     const answer = this.query && hits.length ? `Nearest to ${this.query.label}: ${hits[0].image.name}` : "";
     if (answer) tell(find("#announcer"), answer);
   }
@@ -236,6 +236,10 @@ export class SearchView {
 /** Say it once: a live region is read again with each change. */
 function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;
+}
+
+function toFile(blob, path) {
+  return new File([blob], path.split("/").pop(), { type: blob.type, lastModified: 0 });
 }
 
 function count(number, noun) {

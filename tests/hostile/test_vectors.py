@@ -132,7 +132,7 @@ ATTACKS: dict[str, list[Attack]] = {
           for name in ("vs_" + "0" * 32, "..%2f..%2fetc", "%00", "vs_'--", "x" * 5000)
           for method in ("GET", "POST", "DELETE")],
         ("GET", f"{STORES}?limit=1e9", None, {400}), ("GET", f"{STORES}?after=%27--", None, {200, 400}),
-        ("POST", FILES, b"--x\r\n", {400}), ("GET", f"{FILES}/..%2f..%2fetc%2fpasswd", None, {404}),
+        ("POST", FILES, b"--x\r\n", {400, 415}), ("GET", f"{FILES}/..%2f..%2fetc%2fpasswd", None, {404}),
         ("POST", "/v1/vector_stores/{store}/files", {"file_id": "file-" + "0" * 32}, {404}),
     ],
 }  # fmt: skip
