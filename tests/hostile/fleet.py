@@ -170,8 +170,8 @@ async def run_hostile_fleet(folder: Path, **more: str) -> AsyncIterator[HostileF
         variables = {"VLM_LOGS__FORMAT": "json", "VLM_ENGINE__MOCK__DECODE_S": "0.001"}
         gateway, url = await processes.gateway(
             **variables, VLM_GATEWAY__API_KEYS=",".join(KEYS.values()),
-            VLM_GATEWAY__BODY_TIMEOUT_S="3",
-            TEST_GATEWAY_CONSTANTS="header_timeout_s=3,send_timeout_s=3", **more,
+            VLM_GATEWAY__BODY_TIMEOUT_S="2",
+            TEST_GATEWAY_CONSTANTS="header_timeout_s=2,send_timeout_s=2", **more,
         )  # fmt: skip
         worker = await processes.worker(
             "worker", command=("vlm", "worker", "--engine", "mock"), **variables
