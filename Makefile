@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clients store-test families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test clients embedding-clients store-test families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +11,7 @@ ARGS   ?=
 TORCH_ARGS ?=
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -38,6 +38,14 @@ families: $(STAMP)  ## run every family of models by every way, and write the ta
 
 clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+EMBEDDING_CLIENTS := .cache/embedding-clients
+embedding-clients: $(STAMP)  ## have the embedding clients of LangChain and LlamaIndex, installed apart, get vectors
+	test -x $(EMBEDDING_CLIENTS)/bin/pip || $(PYTHON) -m venv $(EMBEDDING_CLIENTS)
+	$(EMBEDDING_CLIENTS)/bin/pip install --quiet --disable-pip-version-check langchain-openai==1.7.3 \
+		llama-index-embeddings-openai==0.7.0
+	CLIENTS_PYTHON=$(CURDIR)/$(EMBEDDING_CLIENTS)/bin/python $(BIN)/python -m pytest \
+		tests/e2e/test_embedding_clients.py $(ARGS)
 
 fuzz: $(STAMP)  ## send thousands of requests made from the OpenAPI document; damage images and frames as often
 	FUZZ_EXAMPLES=250 $(BIN)/python -m pytest tests/gateway/test_fuzz.py tests/gateway/api/chat/test_streams.py \
