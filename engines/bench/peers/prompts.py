@@ -51,8 +51,9 @@ class ExamplePrompts:
         built = self._processor.build_prompt(messages, [(f"example-{self._num_made}", pixels)])
         [image] = built.images
         ids = built.token_ids[image.offset : image.offset + image.num_tokens]
-        prompt = Prompt([*ids, *self.text(NUM_TEXT_TOKENS)], (replace(image, offset=0),))
-        return replace(prompt, positions=self._multimodal.positions(prompt))
+        ids += self.text(NUM_TEXT_TOKENS)
+        images = (replace(image, offset=0),)
+        return Prompt(ids, images, self._multimodal.positions(Prompt(ids, images)))
 
     def text(self, count: int) -> list[int]:
         """Random tokens, none of which is the model's for control."""

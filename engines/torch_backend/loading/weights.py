@@ -139,7 +139,8 @@ class WeightReader:
         self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype | None
     ) -> torch.dtype | None:
         """The type of a tensor, or its scales: matrices are multiplied as they are stored, if a kernel can."""
-        is_matrix = isinstance(layer, nn.Linear | nn.Embedding | QuantizedLinear)
+        is_unmade = layer is None and getattr(self._model, "converts_weights", False)
+        is_matrix = is_unmade or isinstance(layer, nn.Linear | nn.Embedding | QuantizedLinear)
         is_kept = is_matrix and len(shape) == 2 and stored in self._kept
         return stored if is_kept else self._dtype
 
@@ -187,16 +188,15 @@ def load_model(
             "full-precision checkpoint and ask for --quantization"
         )
     kept = stored_dtypes(ops)
-    reader = WeightReader(
-        model, rename, form, device, dtype, frozenset() if model.converts_weights else kept
-    )
+    reader = WeightReader(model, rename, form, device, dtype, kept)
+    wide = WeightReader(model, rename, form, device, dtype)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
         if model.converts_weights and mesh.size == 1:
             published.use_stand_ins()
 
-    def check_size() -> None:
+    def check_size(reader: WeightReader) -> None:
         needed = sum(map(reader.num_bytes, stored))
         needed += published.count_bytes(reader.num_linear_bytes) if published else 0
         if model.converts_weights:
@@ -210,15 +210,16 @@ def load_model(
         plain = WeightReader(model, rename, None, torch.device("cpu"), None)
         chosen = plain if model.converts_weights else reader
         read = _read_all(chosen, stored, published, progress or (lambda share: None))
-        made = model.take(read, family, device, dtype, kept)
+        made = model.take(read, family, device, dtype, kept, partial(check_size, wide))
         if published is not None and made.converts_weights:
             published.restore(made, read, scales)
         return made
 
-    check_size()
+    least = reader if model.keeps_stored else wide
+    check_size(least)
     model = make(model)
     while published is not None and not published.replace_stand_ins(model, scales):
-        check_size()
+        check_size(least)
         model = make(build_empty(family, config, form, dtype, mesh))
     if published is not None:
         published.finish(model)

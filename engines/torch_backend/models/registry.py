@@ -104,6 +104,7 @@ class FamilyModel(nn.Module):
     )
     speed_path = "native"  #: whose program computes the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` wants weights as they are stored
+    keeps_stored = True  #: whether matrices of types that kernels read may stay as they are stored
     shares_prefixes = True  #: whether blocks hold all that is known of their tokens
     binds_prompts = False  #: whether a prompt's tokens see all of it
     state_bytes = 0  #: of what is kept of sequences beside keys and values
@@ -157,10 +158,12 @@ class FamilyModel(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         kept: frozenset[torch.dtype] = frozenset(),
+        check_room: Callable[[], None] = lambda: None,
     ) -> "FamilyModel":
         """Have a checkpoint's weights, to compute on that device in that precision; returns what computes them.
 
-        Matrices of types in `kept` may stay as they are stored. Raises: UnsupportedCheckpoint for names and shapes that do not fit.
+        Matrices of types in `kept` may stay as they are stored; `check_room` is called before they are
+        widened. Raises: UnsupportedCheckpoint for names and shapes that do not fit, and what `check_room` raises.
         """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()

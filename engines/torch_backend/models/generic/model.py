@@ -91,7 +91,7 @@ class GenericModel(FamilyModel):
     def __init__(self, config: GenericConfig, lowers: bool = True, mesh: Mesh = SINGLE) -> None:
         """Members of a mesh share the decoder, by transformers' own modules; rank 0 encodes images."""
         super().__init__()
-        self._lowers = lowers and mesh.size == 1
+        self._lowers = self.keeps_stored = lowers and mesh.size == 1
         self._mesh = mesh
         self.config = config
         self.language_model = None
@@ -118,6 +118,7 @@ class GenericModel(FamilyModel):
         device: torch.device,
         dtype: torch.dtype,
         kept: frozenset[torch.dtype] = frozenset(),
+        check_room: Callable[[], None] = lambda: None,
     ) -> FamilyModel:
         """Have transformers make the model of a checkpoint's weights, and our program its decoder where it can.
 
@@ -137,6 +138,7 @@ class GenericModel(FamilyModel):
             logger.info("%s: lowered, our program computes the decoder", name)
             return lowered
         if first != dtype:
+            check_room()
             self._make(weights, device, dtype)
         self._recognise(device)
         return self

@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from transformers.models.smollm3 import modeling_smollm3
 
 from engines.torch_backend import runner
 from engines.torch_backend.layers.quantization import SCHEMES
-from engines.torch_backend.loading.weights import load_model
+from engines.torch_backend.loading import weights as weights_module
+from engines.torch_backend.loading.weights import ModelTooLarge, load_model
 from engines.torch_backend.models import causal_lm
 from engines.torch_backend.models.generic.family import FAMILY, GenericFamily
 from engines.torch_backend.models.hf_config import read_fields
@@ -216,6 +218,24 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
         loaded = load_family_of(family, tmp_path, model)
         tokens.append(ways.run_batched(partial(loaded.start, ops), loaded.requests))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(("name", "fits"), [("Mistral, window", True), ("Gemma 2", False)])
+def test_memory_is_asked_for_matrices_as_they_will_be(
+    name: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that stays transformers' is widened, which may be found too large when that is known."""
+    [family] = [each for each in FAMILIES if each.name == name]
+    write_checkpoint(family, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    rounded = {name: x.bfloat16() for name, x in weights.items()}
+    save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stored = sum(x.nbytes for x in rounded.values())
+    monkeypatch.setattr(weights_module, "free_bytes", lambda device: 1.2 * stored)
+    config, ops = FAMILY.check(read_fields(tmp_path)), cpu_ops("fast")
+    refused = nullcontext() if fits else pytest.raises(ModelTooLarge)
+    with refused:
+        load_model(tmp_path, FAMILY, config, CPU, torch.float32, ops=ops)
 
 
 def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loaded:
