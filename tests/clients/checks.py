@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import instructor
 import litellm
@@ -69,7 +70,10 @@ def openai_checks() -> dict[str, Check]:
     client = OpenAI(base_url=f"{URL}/v1", max_retries=0)
     ask = client.chat.completions.create
     respond = client.responses.create
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+    }
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
 
     def follow() -> None:
@@ -87,22 +91,20 @@ def openai_checks() -> dict[str, Check]:
             return stream.get_final_response().output_text
 
     return {
-        "chat, image": lambda: right(
+        "images": lambda: right(
             ask(model=MODEL, messages=CHAT, temperature=0).choices[0].message.content
         ),
         "stream": lambda: right(stream()),
-        "schema": lambda: right_json(
+        "JSON schema": lambda: right_json(
             ask(model=MODEL, messages=CHAT, response_format=form).choices[0].message.content
         ),
         "completions": lambda: client.completions.create(model=MODEL, prompt="a", max_tokens=3),
-        "responses, image": lambda: right(
-            respond(model=MODEL, input=ITEMS, temperature=0).output_text
-        ),
-        "responses, stream": lambda: right(events()),
-        "responses, schema": lambda: right_json(
+        "Responses": lambda: right(respond(model=MODEL, input=ITEMS, temperature=0).output_text),
+        "Responses streamed": lambda: right(events()),
+        "Responses with a schema": lambda: right_json(
             respond(model=MODEL, input=ITEMS, text=text).output_text
         ),
-        "responses, previous": follow,
+        "previous_response_id": follow,
         "models": lambda: client.models.retrieve(MODEL),
     }
 
@@ -110,7 +112,7 @@ def openai_checks() -> dict[str, Check]:
 def anthropic_checks() -> dict[str, Check]:
 
     client = Anthropic(base_url=URL, max_retries=0)
-    wish = {"model": MODEL, "max_tokens": 30, "messages": TURNS, "temperature": 0}
+    wish = {"model": MODEL, "max_tokens": 30, "messages": TURNS, "extra_body": {"temperature": 0}}
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
 
     def stream() -> str:
@@ -127,13 +129,13 @@ def anthropic_checks() -> dict[str, Check]:
         return client.messages.create(**{**wish, "messages": turns}).content[0].text
 
     return {
-        "chat, image": lambda: right(client.messages.create(**wish).content[0].text),
+        "images": lambda: right(client.messages.create(**wish).content[0].text),
         "stream": lambda: right(stream()),
         "multi-turn": lambda: follow().index("red") >= 0,
-        "schema": lambda: right_json(
+        "JSON schema": lambda: right_json(
             client.messages.create(**wish, output_config=form).content[0].text
         ),
-        "count tokens": lambda: client.messages.count_tokens(model=MODEL, messages=TURNS),
+        "token counts": lambda: client.messages.count_tokens(model=MODEL, messages=TURNS),
     }
 
 
@@ -148,11 +150,11 @@ def ollama_checks() -> dict[str, Check]:
         return "".join(line.message.content or "" for line in lines)
 
     return {
-        "chat, image": lambda: right(
+        "images": lambda: right(
             client.chat(model=MODEL, messages=turns, options=options).message.content
         ),
         "stream": lambda: right(stream()),
-        "schema": lambda: right_json(
+        "JSON schema": lambda: right_json(
             client.chat(model=MODEL, messages=turns, format=SCHEMA).message.content
         ),
         "completions": lambda: right(
@@ -166,7 +168,10 @@ def litellm_checks() -> dict[str, Check]:
 
     litellm.suppress_debug_info = True
     wish = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "temperature": 0}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+    }
 
     def follow() -> str:
         first = litellm.completion(**wish, messages=CHAT).choices[0].message
@@ -184,17 +189,17 @@ def litellm_checks() -> dict[str, Check]:
         return answer.choices[0].message.content
 
     return {
-        "chat, image": lambda: right(
+        "images": lambda: right(
             litellm.completion(**wish, messages=CHAT).choices[0].message.content
         ),
         "stream": lambda: right(stream()),
         "multi-turn": lambda: follow().index("red") >= 0,
-        "schema": lambda: right_json(
+        "JSON schema": lambda: right_json(
             litellm.completion(**wish, messages=CHAT, response_format=form)
             .choices[0]
             .message.content
         ),
-        "responses, image": lambda: right(litellm.responses(**wish, input=ITEMS).output_text),
+        "Responses": lambda: right(litellm.responses(**wish, input=ITEMS).output_text),
         "as Anthropic": lambda: right(claude()),
     }
 
@@ -204,7 +209,7 @@ def langchain_checks() -> dict[str, Check]:
     class Shape(BaseModel):
         """A shape."""
 
-        kind: str
+        kind: Literal["star", "circle"]
 
     messages = [("human", PARTS)]
     chat = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", temperature=0)
@@ -213,10 +218,10 @@ def langchain_checks() -> dict[str, Check]:
     ollama = ChatOllama(model=MODEL, base_url=URL, temperature=0)
     structured = chat.with_structured_output(Shape, method="json_schema")
     return {
-        "chat, image": lambda: right(chat.invoke(messages).content),
+        "images": lambda: right(chat.invoke(messages).content),
         "stream": lambda: right("".join(str(c.content) for c in chat.stream(messages))),
-        "schema": lambda: structured.invoke(messages).kind,
-        "responses, image": lambda: right(responses.invoke(messages).content),
+        "JSON schema": lambda: structured.invoke(messages).kind,
+        "Responses": lambda: right(responses.invoke(messages).content),
         "as Anthropic": lambda: right(claude.invoke(messages).content),
         "as Ollama": lambda: right(ollama.invoke(messages).content),
     }
@@ -225,12 +230,12 @@ def langchain_checks() -> dict[str, Check]:
 def instructor_checks() -> dict[str, Check]:
 
     class Shape(BaseModel):
-        kind: str
+        kind: Literal["star", "circle"]
 
     raw = OpenAI(base_url=f"{URL}/v1", max_retries=0)
     client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
     return {
-        "schema": lambda: (
+        "JSON schema": lambda: (
             client.chat.completions.create(
                 model=MODEL, messages=CHAT, response_model=Shape, max_retries=0
             ).kind
@@ -248,9 +253,8 @@ _COMPLY_IGNORED = {
 
 def comply_checks() -> dict[str, Check]:
     def run(form: str) -> None:
-        base = URL if form == "anthropic" else f"{URL}/v1"
         command = [Path(sys.executable).with_name("llm-comply"), "--format", form, "--json"]
-        command += ["-u", base, "-k", "none", "-m", MODEL]
+        command += ["-u", f"{URL}/v1", "-k", "none", "-m", MODEL]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         results = json.loads(done.stdout)
         results = results if isinstance(results, list) else results["results"]

@@ -64,7 +64,7 @@ def to_table(told: dict[str, dict[str, str]]) -> str:
     lines = ["| client | works |", "|---|---|"]
     for name, features in told.items():
         works = ", ".join(feature for feature, result in features.items() if result == "yes")
-        lines.append(f"| {name} | {works.replace(', image', ' with images')} |")
+        lines.append(f"| {name} | {works} |")
     return "\n".join(lines) + "\n"
 
 
