@@ -15,7 +15,12 @@
 
 namespace {
 
-constexpr int MAX_TOKENS = 4;  // whose sums fit the registers
+constexpr int MAX_TOKENS = 4;  // whose sums fit 16 registers
+#if defined(__AVX512VL__)
+constexpr int MANY_TOKENS = 8;  // whose sums fit 32
+#else
+constexpr int MANY_TOKENS = MAX_TOKENS;
+#endif
 
 struct Sums {
     Integers lanes[2];  // outputs 0-7 and 8-15
@@ -115,14 +120,14 @@ inline void add_int4_words(const uint8_t* w, int64_t group, const int16_t* const
 #endif
 }
 
-// int8 weights and 8-bit activations.
+// int8 weights and 8-bit activations, whose sums are `totals`.
 template <int M>
-inline void add_int8_bytes(const uint8_t* w, int64_t group, const int8_t* const (&x)[M], Sums (&sums)[M]) {
+inline void add_int8_bytes(const uint8_t* w, int64_t group, const int8_t* const (&x)[M],
+                           [[maybe_unused]] const float (&totals)[M], Sums (&sums)[M]) {
 #if defined(VLM_DOT_BYTES)
     const __m256i sign = _mm256_set1_epi8((char)0x80);
     for (int m = 0; m < M; m++) {  // weights become unsigned by adding 128: what that adds is taken away first
-        int32_t total = 0;
-        for (int64_t k = 0; k < group; k++) total += x[m][k];
+        const int32_t total = (int32_t)totals[m];
         sums[m].lanes[0] -= 128 * total;
         sums[m].lanes[1] -= 128 * total;
     }
@@ -198,7 +203,9 @@ void multiply_tile(const uint8_t* block, const Activations& x, int64_t first_tok
         Sums sums[M] = {};
         const uint8_t* weights = block + scale_bytes<KIND>;
         if constexpr (KIND == INT8) {
-            if constexpr (sizeof(X) == 1) add_int8_bytes<M>(weights, group, inputs, sums);
+            float totals[M];
+            for (int m = 0; m < M; m++) totals[m] = x.sum[(first_token + m) * x.num_groups + g];
+            if constexpr (sizeof(X) == 1) add_int8_bytes<M>(weights, group, inputs, totals, sums);
             else add_int8_words<M>(weights, group, inputs, sums);
         } else {
             if constexpr (sizeof(X) == 1) add_int4_bytes<M>(weights, group, inputs, sums);
@@ -236,16 +243,20 @@ void multiply(const Linear& linear, const Activations& x, const Target& target, 
     const int64_t tile_bytes = x.num_groups * block_bytes;
     const int64_t step = std::max<int64_t>(1, BLOCK_BYTES / tile_bytes) * TILE;
     for (int64_t first = start; first < stop; first += step)
-        for (int64_t m = 0; m < x.num_tokens; m += MAX_TOKENS)
+        for (int64_t m = 0, count; m < x.num_tokens; m += count) {
+            const int64_t left = x.num_tokens - m;
+            count = left >= MANY_TOKENS ? MANY_TOKENS : std::min<int64_t>(MAX_TOKENS, left);
             for (int64_t n = first; n < std::min(first + step, stop); n += TILE) {
                 const uint8_t* tile = (const uint8_t*)linear.weights + n / TILE * tile_bytes;
-                switch (std::min<int64_t>(MAX_TOKENS, x.num_tokens - m)) {
+                switch (count) {
                     case 1: multiply_and_store<KIND, X, 1>(linear, tile, x, m, n, target); break;
                     case 2: multiply_and_store<KIND, X, 2>(linear, tile, x, m, n, target); break;
                     case 3: multiply_and_store<KIND, X, 3>(linear, tile, x, m, n, target); break;
                     case 4: multiply_and_store<KIND, X, 4>(linear, tile, x, m, n, target); break;
+                    default: multiply_and_store<KIND, X, MANY_TOKENS>(linear, tile, x, m, n, target);
                 }
             }
+        }
 }
 
 template <class X>
