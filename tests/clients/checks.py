@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-import instructor
 import litellm
 from anthropic import Anthropic
 from langchain_anthropic import ChatAnthropic
@@ -227,22 +226,6 @@ def langchain_checks() -> dict[str, Check]:
     }
 
 
-def instructor_checks() -> dict[str, Check]:
-
-    class Shape(BaseModel):
-        kind: Literal["star", "circle"]
-
-    raw = OpenAI(base_url=f"{URL}/v1", max_retries=0)
-    client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
-    return {
-        "JSON schema": lambda: (
-            client.chat.completions.create(
-                model=MODEL, messages=CHAT, response_model=Shape, max_retries=0
-            ).kind
-        )
-    }
-
-
 #: What llm-comply's tests need that no model here does.
 _COMPLY_IGNORED = {
     "openai-chat": ("chat-tool-calling",),
@@ -272,7 +255,6 @@ CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
     "ollama": ollama_checks,
     "litellm": litellm_checks,
     "langchain-openai": langchain_checks,
-    "instructor": instructor_checks,
     "llm-comply": comply_checks,
 }
 
