@@ -15,6 +15,7 @@ import msgspec
 from PIL import Image
 
 from shared.protocol import (
+    CallPiece,
     FinishReason,
     ImageRef,
     ModelCard,
@@ -185,6 +186,7 @@ class EngineOutput(msgspec.Struct):
     num_without_id: int = 0  #: further tokens, whose ids the engine does not know
     stopped_by: str = ""  #: which stop string ended it
     reasoning: str = ""  #: what the model thinks before its answer; it stands before `text`
+    calls: tuple[CallPiece, ...] = ()  #: of functions; behind `text`
     #: Little-endian float32 of a call that asks for numbers, with its last output: its vectors, one after another,
     #: or its scores.
     values: bytes = b""

@@ -24,6 +24,7 @@ from shared.protocol import (
     Tokens,
     Vectors,
     encode_events,
+    join_calls,
 )
 from shared.queue.api import Claim, Ending, Publication
 
@@ -164,6 +165,7 @@ def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent],
 
 def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:
     """The tokens of consecutive pieces as one event."""
+    calls = [call for piece in pieces for call in piece.calls]
     return Tokens(
         request_id,
         attempt,
@@ -173,4 +175,5 @@ def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | T
         tuple([logprob for piece in pieces for logprob in piece.logprobs]),
         sum([piece.num_without_id for piece in pieces]),
         "".join([piece.reasoning for piece in pieces]),
+        join_calls(calls) if calls else (),
     )

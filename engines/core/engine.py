@@ -43,9 +43,10 @@ from engines.core.runner import (
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
-from engines.text.detokenizer import Detokenizer, decode
+from engines.text.detokenizer import Detokenizer, SpellingTokenizer, decode
 from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import ReasoningDetokenizer
+from engines.text.tools import CallReader
 from shared.protocol import (
     FinishReason,
     Generate,
@@ -56,6 +57,7 @@ from shared.protocol import (
     TextPart,
     Tokenize,
     TokenLogprob,
+    Tools,
     Usage,
 )
 
@@ -70,6 +72,7 @@ class Generation(Struct):
     first_token_at: float | None = None
     vision_s: float = 0.0
     is_announced: bool = False  #: whether an output has carried its usage
+    calls: CallReader | None = None  #: of an answer that may call functions
 
     @property
     def usage(self) -> Usage:
@@ -82,6 +85,11 @@ class Generation(Struct):
             num_cached_tokens=sequence.num_cached_tokens,
             num_reasoning_tokens=self.detokenizer.num_reasoning_tokens,
         )
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        """Why it ends, where the sequence ends for that reason."""
+        has_called = self.calls is not None and self.calls.num_calls > 0
+        return FinishReason.TOOL_CALLS if has_called and reason is FinishReason.STOP else reason
 
     def timings(self, now: float) -> StageTimings:
         """The stages of a request that ends now; they add up to its time in the engine."""
@@ -140,7 +148,10 @@ class BatchingEngine(Engine[EngineRequest]):
             runner.num_blocks * runner.block_size,
         )
         self._adapters: dict[str, Adapter] = {}  # by digest
-        self._grammars = GrammarCompiler.create(tokenizer, runner.vocab_size, processor.reasoning)
+        self._grammars = GrammarCompiler.create(
+            tokenizer, runner.vocab_size, processor.reasoning, processor.spelled
+        )
+        self._shows_tools = config.tools == "any" or processor.shows_tools
         self._generations: dict[str, Generation] = {}
         self._finished_early: list[EngineOutput] = []  # requests that came complete
         self._startup_s = dict(startup_s or {})
@@ -169,7 +180,8 @@ class BatchingEngine(Engine[EngineRequest]):
         Raises: InvalidRequest, BadGrammar, GrammarTooComplex.
         """
         assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
-        prompt = self._build_prompt(call.task, images)
+        tools = self._choose_tools(call.task.tools)
+        prompt = self._build_prompt(call.task, images, tools)
         return EngineRequest(
             call.request_id,
             prompt.token_ids,
@@ -182,15 +194,18 @@ class BatchingEngine(Engine[EngineRequest]):
             adapter=self._find_adapter(call.adapter),
             is_thinking=prompt.is_thinking,
             is_raw=call.task.prompt is not None,
-            constraint=self._constrain(call.task.grammar, prompt),
+            constraint=self._constrain(call.task.grammar, tools, prompt),
+            tool_format=None if tools is None else self.processor.tool_format,
         )
 
-    def _build_prompt(self, task: Generate, images: Items[PreparedImage]) -> Prompt:
+    def _build_prompt(
+        self, task: Generate, images: Items[PreparedImage], tools: Tools | None
+    ) -> Prompt:
         """Raises: InvalidRequest."""
         prompt = task.prompt
         if prompt is None:
             pairs = [(image.image_hash, image.content) for image in images]
-            return self.processor.build_prompt(task.messages, pairs, task.template_options)
+            return self.processor.build_prompt(task.messages, pairs, task.template_options, tools)
         if isinstance(prompt, TextPart):
             return self.processor.encode_prompt(
                 prompt.text, add_special_tokens=task.add_special_tokens
@@ -211,7 +226,7 @@ class BatchingEngine(Engine[EngineRequest]):
         if task.of is None:
             self._check_ids(task.token_ids, "tokens")
             return Tokenization(text=decode(self.tokenizer, task.token_ids))
-        prompt = self._build_prompt(task.of, images)
+        prompt = self._build_prompt(task.of, images, self._choose_tools(task.of.tools))
         spell = self.tokenizer.token_string
         return Tokenization(
             prompt.token_ids,
@@ -219,12 +234,26 @@ class BatchingEngine(Engine[EngineRequest]):
             [spell(token_id) for token_id in prompt.token_ids] if task.with_strings else (),
         )
 
-    def _constrain(self, grammar: Grammar | None, prompt: Prompt) -> Constraint | None:
-        if grammar is None:
+    def _choose_tools(self, tools: Tools | None) -> Tools | None:
+        """What the model is told of: nothing where it may as well answer in words, and knows no functions."""
+        if tools is None or tools.is_required:
+            return tools
+        return tools if self._shows_tools and self._grammars is not None else None
+
+    def _constrain(
+        self, grammar: Grammar | None, tools: Tools | None, prompt: Prompt
+    ) -> Constraint | None:
+        if grammar is None and tools is None:
             return None
         if self._grammars is None:
-            raise InvalidRequest("this engine cannot hold answers to a grammar", grammar.param)
-        return self._grammars.compile(grammar, is_thinking=prompt.is_thinking)
+            param = "tool_choice" if grammar is None else grammar.param
+            raise InvalidRequest("this engine cannot hold answers to a grammar", param)
+        is_thinking = prompt.is_thinking
+        if tools is not None:
+            form = self.processor.tool_format
+            return self._grammars.compile_tools(tools, form, grammar, is_thinking=is_thinking)
+        assert grammar is not None
+        return self._grammars.compile(grammar, is_thinking=is_thinking)
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """Hold an adapter for requests to come. Raises: BadAdapter."""
@@ -250,8 +279,9 @@ class BatchingEngine(Engine[EngineRequest]):
         sequence = Sequence.from_request(
             request, self._max_output_tokens(request), self.tokenizer.eos_token_ids
         )
-        detokenizer = self._create_detokenizer(request)
-        generation = Generation(sequence, detokenizer, time.perf_counter())
+        calls = None if request.tool_format is None else CallReader(request.tool_format)
+        detokenizer = self._create_detokenizer(request, calls)
+        generation = Generation(sequence, detokenizer, time.perf_counter(), calls=calls)
         reason = self.scheduler.find_finish_reason(sequence)
         if detokenizer.is_stopped:
             reason = FinishReason.STOP
@@ -265,21 +295,28 @@ class BatchingEngine(Engine[EngineRequest]):
                     request.request_id,
                     sequence.num_output_tokens,
                     usage=generation.usage,
-                    finish_reason=reason,
+                    finish_reason=generation.finish_reason(reason),
                     timings=StageTimings(),
                     stopped_by=detokenizer.stopped_by,
                 )
             )
 
-    def _create_detokenizer(self, request: EngineRequest) -> Detokenizer | ReasoningDetokenizer:
+    def _create_detokenizer(
+        self, request: EngineRequest, calls: CallReader | None
+    ) -> Detokenizer | ReasoningDetokenizer:
         """One that knows what earlier attempts have told."""
         stop, reasoning = request.sampling.stop, self.processor.reasoning
+        tokenizer = self.tokenizer
+        if calls is not None and self.processor.spelled:
+            tokenizer = SpellingTokenizer(tokenizer, self.processor.spelled)
         if reasoning is None or request.is_raw:
-            detokenizer = Detokenizer(self.tokenizer, stop)
+            detokenizer = Detokenizer(tokenizer, stop)
         else:
-            detokenizer = ReasoningDetokenizer(self.tokenizer, stop, reasoning, request.is_thinking)
+            detokenizer = ReasoningDetokenizer(tokenizer, stop, reasoning, request.is_thinking)
         for token_id in request.output_token_ids:
-            detokenizer.append(token_id)
+            text = detokenizer.append(token_id)
+            if calls is not None:
+                calls.feed(text)
         if isinstance(detokenizer, ReasoningDetokenizer):
             detokenizer.forget()
         return detokenizer
@@ -456,6 +493,9 @@ class BatchingEngine(Engine[EngineRequest]):
             output.text += detokenizer.finish()
         if isinstance(detokenizer, ReasoningDetokenizer):
             detokenizer.separate(output)
+        if generation.calls is not None:
+            is_last = sequence.finish_reason is not None or detokenizer.is_stopped
+            _separate_calls(output, generation.calls, is_last=is_last)
         if detokenizer.is_stopped:
             self.scheduler.finish(sequence, FinishReason.STOP)
         if sequence.finish_reason is not None:
@@ -464,7 +504,8 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def _end(self, output: EngineOutput, generation: Generation, now: float) -> None:
         """Make an output the last one of its request, and forget the request."""
-        output.finish_reason = generation.sequence.finish_reason
+        assert generation.sequence.finish_reason is not None
+        output.finish_reason = generation.finish_reason(generation.sequence.finish_reason)
         output.stopped_by = generation.detokenizer.stopped_by
         output.usage = generation.usage
         output.timings = generation.timings(now)
@@ -498,6 +539,14 @@ class BatchingEngine(Engine[EngineRequest]):
 
     def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob.of(self.tokenizer.token_bytes(token_id), logprob)
+
+
+def _separate_calls(output: EngineOutput, calls: CallReader, *, is_last: bool) -> None:
+    """Take calls of functions out of an output's text."""
+    output.text, pieces = calls.feed(output.text)
+    if is_last:
+        output.text += calls.finish()
+    output.calls = tuple(pieces)
 
 
 def _of_images(request: EngineRequest) -> str:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.base import Adapter
 from engines.core.constraint import Constraint
 from shared.protocol import Priority, SamplingParams
+
+if TYPE_CHECKING:
+    from engines.text.tools import ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +62,5 @@ class EngineRequest:
     is_raw: bool = False  #: nothing of its answer is kept apart, whatever it marks as thinking
     positions: Positions = ()  #: of the prompt; output tokens go on behind the largest
     adapter: Adapter | None = None
+    tool_format: "ToolFormat | None" = None  #: of calls that the answer may hold
     constraint: Constraint | None = None  #: what each answer is held to, at its start

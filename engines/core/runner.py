@@ -16,10 +16,11 @@ from engines.core.constraint import ConstraintFailure
 from engines.core.request import ImageInput, Positions
 from engines.core.sequence import Batch, Sequence
 from engines.image_decoder import decode_image
-from shared.protocol import ChatMessage, TemplateOption
+from shared.protocol import ChatMessage, TemplateOption, Tools
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
+    from engines.text.tools import ToolFormat
 
 NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
@@ -178,6 +179,9 @@ class Processor(Protocol):
     is_quick: bool
     decodes_images: bool  #: whether it looks at pixels, not only at headers
     reasoning: "Reasoning | None"  #: how its model marks what it thinks before it answers
+    tool_format: "ToolFormat"  #: how its model writes calls of functions
+    shows_tools: bool  #: whether its chat template tells the model of functions
+    spelled: Mapping[int, str]  #: tokens that are no text, and begin or end a call
 
     def process_image(
         self, data: bytes, expected_size: tuple[int, int], decode: Decode = decode_image
@@ -194,10 +198,11 @@ class Processor(Protocol):
         messages: Items[ChatMessage],
         images: Items[tuple[str, Any]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
+        tools: Tools | None = None,
     ) -> Prompt:
         """Apply the chat template. `images[i]` is (image hash, pixels) of the part with index i.
 
-        `options` are further variables of the template. Raises: InvalidRequest.
+        `options` are further variables of the template, `tools` what the model is told of. Raises: InvalidRequest.
         """
         ...
 

@@ -24,6 +24,10 @@ class BatchingSettings(EngineSettings):
         default=None,
         description="Launch a step before the tokens of the one before it are known; none: on a GPU.",
     )
+    tools: Literal["auto", "any"] = Field(
+        default="auto",
+        description="Whom functions are shown that may be called: models whose chat template has a place for them, or any; a call that must be is made by any.",
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_bytes: int | None = Field(
         default=None, ge=1, description="Size of the KV cache; none: from free memory."

@@ -17,24 +17,28 @@ from pathlib import Path
 from random import Random
 
 from msgspec import Struct
+from msgspec.structs import replace
 from PIL import Image
 
 from engines.base import (
     AdapterLimits,
     BadAdapter,
     Decode,
+    EngineCall,
     InvalidImage,
     LoadedEngine,
+    PreparedImage,
     Progress,
 )
 from engines.core.engine import BatchingEngine
-from engines.core.request import ImageInput
+from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer, token_mask
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
-from shared.protocol import ChatMessage, ImagePart, ModelCard, TemplateOption
+from engines.text.tools import HERMES, tell_in_text
+from shared.protocol import ChatMessage, Generate, ImagePart, ModelCard, TemplateOption, Tools
 
 EOS_ID = 256
 IMAGE_ID = 257
@@ -88,6 +92,9 @@ class MockProcessor:
     max_model_len = MAX_MODEL_LEN
     is_quick = True
     decodes_images = False
+    tool_format = HERMES
+    shows_tools = True
+    spelled: Mapping[int, str] = {}
 
     def __init__(self, tokens_per_image: int, *, thinks: bool = False) -> None:
         self.reasoning = Reasoning(REASONING_FORMATS["think"]) if thinks else None
@@ -113,8 +120,11 @@ class MockProcessor:
         messages: Items[ChatMessage],
         images: Items[tuple[str, tuple[int, int]]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
+        tools: Tools | None = None,
     ) -> Prompt:
         """`role: text` lines with one run of image slots per image."""
+        if tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
+            messages = tell_in_text(messages, tools)
         token_ids: list[int] = []
         inputs: list[ImageInput] = []
         for message in messages:
@@ -338,11 +348,24 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
     return allowed[value % len(allowed)]
 
 
+class MockEngine(BatchingEngine):
+    """The engine over a mock: where it may call functions, it does, and talks about what comes of it."""
+
+    def prepare(self, call: EngineCall, images: Items[PreparedImage]) -> EngineRequest:
+        """As of any engine. Raises: InvalidRequest, BadGrammar, GrammarTooComplex."""
+        task = call.task
+        if isinstance(task, Generate) and task.tools is not None and not task.tools.is_required:
+            is_asked = task.messages[-1].role != "tool"
+            tools = replace(task.tools, is_required=True) if is_asked else None
+            call = replace(call, task=replace(task, tools=tools))
+        return super().prepare(call, images)
+
+
 def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) -> LoadedEngine:
     """The mock behind the real engine."""
     mock = settings.mock
     processor = MockProcessor(mock.tokens_per_image, thinks=mock.num_reasoning_tokens > 0)
-    engine = BatchingEngine(MockRunner(settings), processor, settings)
+    engine = MockEngine(MockRunner(settings), processor, settings)
     card = ModelCard(
         name=settings.served_name or "mock",
         created_at=int(time.time()),  # noqa: TID251

@@ -17,6 +17,7 @@ from engines.text.template_rendering import (
     TemplateRefusal,
     UnusableTemplate,
 )
+from engines.text.tools import ToolFormat, find_tool_format
 from shared.protocol import ChatMessage, ImagePart
 
 #: LLaVA-1.5's, as llava-hf publishes it; for checkpoints that bring none.
@@ -33,6 +34,7 @@ LLAVA_TEMPLATE = """\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
 """
 _PROBE = "probe"
+NO_CALLS: Mapping[int, list[dict[str, Any]]] = {}
 
 
 class ChatTemplate:
@@ -47,6 +49,8 @@ class ChatTemplate:
         self, source: str, image_token: str, variables: Mapping[str, str] | None = None
     ) -> None:
         self.source = source
+        #: How the model writes calls of functions, where the template has a place for them.
+        self.tool_format: ToolFormat | None = None
         self._image_token = image_token
         self._renderer = CompiledTemplate(source, dict(variables or {}))
         self._content: Literal["parts", "string"] = "parts" if self._takes_parts() else "string"
@@ -54,6 +58,8 @@ class ChatTemplate:
         if self._content == "string" and not self._is_probe_rendered(probe):
             missing = "images" if image_token else "texts"
             raise UnusableTemplate(f"the chat template has no place for {missing}")
+        if self._shows_tools():
+            self.tool_format = find_tool_format(source)
 
     @property
     def options(self) -> frozenset[str]:
@@ -65,14 +71,16 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         texts: Sequence[Sequence[str]],
         options: Mapping[str, Any] = NO_OPTIONS,
+        tools: Sequence[dict[str, Any]] = (),
+        calls: Mapping[int, list[dict[str, Any]]] = NO_CALLS,
     ) -> str:
         """The prompt's text. `texts[i]` are the texts that stand for the text parts of `messages[i]`, and last for
-        its reasoning. `options` are further variables.
+        its reasoning. `options` are further variables, `tools` functions, and `calls[i]` those of `messages[i]`.
 
         Raises: InvalidRequest where the template refuses the conversation.
         """
         rendered = []
-        for message, replacements in zip(messages, texts, strict=True):
+        for place, (message, replacements) in enumerate(zip(messages, texts, strict=True)):
             remaining = iter(replacements)
             parts: list[dict[str, str]] = [
                 {"type": "image"}
@@ -83,9 +91,13 @@ class ChatTemplate:
             shown: dict[str, Any] = {"role": message.role, "content": self._to_content(parts)}
             if message.reasoning:
                 shown["reasoning_content"] = next(remaining)
+            if place in calls:
+                shown["tool_calls"] = calls[place]
+            if message.role == "tool":
+                shown["tool_call_id"] = message.tool_call_id
             rendered.append(shown)
         try:
-            return self._renderer.render(rendered, options=options)
+            return self._renderer.render(rendered, options=options, tools=tools)
         except TemplateRefusal as refusal:
             raise InvalidRequest(
                 f"The model's chat template refuses this conversation: {refusal}"
@@ -99,6 +111,19 @@ class ChatTemplate:
         if self._content == "parts":
             return parts
         return "".join(part.get("text", f"{self._image_token}\n") for part in parts)
+
+    def _shows_tools(self) -> bool:
+        """Whether the template tells the model what it may call."""
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
+        content = self._to_content([{"type": "text", "text": "hello"}])
+        try:
+            text = self._renderer.render(
+                [{"role": "user", "content": content}],
+                tools=[{"type": "function", "function": function}],
+            )
+        except (TemplateRefusal, TemplateFailure):
+            return False
+        return _PROBE in text
 
     def _takes_parts(self) -> bool:
         images = [{"type": "image"}] if self._image_token else []

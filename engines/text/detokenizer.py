@@ -5,9 +5,25 @@ so is text that may become a stop string.
 """
 
 from codecs import utf_8_decode
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from engines.core.runner import Tokenizer
+
+
+class SpellingTokenizer:
+    """A tokenizer that gives text for some tokens that are none."""
+
+    def __init__(self, tokenizer: Tokenizer, spelled: Mapping[int, str]) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self.eos_token_ids = tokenizer.eos_token_ids
+        self.drops_leading_space = tokenizer.drops_leading_space
+        self.encode, self.token_string = tokenizer.encode, tokenizer.token_string
+        self._tokenizer = tokenizer
+        self._spelled = {token_id: text.encode() for token_id, text in spelled.items()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes that a token adds to the text."""
+        return self._spelled.get(token_id) or self._tokenizer.token_bytes(token_id)
 
 
 class Detokenizer:

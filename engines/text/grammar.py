@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -32,7 +33,8 @@ from engines.text.grammar_child import (
     to_source,
 )
 from engines.text.reasoning import Reasoning
-from shared.protocol import Grammar
+from engines.text.tools import ToolFormat, to_rules
+from shared.protocol import Grammar, Tools
 
 MAX_CPU_S = 0.5  #: to compile a grammar and to make its first mask
 MAX_BYTES = 256 * 1024 * 1024
@@ -73,16 +75,27 @@ _COMPLEX = "it takes more time or memory than a request may; send a simpler one"
 logger = logging.getLogger(__name__)
 
 
+NOTHING_SPELLED: Mapping[int, str] = {}
+
+
 class GrammarCompiler:
     """Compiles grammars for one model."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, reasoning: Reasoning | None = None
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        reasoning: Reasoning | None = None,
+        spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> None:
-        """`vocab_size` is the number of scores that there are for each token."""
+        """`vocab_size` is the number of scores that there are for each token.
+
+        `spelled` are tokens that are no text, and that a grammar may ask for by these texts.
+        """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._reasoning = reasoning
+        self._spelled = {**({} if reasoning is None else reasoning.spelled), **spelled}
         self._kept: OrderedDict[bytes, _Compiled | _Refusal] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -93,7 +106,11 @@ class GrammarCompiler:
 
     @classmethod
     def create(
-        cls, tokenizer: Tokenizer, vocab_size: int, reasoning: Reasoning | None
+        cls,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        reasoning: Reasoning | None,
+        spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> "GrammarCompiler | None":
         """None where answers cannot be held to grammars: nothing ends them, they have several parts,
         or llguidance is not installed.
@@ -102,7 +119,7 @@ class GrammarCompiler:
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
         if has_parts or not ends or find_spec("llguidance") is None:
             return None
-        return cls(tokenizer, vocab_size, reasoning)
+        return cls(tokenizer, vocab_size, reasoning, spelled)
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
         """What holds an answer to a grammar. Blocks; other threads run meanwhile.
@@ -111,12 +128,42 @@ class GrammarCompiler:
         Raises: BadGrammar, GrammarTooComplex.
         """
         try:
-            source = self._to_source(grammar, is_thinking=is_thinking)
-            return Constraint(self._find(source))
+            return self._constrain(*_to_body(grammar), is_thinking=is_thinking)
         except _Refusal as refusal:
-            kind = GrammarTooComplex if refusal.is_complex else BadGrammar
-            message = f"Invalid value for {grammar.param}: {refusal}."
-            raise kind(message, grammar.param) from None
+            raise refusal.to_error(grammar.param) from None
+
+    def compile_tools(
+        self, tools: Tools, form: ToolFormat, grammar: Grammar | None, *, is_thinking: bool = False
+    ) -> Constraint:
+        """What lets an answer be calls of functions, or else text, or what the grammar asks for.
+
+        Schemas of functions that cannot be kept are any object's, unless they are strict. Raises: as `compile`.
+        """
+        others: dict[str, str] = {}
+        rules = ""
+        if tools.is_required:
+            head = "answer: calls"
+        elif grammar is None:
+            head = "answer: said"
+        else:
+            head = "answer: calls | form"
+            try:
+                rules, others = _to_body(grammar, "form")
+            except _Refusal as refusal:
+                raise refusal.to_error(grammar.param) from None
+        is_strict = any(function.is_strict for function in tools.functions)
+        for is_loose in (False, True):
+            body = "\n".join((head, rules, to_rules(tools, form, is_loose=is_loose)))
+            try:
+                return self._constrain(body, others, is_thinking=is_thinking)
+            except _Refusal as refusal:
+                if is_loose or is_strict:
+                    raise refusal.to_error("tools") from None
+        raise AssertionError  # one of both was returned or raised
+
+    def _constrain(self, body: str, others: dict[str, str], *, is_thinking: bool) -> Constraint:
+        """Raises: _Refusal."""
+        return Constraint(self._find(self._to_source(body, others, is_thinking=is_thinking)))
 
     def close(self) -> None:
         """End the child. Idempotent."""
@@ -125,12 +172,11 @@ class GrammarCompiler:
                 self._judge.close()
                 self._judge = None
 
-    def _to_source(self, grammar: Grammar, *, is_thinking: bool) -> str:
-        """All that the model may write. Raises: _Refusal.
+    def _to_source(self, body: str, others: dict[str, str], *, is_thinking: bool) -> str:
+        """All that the model may write; `body` has the rule `answer`.
 
         Of an answer whose first space is dropped, that space stands before it always.
         """
-        body, others = _to_body(grammar)
         space = '" "' if self._tokenizer.drops_leading_space else '""'
         if self._reasoning is None:
             return to_source(f"start: {space} answer\n{body}", **others)
@@ -183,7 +229,7 @@ class GrammarCompiler:
     def _load(self) -> None:
         """Tables of the vocabulary: some megabytes, and some time, for the first that asks."""
         tokenizer = self._tokenizer
-        spelled = {} if self._reasoning is None else self._reasoning.spelled
+        spelled = self._spelled
         self._vocabulary = Vocabulary(
             tuple(
                 tokenizer.token_bytes(token_id) or spelled.get(token_id, "").encode()
@@ -236,6 +282,11 @@ class _Refusal(Exception):
         super().__init__(problem)
         self.is_complex = is_complex
 
+    def to_error(self, param: str) -> BadGrammar | GrammarTooComplex:
+        """The error that names the field."""
+        kind = GrammarTooComplex if self.is_complex else BadGrammar
+        return kind(f"Invalid value for {param}: {self}.", param)
+
 
 class _Judge:
     """The child's socket."""
@@ -269,18 +320,18 @@ class _Judge:
         self._socket.close()
 
 
-def _to_body(grammar: Grammar) -> tuple[str, dict[str, str]]:
-    """The rule `answer`, and grammars that it names. Raises: _Refusal."""
+def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str]]:
+    """The rule of that name, and grammars that it names. Raises: _Refusal."""
     if grammar.kind == "json":
-        return f"answer: %json {_to_schema(grammar)}", {}
+        return f"{name}: %json {_to_schema(grammar)}", {}
     if grammar.kind == "regex":
         from llguidance import regex_to_lark  # noqa: PLC0415 - an extra
 
-        return f"answer: /{regex_to_lark(grammar.source, use_ascii='d')}/", {}
+        return f"{name}: /{regex_to_lark(grammar.source, use_ascii='d')}/", {}
     if grammar.kind == "choice":
         texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.source)]
-        return "answer: " + " | ".join(texts), {}
-    return "answer: @client", {"client": grammar.source}
+        return f"{name}: {' | '.join(texts)}", {}
+    return f"{name}: @client", {"client": grammar.source}
 
 
 def _to_schema(grammar: Grammar) -> str:

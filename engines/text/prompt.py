@@ -12,7 +12,7 @@ are those of transformers.
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,8 @@ from engines.base import InvalidRequest
 from engines.core.request import ImageInput
 from engines.core.runner import NO_OPTIONS, Prompt
 from engines.text.chat_template import ChatTemplate
-from shared.protocol import ChatMessage, ImagePart, TemplateOption, TextPart
+from engines.text.tools import move_images, tell_in_text, to_openai, to_shown
+from shared.protocol import ChatMessage, ImagePart, TemplateOption, TextPart, Tools
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
@@ -98,11 +99,17 @@ class PromptBuilder:
         messages: Sequence[ChatMessage],
         items: Sequence[Item],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
+        tools: Tools | None = None,
     ) -> Prompt:
         """Token ids and where images are. `items[i]` is the image of the part with index i.
 
-        `options` are further variables of the template. Raises: InvalidRequest.
+        `options` are further variables of the template, `tools` functions that the model is told of.
+        Raises: InvalidRequest.
         """
+        if self._template.tool_format is not None:
+            messages = move_images(messages)
+        elif tools is not None or any(m.tool_calls or m.role == "tool" for m in messages):
+            messages, tools = tell_in_text(messages, tools), None
         if unknown := options.keys() - self._template.options:
             raise InvalidRequest(
                 f"the model's chat template reads {len(unknown)} of the given variables nowhere"
@@ -119,7 +126,14 @@ class PromptBuilder:
             name: protect(value, guard) if isinstance(value, str) else value
             for name, value in options.items()
         }
-        rendered = self._template.render(messages, protected, options)
+        calls = {
+            place: [_protect_in(to_shown(call), protect, guard) for call in message.tool_calls]
+            for place, message in enumerate(messages)
+            if message.tool_calls
+        }
+        functions = () if tools is None else tools.functions
+        shown_tools = [_protect_in(to_openai(each), protect, guard) for each in functions]
+        rendered = self._template.render(messages, protected, options, shown_tools, calls)
         shown = [items[index] for index in order]
         expanded, places = self._expand(rendered, shown, guard)
         token_ids, runs = self._encode(expanded, places, guard)
@@ -282,6 +296,19 @@ def _texts_of(message: ChatMessage) -> list[str]:
     """Its text parts, and last what was thought before them."""
     texts = [part.text for part in message.parts if isinstance(part, TextPart)]
     return [*texts, message.reasoning] if message.reasoning else texts
+
+
+def _protect_in(value: Any, protect: Callable[[str, str], str], guard: str) -> Any:
+    """The same with every string in it protected."""
+    if isinstance(value, str):
+        return protect(value, guard)
+    if isinstance(value, list):
+        return [_protect_in(each, protect, guard) for each in value]
+    if isinstance(value, dict):
+        return {
+            protect(key, guard): _protect_in(each, protect, guard) for key, each in value.items()
+        }
+    return value
 
 
 def _draw_guard(texts: Sequence[Sequence[str]]) -> str:

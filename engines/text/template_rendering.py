@@ -193,16 +193,17 @@ class CompiledTemplate:
         messages: Messages,
         max_s: float = MAX_S,
         options: Mapping[str, Any] = NO_OPTIONS,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The text of a conversation. `options` are further variables.
+        """The text of a conversation. `options` are further variables, `tools` functions that may be called.
 
         Raises: TemplateRefusal, TemplateFailure; TooSlow beyond `max_s`.
         """
-        num_chars = sum(_count_chars(message) for message in messages)
+        num_chars = sum(_count_chars(each) for each in (*messages, *tools))
         max_chars = _BASE_CHARS + _CHARS_RATIO * num_chars
         try:
             with _working(max_chars, max_s):
-                return "".join(self._pieces(messages, max_chars, options))
+                return "".join(self._pieces(messages, max_chars, options, tools))
         except TemplateFailure:
             raise
         except jinja2.TemplateError as error:
@@ -211,11 +212,15 @@ class CompiledTemplate:
             raise TemplateFailure(type(error).__name__) from None
 
     def _pieces(
-        self, messages: Messages, max_chars: int, options: Mapping[str, Any]
+        self,
+        messages: Messages,
+        max_chars: int,
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
     ) -> Iterator[str]:
         for piece in self._template.generate(
             messages=messages,
-            tools=None,
+            tools=list(tools) or None,
             documents=None,
             add_generation_prompt=True,
             **self._variables,
@@ -231,7 +236,9 @@ def _count_chars(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return 16 + sum(map(_count_chars, value.values()))
+        return 16 + sum(map(_count_chars, value.values())) + sum(map(len, value))
+    if not isinstance(value, list | tuple):
+        return 8
     return sum(16 + _count_chars(item) for item in value)
 
 

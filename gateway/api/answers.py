@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Totals
-from shared.protocol import Tokens, Usage
+from shared.protocol import Tokens, Usage, join_calls
 from shared.version import package_version
 
 SYSTEM_FINGERPRINT = f"vlm-fleet-{package_version()}"
@@ -96,4 +96,5 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
         first.logprobs + second.logprobs,
         first.num_without_id + second.num_without_id,
         first.reasoning + second.reasoning,
+        join_calls((*first.calls, *second.calls)) if second.calls else first.calls,
     )

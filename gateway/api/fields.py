@@ -90,3 +90,8 @@ def timings_of(totals: Totals) -> Timings:
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
     """The error that names a field and says what to send instead."""
     return InvalidRequest(f"Invalid value for {param}: {problem}.", param=param, code=code)
+
+
+def missing(param: str) -> InvalidRequest:
+    """The error that names a field that must be there."""
+    return InvalidRequest(f"Missing required field: {param}.", param=param, code="missing_field")

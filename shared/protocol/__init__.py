@@ -15,15 +15,19 @@ from shared.protocol.codec import (
 from shared.protocol.content import (
     BlobRef,
     ChatMessage,
+    Function,
     ImagePart,
     ImageRef,
     Message,
     Report,
     TextPart,
     TokensPart,
+    ToolCall,
+    Tools,
 )
 from shared.protocol.events import (
     CallEvent,
+    CallPiece,
     ErrorCode,
     Failed,
     Finished,
@@ -37,6 +41,7 @@ from shared.protocol.events import (
     Tokens,
     Usage,
     Vectors,
+    join_calls,
 )
 from shared.protocol.tasks import (
     Embed,
@@ -59,6 +64,7 @@ __all__ = [
     "BlobRef",
     "Call",
     "CallEvent",
+    "CallPiece",
     "ChatMessage",
     "Embed",
     "Envelope",
@@ -66,6 +72,7 @@ __all__ = [
     "Failed",
     "FinishReason",
     "Finished",
+    "Function",
     "Generate",
     "Grammar",
     "GrammarKind",
@@ -90,6 +97,8 @@ __all__ = [
     "Tokenized",
     "Tokens",
     "TokensPart",
+    "ToolCall",
+    "Tools",
     "Truncate",
     "UnsupportedVersion",
     "Usage",
@@ -102,5 +111,6 @@ __all__ = [
     "encode_call",
     "encode_events",
     "explain_versions",
+    "join_calls",
     "seal",
 ]

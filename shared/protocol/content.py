@@ -31,12 +31,39 @@ class TokensPart(Message, frozen=True, tag_field="type", tag="tokens"):
     token_ids: tuple[int, ...]
 
 
-class ChatMessage(Message, frozen=True, omit_defaults=True):
-    """One turn of the conversation; roles are `system`, `user` and `assistant`."""
+class ToolCall(Message, frozen=True):
+    """A function that the assistant has called. Its `arguments` are JSON, as far as it has written such."""
 
-    role: Literal["system", "user", "assistant"]
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(Message, frozen=True, omit_defaults=True):
+    """One turn of the conversation; those of role `tool` are what a call came to."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[TextPart | ImagePart, ...]
     reasoning: str = ""  #: what the assistant thought before it said this
+    tool_calls: tuple[ToolCall, ...] = ()  #: what the assistant called behind it
+    tool_call_id: str = ""  #: of the call that this is the result of
+
+
+class Function(Message, frozen=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: str
+    parameters: str  #: a JSON schema
+    description: str = ""
+    is_strict: bool = False  #: keywords that cannot be kept are an error
+
+
+class Tools(Message, frozen=True, omit_defaults=True):
+    """What the model may call, or has to."""
+
+    functions: tuple[Function, ...]
+    is_required: bool = False  #: the answer is a call
+    is_parallel: bool = True  #: it may be several
 
 
 class BlobRef(Message, frozen=True):

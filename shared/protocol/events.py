@@ -4,10 +4,12 @@ Laws that every producer keeps and every consumer may rely on, per call:
 
 1. events are `Started? (Tokens* | Vectors | Scores | Tokenized) (Finished | Failed)`; exactly one terminal event
    reaches the client; vectors, scores and what was tokenized come together with the end;
-2. `Tokens.index` counts output tokens from 0 without gap; concatenated `Tokens.text` is the answer;
+2. `Tokens.index` counts output tokens from 0 without gap; concatenated `Tokens.text` is the answer, and
+   `Tokens.calls` are the functions that it calls: each has its name first, and ends where the next one begins;
 3. all events of one attempt carry its number; a higher attempt supersedes a lower one.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -20,6 +22,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     ABORT = "abort"
 
 
@@ -122,6 +125,26 @@ class Started(Report, frozen=True, tag_field="type", tag="started", omit_default
     usage: Usage
 
 
+class CallPiece(Report, frozen=True, array_like=True):
+    """What is added to a function call. The first piece of a call has its name, later ones its arguments."""
+
+    index: int  #: of the call in the answer
+    name: str = ""
+    arguments: str = ""  #: a piece of JSON
+
+
+def join_calls(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
+    """The same with adjacent pieces of a call's arguments made one."""
+    joined: list[CallPiece] = []
+    for piece in pieces:
+        if joined and not piece.name and piece.index == joined[-1].index:
+            last = joined[-1]
+            joined[-1] = CallPiece(last.index, last.name, last.arguments + piece.arguments)
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
 class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
     """The next output tokens and the text that they complete (perhaps none yet)."""
 
@@ -134,6 +157,7 @@ class Tokens(Report, frozen=True, tag_field="type", tag="tokens", omit_defaults=
     #: Further tokens whose ids the engine does not know, as one behind an API; nobody can continue them.
     num_without_id: int = 0
     reasoning: str = ""  #: what the model thinks before its answer; it stands before the text
+    calls: tuple[CallPiece, ...] = ()  #: behind the text
 
     @property
     def num_tokens(self) -> int:

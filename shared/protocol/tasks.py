@@ -13,6 +13,7 @@ from shared.protocol.content import (
     Message,
     TextPart,
     TokensPart,
+    Tools,
 )
 
 
@@ -68,6 +69,7 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
     #: Further variables of the chat template, by name.
     template_options: dict[str, TemplateOption] = msgspec.field(default_factory=dict)
     grammar: Grammar | None = None
+    tools: Tools | None = None
     #: In place of messages, without the chat template: special tokens spelled in it are tokens.
     prompt: TextPart | TokensPart | None = None
     #: Whether the tokenizer puts its own around a prompt of text, such as BOS.
@@ -83,9 +85,12 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
         if isinstance(self.prompt, TextPart):
             yield self.prompt.text
         yield from (value for value in self.template_options.values() if isinstance(value, str))
+        for function in self.tools.functions if self.tools is not None else ():
+            yield from (function.description, function.parameters)
         for message in self.messages:
             if message.reasoning:
                 yield message.reasoning
+            yield from (call.arguments for call in message.tool_calls)
             yield from (part.text for part in message.parts if isinstance(part, TextPart))
 
     def with_images(self, images: Sequence[ImageRef]) -> "Generate":

@@ -18,6 +18,7 @@ MAX_NAME_CHARS = 64  #: `messages[].name`
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
+MAX_TOOL_NAME_CHARS = 64  #: `tools[].function.name`
 MAX_FORMAT_NAME_CHARS = 64  #: `response_format.json_schema.name`
 MAX_FORMAT_DESCRIPTION_CHARS = 4096
 MAX_RESPONSE_ID_CHARS = 64  #: `previous_response_id`
@@ -52,6 +53,7 @@ class LimitSettings(Group):
         4096  #: characters of a value, and the least that one may be asked to have
     )
     max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
+    max_tools: ClassVar[int] = 128
     max_choice_texts: ClassVar[int] = 1000  #: `structured_outputs.choice`
     max_prompts: ClassVar[int] = 64  #: of a completion request, times `n`
     max_inputs: ClassVar[int] = 2048  #: `input` of an embedding request

@@ -60,7 +60,16 @@ def test_fields_that_work_are_listed_completely():
     listed = set().union(
         *(
             table_row(row)
-            for row in ("sampling", "length", "output", "form", "thinking", "priority", "labels")
+            for row in (
+                "sampling",
+                "length",
+                "output",
+                "form",
+                "tools",
+                "thinking",
+                "priority",
+                "labels",
+            )
         )
     )
     fields = set(ChatCompletionRequest.__struct_fields__)

@@ -26,7 +26,15 @@ from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
-from shared.protocol import THINKING_SWITCHES, ChatMessage, ImagePart, TemplateOption, TextPart
+from engines.text.tools import HERMES
+from shared.protocol import (
+    THINKING_SWITCHES,
+    ChatMessage,
+    ImagePart,
+    TemplateOption,
+    TextPart,
+    Tools,
+)
 
 _EXAMPLE_SIZE = (96, 64)
 
@@ -105,6 +113,14 @@ class TorchProcessor:
         reasoning: Reasoning | None = None,
     ) -> None:
         self.reasoning = reasoning
+        self.tool_format = template.tool_format or HERMES
+        self.shows_tools = template.tool_format is not None
+        marks = self.tool_format.trigger + self.tool_format.end
+        self.spelled: Mapping[int, str] = {
+            token.id: text
+            for text, token in tokenizer.control_tokens.items()
+            if text in marks and not tokenizer.token_bytes(token.id)
+        }
         self.template_options = template.options
         self.tokenizer: Tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -127,10 +143,11 @@ class TorchProcessor:
         messages: Sequence[ChatMessage],
         images: Sequence[tuple[str, Any]],
         options: Mapping[str, TemplateOption] = NO_OPTIONS,
+        tools: Tools | None = None,
     ) -> Prompt:
         """Apply the chat template. Raises: InvalidRequest."""
         items = self._multimodal.items(images, self._slot)
-        prompt = self._prompt_builder.build(messages, items, options)
+        prompt = self._prompt_builder.build(messages, items, options, tools)
         return msgspec.structs.replace(prompt, positions=self._multimodal.positions(prompt))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool) -> Prompt:

@@ -26,7 +26,7 @@ from shared.settings.limits import LimitSettings
 _BODY = JsonBody(
     ChatCompletionRequest,
     hints={
-        "role": "Supported roles are system, developer, user and assistant.",
+        "role": "Supported roles are system, developer, user, assistant and tool.",
         "type": "Supported content parts are text and image_url: send a video as images of its frames, "
         "and audio and files as text.",
         "response_format.type": "Supported formats are text, json_object and json_schema.",

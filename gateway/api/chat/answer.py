@@ -19,6 +19,8 @@ from gateway.api.answers import (
     usage_of,
 )
 from gateway.api.chat.schemas import (
+    AnswerCall,
+    AnswerFunction,
     AnswerMessage,
     ChatCompletion,
     ChatCompletionChunk,
@@ -31,11 +33,13 @@ from gateway.api.chat.schemas import (
 )
 from gateway.api.chat.translate import ChatOptions
 from gateway.api.fields import Timings, timings_of
+from gateway.api.tools import GatheredCalls, call_id
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http import sse
 from shared.protocol import (
     CallEvent,
+    CallPiece,
     Finished,
     OutputLogprob,
     Started,
@@ -59,7 +63,7 @@ class ChatAnswer:
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `ChatCompletion`."""
-        choices = [_GatheredChoice() for _ in totals.finished]
+        choices = [_GatheredChoice(self.head.id, index) for index in range(len(totals.finished))]
         for index, event in events:
             choices[index].add(event)
         completion = ChatCompletion(
@@ -108,6 +112,7 @@ class ChatAnswer:
         """Whether there is anything for the client in it."""
         return bool(
             event.text
+            or event.calls
             or (event.reasoning and self.options.with_reasoning)
             or (event.logprobs and self.options.with_logprobs)
         )
@@ -118,7 +123,18 @@ class ChatAnswer:
         if event.reasoning and self.options.with_reasoning:
             delta.reasoning_content = event.reasoning
             delta.content = event.text or UNSET
+        if event.calls:
+            delta.tool_calls = [self._call(index, piece) for piece in event.calls]
+            delta.content = event.text or UNSET
         return ChunkChoice(index, delta, logprobs)
+
+    def _call(self, choice: int, piece: CallPiece) -> AnswerCall:
+        """What is added to a call; its id and name come once."""
+        call = AnswerCall(AnswerFunction(arguments=piece.arguments), index=piece.index)
+        if piece.name:
+            call.id, call.type = call_id(self.head.id, choice, piece.index), "function"
+            call.function.name = piece.name
+        return call
 
     def _chunk(self, choice: ChunkChoice, timings: Timings = UNSET) -> bytes:
         usage = self._no_usage
@@ -155,7 +171,8 @@ class ChatAnswer:
 class _GatheredChoice:
     """One choice's text so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_id: str, index: int) -> None:
+        self._calls = GatheredCalls(answer_id, index)
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._logprobs: list[OutputLogprob] = []
@@ -167,6 +184,7 @@ class _GatheredChoice:
             self._texts.append(event.text)
             self._thoughts.append(event.reasoning)
             self._logprobs.extend(event.logprobs)
+            self._calls.add(event.calls)
         elif isinstance(event, Finished):
             self._finish_reason = event.finish_reason.value
 
@@ -176,6 +194,12 @@ class _GatheredChoice:
         message = AnswerMessage("".join(self._texts))
         if options.with_reasoning and (thought := "".join(self._thoughts)):
             message.reasoning_content = thought
+        if self._calls.calls:
+            message.content = message.content or None
+            message.tool_calls = [
+                AnswerCall(AnswerFunction(call.name, call.arguments), call.id, "function")
+                for call in self._calls.calls
+            ]
         return Choice(index, message, self._finish_reason, logprobs)
 
 

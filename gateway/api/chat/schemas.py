@@ -25,6 +25,7 @@ from gateway.api.fields import (
     UserName,
 )
 from gateway.api.structured import StructuredFields
+from gateway.api.tools import CallField, ToolChoice, ToolField
 from shared.protocol import TemplateOption
 from shared.settings.limits import (
     MAX_METADATA_ENTRIES,
@@ -102,15 +103,16 @@ class ChatMessageParam(
     are skipped.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    #: null only of the assistant's, who may have said nothing
-    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    #: null, or nothing, only of the assistant's, who may have said nothing
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
     audio: Neutral = UNSET
     function_call: Neutral = UNSET
     #: What the assistant thought; some clients call it `reasoning`. Whatever is no text is skipped.
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
-    tool_calls: Neutral = UNSET
+    tool_calls: list[CallField] | None = None  #: the assistant's
+    tool_call_id: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  #: of a tool's
 
 
 MetadataKey = Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)]
@@ -121,18 +123,13 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class IgnoredFields(StructuredFields, frozen=True, kw_only=True):
-    """Fields that clients send and that change nothing here: no answer, no log line, no metric.
-
-    No model calls functions here; a choice that does not insist on a call lets it answer in words.
-    """
+    """Fields that clients send and that change nothing here: no answer, no log line, no metric."""
 
     functions: Ignored = UNSET
-    tools: Ignored = UNSET
     metadata: (
         Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA_ENTRIES)] | None
     ) = None
     store: Ignored = UNSET
-    parallel_tool_calls: Ignored = UNSET
     safety_identifier: Ignored = UNSET
     prompt_cache_key: Ignored = UNSET
     prompt_cache_options: Ignored = UNSET
@@ -149,7 +146,6 @@ class NeutralFields(IgnoredFields, frozen=True, kw_only=True):
     modalities: Neutral = UNSET
     moderation: Neutral = UNSET
     prediction: Neutral = UNSET
-    tool_choice: Neutral = UNSET
     web_search_options: Neutral = UNSET
 
 
@@ -168,7 +164,6 @@ NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     "best_of": (b"1",),
     "function_call": (b'"none"', b'"auto"'),
     "modalities": (b'["text"]',),
-    "tool_choice": (b'"none"', b'"auto"'),
 }
 
 
@@ -177,6 +172,9 @@ class ChatCompletionRequest(NeutralFields, frozen=True, kw_only=True):
 
     model: ModelName
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
+    tools: list[ToolField] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
@@ -215,12 +213,29 @@ class ChoiceLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class AnswerFunction(msgspec.Struct):
+    """What is called; `arguments` are JSON. Of a chunk: what is added."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class AnswerCall(msgspec.Struct):
+    """A call of a function; a chunk names its place, and all else once."""
+
+    function: AnswerFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
 class AnswerMessage(msgspec.Struct):
     """The whole answer of one choice."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET  #: what the model thought before
 
 
@@ -253,6 +268,7 @@ class ChoiceDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET  #: it stands before the content
+    tool_calls: list[AnswerCall] | UnsetType = UNSET  #: behind the content
 
 
 class ChunkChoice(msgspec.Struct):

@@ -23,6 +23,7 @@ from gateway.api.fields import (
     find_priority,
     find_service_tier,
     invalid,
+    missing,
     wants_timings,
 )
 from gateway.api.sampling import (
@@ -34,6 +35,7 @@ from gateway.api.sampling import (
     translate_sampling,
 )
 from gateway.api.structured import check_with_grammar, find_grammar
+from gateway.api.tools import find_tools, read_call
 from gateway.calls.surface import Plan
 from gateway.http.body import unsupported
 from gateway.http.context import RequestContext
@@ -45,12 +47,13 @@ from shared.protocol import (
     ModelCard,
     TemplateOption,
     TextPart,
+    ToolCall,
 )
 from shared.settings.limits import LimitSettings
 
 _EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
-_NO_TOOLS = "no model calls functions here; send auto or none, or leave it out"
-_NO_CALLS = "no model calls functions here; send the turn as text"
+_NO_TOOLS = "send tools and tool_choice instead"
+_NO_CALLS = "send tool_calls instead, or the turn as text"
 _MAX_TEMPLATE_OPTIONS = 16
 _MAX_OPTION_CHARS = 256
 
@@ -84,10 +87,18 @@ def translate(
     check_model(sampling, card)
     options = translate_template_options(request, card)
     grammar = find_grammar(request, card, limits)
-    if grammar is not None:
+    tools = None
+    if request.tools or request.tool_choice is not None:
+        asked = (request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = find_tools(*asked, card, limits)
+    if grammar is not None or tools is not None:
         check_with_grammar(sampling)
     task = Generate(
-        tuple(conversation.messages), sampling, template_options=options, grammar=grammar
+        tuple(conversation.messages),
+        sampling,
+        template_options=options,
+        grammar=grammar,
+        tools=tools,
     )
     stream_options = request.stream_options
     return Plan(
@@ -111,7 +122,7 @@ def check_supported(request: ChatCompletionRequest) -> None:
     for name, neutral in NEUTRAL_VALUES.items():
         value = getattr(request, name)
         if asks_for_something(value, neutral):
-            if name in ("tool_choice", "function_call"):
+            if name == "function_call":
                 raise invalid(name, _NO_TOOLS, code="unsupported_parameter")
             raise unsupported(name)
 
@@ -133,12 +144,14 @@ def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettin
 
 
 def _add_message(conversation: Conversation, message: ChatMessageParam, param: str) -> None:
-    for name in ("audio", "function_call", "tool_calls"):
+    for name in ("audio", "function_call"):
         if asks_for_something(getattr(message, name), _EMPTY):
             raise invalid(f"{param}.{name}", _NO_CALLS, code="unsupported_parameter")
     role = "system" if message.role == "developer" else message.role
     content = message.content
-    if content is None:
+    if content is msgspec.UNSET and role != "assistant":
+        raise missing(f"{param}.content")
+    if content is None or content is msgspec.UNSET:
         if role != "assistant":
             raise invalid(f"{param}.content", "send a string or a list of parts")
         content = ""
@@ -151,7 +164,12 @@ def _add_message(conversation: Conversation, message: ChatMessageParam, param: s
         )
     reasoning = _reasoning(message) if role == "assistant" else ""
     conversation.num_chars += len(reasoning)
-    conversation.messages.append(ChatMessage(role, parts, reasoning))
+    calls: tuple[ToolCall, ...] = ()
+    if role == "assistant" and message.tool_calls:
+        calls = tuple(read_call(call, place) for place, call in enumerate(message.tool_calls))
+        conversation.num_chars += sum(len(call.arguments) for call in calls)
+    said = ChatMessage(role, parts, reasoning, calls, message.tool_call_id or "")
+    conversation.messages.append(said)
 
 
 def _reasoning(message: ChatMessageParam) -> str:
@@ -211,8 +229,8 @@ def _add_part(
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
     param += ".image_url"
-    if role != "user":
-        raise invalid(param, "images are only allowed in user messages")
+    if role not in ("user", "tool"):
+        raise invalid(param, "images are only allowed in user and tool messages")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
     return conversation.image(url, param)
 

@@ -1,0 +1,203 @@
+"""Calls of functions: what may be written, how it is read, and what models without tools are told."""
+
+import json
+from itertools import pairwise
+
+import jsonschema
+import pytest
+
+from engines.base import BadGrammar, EngineCall
+from engines.core.constraint import Constraint
+from engines.mock.engine import EOS_ID, VOCAB_SIZE, MockTokenizer
+from engines.registry import create_engine
+from engines.text import tools as module
+from engines.text.chat_template import ChatTemplate
+from engines.text.grammar import GrammarCompiler
+from engines.text.tools import HERMES, CallReader, find_tool_format, move_images, tell_in_text
+from shared.protocol import (
+    ChatMessage,
+    FinishReason,
+    Function,
+    Generate,
+    Grammar,
+    ImagePart,
+    SamplingParams,
+    TextPart,
+    ToolCall,
+    Tools,
+    join_calls,
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = Function("get_weather", json.dumps(SCHEMA), "The weather.")
+TIME = Function("time.now", '{"properties": {}}')
+TOOLS = Tools((WEATHER, TIME))
+FORMS = [HERMES, module._MISTRAL, module._LLAMA3]
+OSLO = '{"city": "Oslo"}'
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    made = GrammarCompiler.create(MockTokenizer(), VOCAB_SIZE, None)
+    yield made
+    made.close()
+
+
+def follows(constraint: Constraint, text: str) -> bool:
+    constraint, token_ids = constraint.begin(), list(f" {text}".encode())
+    for count, token_id in enumerate([*token_ids, EOS_ID]):
+        mask = constraint.mask(token_ids[:count], 0)
+        if not mask[token_id >> 3] >> (token_id & 7) & 1:
+            return False
+    return True
+
+
+def spell(form: module.ToolFormat, *calls: tuple[str, str]) -> str:
+    written = [form.opening + name + form.middle + args + form.close for name, args in calls]
+    return form.trigger + form.begin + form.separator.join(written) + form.end
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_calls_are_of_the_form_and_their_arguments_of_the_schema(compiler, form):
+    one = spell(form, ("get_weather", OSLO))
+    two = spell(form, ("get_weather", OSLO), ("time.now", "{}"))
+    wrong = [
+        spell(form, ("get_weather", '{"city": "Bonn"}')),
+        spell(form, ("get_rich", "{}")),
+        one[:-1],
+    ]
+    auto = compiler.compile_tools(TOOLS, form, None)
+    assert all(follows(auto, text) for text in (one, two, "", "Just words, {no} call."))
+    required = compiler.compile_tools(Tools((WEATHER, TIME), True), form, None)
+    assert all(follows(required, text) for text in (one, two))
+    assert not any(follows(required, text) for text in ("", "Words.", *wrong))
+    alone = compiler.compile_tools(Tools((WEATHER, TIME), True, False), form, None)
+    assert follows(alone, one)
+    assert not follows(alone, two)
+    if form.trigger:
+        assert follows(auto, "Let me see. " + one)
+        assert not any(follows(auto, text) for text in wrong)
+
+
+def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
+    grammar = Grammar("choice", '["yes"]', "response_format")
+    constraint = compiler.compile_tools(TOOLS, HERMES, grammar)
+    assert follows(constraint, "yes")
+    assert follows(constraint, spell(HERMES, ("time.now", "{}")))
+    assert not follows(constraint, "no")
+
+
+def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(compiler):
+    strange = json.dumps({"type": "object", "oneOf": [{"type": "object"}, {"required": ["a"]}]})
+    loose = compiler.compile_tools(Tools((Function("f", strange),), True), HERMES, None)
+    assert follows(loose, spell(HERMES, ("f", '{"a": 1}')))
+    strict = Tools((Function("f", strange, is_strict=True),), True)
+    with pytest.raises(BadGrammar) as caught:
+        compiler.compile_tools(strict, HERMES, None)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
+    quoted = '{"city": "a \\" } ]", "at": [{"x": "{"}]}'
+    lead = "Well <to[TOOL " if form.trigger else ""
+    text = lead + spell(form, ("get_weather", quoted), ("time.now", "{}"))
+    for cut in range(len(text)):
+        reader, said, pieces = CallReader(form), "", []
+        for start, stop in pairwise((0, cut, min(cut + 3, len(text)), len(text))):
+            words, calls = reader.feed(text[start:stop])
+            said += words
+            pieces += calls
+        said += reader.finish()
+        assert said == lead
+        assert [(call.name, call.arguments) for call in join_calls(pieces)] == [
+            ("get_weather", quoted),
+            ("time.now", "{}"),
+        ]
+
+
+@pytest.mark.parametrize("text", ["", "words", "<tool_cal", "[TOOL", '{"na', "{ no }"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_text_that_is_no_call_comes_out_whole(form, text):
+    reader = CallReader(form)
+    pieces = [reader.feed(character) for character in text]
+    assert all(not calls for _, calls in pieces)
+    assert "".join(words for words, _ in pieces) + reader.finish() == text
+
+
+def test_a_model_without_tools_is_told_in_text():
+    image = ImagePart(0)
+    messages = [
+        ChatMessage("user", (TextPart("Weather?"),)),
+        ChatMessage("assistant", (TextPart(""),), "", (ToolCall("c", "get_weather", OSLO),)),
+        ChatMessage("tool", (TextPart("rain"), image), tool_call_id="c"),
+        ChatMessage("user", (TextPart("So?"),)),
+    ]
+    told = tell_in_text(messages, TOOLS)
+    assert [message.role for message in told] == ["system", "user", "assistant", "user"]
+    text = ["".join(getattr(part, "text", "@") for part in message.parts) for message in told]
+    assert '"name": "get_weather"' in text[0]
+    assert f'{{"name": "get_weather", "arguments": {OSLO}}}' in text[2]
+    assert text[3] == "<tool_response>\nrain@\n</tool_response>\nSo?"
+    moved = move_images(messages)
+    assert [message.role for message in moved] == ["user", "assistant", "tool", "user", "user"]
+    assert moved[3].parts == (image,)
+
+
+QWEN = """{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools> in <tool_call>{% endif %}\
+{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}\
+<tool_call>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+
+
+def test_templates_with_a_place_for_tools_are_found_by_a_probe():
+    assert ChatTemplate(QWEN, "").tool_format is HERMES
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
+    assert ChatTemplate(plain, "").tool_format is None
+    assert find_tool_format("[TOOL_CALLS]") is module._MISTRAL
+    assert find_tool_format("<tool_call><arg_key>") is None
+
+
+@pytest.fixture(scope="module")
+def mock():
+    instant = {"decode_s": 0, "prefill_s_per_token": 0}
+    engine = create_engine({"kind": "mock", "mock": instant}).engine
+    yield engine
+    engine.close()
+
+
+def answer(
+    engine, tools: Tools, *messages: ChatMessage, told: tuple[int, ...] = (), leave_after=999
+):
+    task = Generate(messages, SamplingParams(max_tokens=300, temperature=0), tools=tools)
+    engine.add(engine.prepare(EngineCall("r", task, output_token_ids=told), []))
+    token_ids, text, pieces, reason = list(told), "", [], None
+    while engine.has_work() and len(token_ids) < leave_after:
+        for output in engine.step():
+            assert output.error is None
+            token_ids += output.token_ids
+            text += output.text
+            pieces += output.calls
+            reason = output.finish_reason
+    engine.abort("r")
+    return token_ids, text, join_calls(pieces), reason
+
+
+def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(mock):
+    asked = ChatMessage("user", (TextPart("Weather?"),))
+    token_ids, text, calls, reason = answer(mock, TOOLS, asked)
+    assert (text, reason) == ("", FinishReason.TOOL_CALLS)
+    for call in calls:
+        schema = SCHEMA if call.name == "get_weather" else {"type": "object"}
+        jsonschema.validate(json.loads(call.arguments), schema)
+    half, _, before, _ = answer(mock, TOOLS, asked, leave_after=len(token_ids) - 9)
+    again, _, after, reason = answer(mock, TOOLS, asked, told=tuple(half))
+    assert (again, reason) == (token_ids, FinishReason.TOOL_CALLS)
+    assert join_calls((*before, *after)) == calls
+    result = ChatMessage("tool", (TextPart("rain"),), tool_call_id="c")
+    _, text, calls, reason = answer(mock, TOOLS, asked, result)
+    assert (bool(text), calls, reason) == (True, (), FinishReason.STOP)
