@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import deploy.cli
 import engines.cli
 import gateway.cli
 import loadtest.cli
@@ -29,7 +30,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (worker.cli.serve, gateway.cli.gateway, worker.cli.worker, gateway.cli.chat):
+for command in (
+    worker.cli.serve,
+    gateway.cli.gateway,
+    worker.cli.worker,
+    worker.cli.node,
+    gateway.cli.chat,
+):
     app.command()(command)
 for command in (
     gateway.cli.status,
@@ -46,6 +53,7 @@ app.command("search-node")(search.cli.search_node)
 app.command()(search.cli.embed)
 app.command("search")(search.cli.find)
 app.add_typer(search.cli.store, name="store")
+deploy.cli.add_to(app)
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 bench.command("engine")(engines.cli.bench_engine)
 bench.command("peers")(engines.cli.bench_peers)

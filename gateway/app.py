@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import SURFACES, create_operations
 from gateway.api.adapters import create_adapter_routes
+from gateway.api.applications import create_application_routes
 from gateway.api.models import create_model_routes
 from gateway.api.openapi import create_openapi
 from gateway.api.probes import create_probes
@@ -39,6 +40,7 @@ _SHOWN_TO_PAGES = (
     "server-timing",
     "x-request-id",
     "x-should-retry",
+    "x-vlm-package",
     "x-vlm-stream",
 )
 
@@ -76,7 +78,8 @@ def create_app(
         for path, surface in surface_of.items()
     }
     page = create_page_routes()
-    keys = KeyRing(settings.gateway.api_keys, settings.gateway.admin_keys)
+    gateway = settings.gateway
+    keys = KeyRing(gateway.api_keys, gateway.admin_keys, gateway.deploy_keys)
     wrong_keys = WrongKeys(settings.limits.max_wrong_keys_per_minute)
     app.add_middleware(
         GatewayMiddleware,
@@ -107,6 +110,11 @@ def create_app(
     app.include_router(create_model_routes(services.models, settings.limits))
     app.include_router(
         create_adapter_routes(services.models, services.admission, keys, wrong_keys, settings)
+    )
+    app.include_router(
+        create_application_routes(
+            services.models, services.board, services.admission, keys, wrong_keys, settings
+        )
     )
     app.include_router(
         create_probes(

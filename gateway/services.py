@@ -18,6 +18,7 @@ from gateway.images.fetch import ImageFetcher
 from gateway.images.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.redis_store import RedisBlobStore
+from shared.packages.board import Board
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
@@ -59,7 +60,13 @@ class Services:
         )
         self.registry = Registry(self._redis, prefix)
         self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
-        self.models = ModelDirectory(self.registry, self.mailbox.open, settings.redis.address)
+        self.board = Board(self._redis, prefix)
+        self.models = ModelDirectory(
+            self.registry,
+            self.mailbox.open,
+            settings.redis.address,
+            self.board if settings.deploy.store else None,
+        )
         self.dispatcher = Dispatcher(
             self.queue,
             self.mailbox,
@@ -128,6 +135,7 @@ class Services:
             self.answers,
             self.blobs,
             self.registry,
+            self.board,
         ):
             await part.close()
         if self.fetcher is not None:

@@ -74,6 +74,22 @@ ENGINE: SettingOptions = {
 }
 
 
+DEPLOY: SettingOptions = {
+    "deploy.store": Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            help="Packages and records: file:///DIRECTORY, s3://, gs:// or az:// BUCKET/PREFIX.",
+            show_default=False,
+        ),
+    ],
+    "deploy.cpu": Annotated[
+        float | None,
+        typer.Option("--cpu", help="Processors for instances.", show_default="the machine's"),
+    ],
+}
+
+
 @takes_settings(LISTEN, ENGINE)
 def serve(
     settings: "Settings",
@@ -107,3 +123,11 @@ def worker(settings: "Settings") -> None:
     from worker.main import run_worker
 
     sys.exit(run_worker(settings))
+
+
+@takes_settings(DEPLOY, process="node")
+def node(settings: "Settings") -> None:
+    """Run instances of what is deployed on this machine. Redis is the one that VLM_REDIS_URL names."""
+    from worker.node.agent import run_agent
+
+    sys.exit(run_agent(settings))

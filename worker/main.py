@@ -5,6 +5,7 @@ configured.
 """
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from contextlib import AsyncExitStack
 from secrets import token_hex
 
 import uvloop
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engines.base import Decode, Engine, EngineStartError, LoadedEngine
@@ -171,6 +173,9 @@ class WorkerProcess:
         blocking_redis = create_redis(settings.redis, blocking=True)
         prefix = settings.redis.key_prefix
         worker_id = worker_name(settings.worker.id)
+        if settings.worker.package:
+            card = replace(loaded.card, package=settings.worker.package)
+            loaded = dataclasses.replace(loaded, card=card)
         queue = RedisWorkerQueue(
             redis,
             blocking_redis,

@@ -72,6 +72,7 @@ class Worker:
         self._hurrying = asyncio.Event()
         self._loops = ClaimLoops(settings, queue, engine, self.active_requests)
         self._last_contact_at = 0.0
+        self._num_ended: dict[str, int] = {"finished": 0, "failed": 0}
 
     # Life
 
@@ -177,6 +178,7 @@ class Worker:
             if active.request_id in refused:
                 self.active_requests.drop(active, refused[active.request_id])
             elif publication.ending is not None:
+                self._num_ended[publication.ending] += 1
                 self.active_requests.forget(active)
 
     async def renew_leases(self) -> None:
@@ -247,6 +249,8 @@ class Worker:
             num_waiting=stats.num_waiting,
             max_num_seqs=self._max_num_seqs,
             num_steps=stats.num_steps,
+            num_finished=self._num_ended["finished"],
+            num_failed=self._num_ended["failed"],
             state=state,
         )
         await self._registry.announce(record, self._record_ttl_s)

@@ -1,8 +1,8 @@
 #!/bin/sh
 # redis-server with redis.conf and the users of users.acl. Further arguments are options of redis-server.
 #
-# The passwords come by REDIS_GATEWAY_PASSWORD and REDIS_WORKER_PASSWORD. The server gets their digests only, in a file
-# that nobody else can read, and forgets the variables.
+# The passwords come by REDIS_GATEWAY_PASSWORD, REDIS_WORKER_PASSWORD and, where there are nodes, REDIS_NODE_PASSWORD. The
+# server gets their digests only, in a file that nobody else can read, and forgets the variables.
 set -eu
 here=$(dirname "$0")
 
@@ -12,9 +12,11 @@ digest() {
 
 gateway=$(digest "${REDIS_GATEWAY_PASSWORD:?the password of the gateways}")
 worker=$(digest "${REDIS_WORKER_PASSWORD:?the password of the workers}")
+node=$(digest "${REDIS_NODE_PASSWORD:-$(head -c 32 /dev/urandom | sha256sum)}")
 umask 077
 users=$(mktemp)
 sed -e '/^#/d' -e ':join' -e '/\\$/{N;s/\\\n *//;b join' -e '}' \
-    -e "s/GATEWAY_SHA256/$gateway/" -e "s/WORKER_SHA256/$worker/" "$here/users.acl" >"$users"
-unset REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD
+    -e "s/GATEWAY_SHA256/$gateway/" -e "s/WORKER_SHA256/$worker/" -e "s/NODE_SHA256/$node/" \
+    "$here/users.acl" >"$users"
+unset REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD REDIS_NODE_PASSWORD
 exec redis-server "$here/redis.conf" --aclfile "$users" "$@"

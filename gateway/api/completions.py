@@ -114,7 +114,7 @@ class Completion(msgspec.Struct, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
-    system_fingerprint: str = SYSTEM_FINGERPRINT
+    system_fingerprint: str
     choices: list[CompletionChoice]
     service_tier: str | UnsetType = UNSET  #: that it was served as, where the request named one
     usage: CompletionUsage | UnsetType | None = UNSET
@@ -393,6 +393,7 @@ class CompletionAnswer:
                 id=self.head.id,
                 created=self.head.created,
                 model=self.head.model,
+                system_fingerprint=self.head.package or SYSTEM_FINGERPRINT,
                 choices=choices,
                 service_tier=self.options.service_tier,
                 usage=usage,

@@ -56,6 +56,8 @@ class ModelObject(msgspec.Struct):
     #: Of an adapter: the model that it changes.
     parent: str | None = None
     root: str | None = None
+    #: Of what was deployed: its name, `@` and the digest of the package that serves.
+    package: str | msgspec.UnsetType = msgspec.UNSET
     #: Of the files that decide its vectors, and the prompts that may stand before a text.
     digest: str | msgspec.UnsetType = msgspec.UNSET
     prompts: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -101,6 +103,7 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
             shorter_dimensions=card.shorter_dimensions if card.dimensions else msgspec.UNSET,
             parent=card.parent or None,
             root=card.queue,
+            package=card.package or msgspec.UNSET,
             digest=card.digest or msgspec.UNSET,
             prompts=card.prompts or msgspec.UNSET,
         )
@@ -108,7 +111,8 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
     @router.get("", operation_id="list_models")
     async def list_models() -> Response:
         """The models that the fleet serves."""
-        found = sorted({**models.cards, **models.adapters}.items())
+        deployed = {name: route.card for name, route in models.routes.items()}
+        found = sorted({**models.cards, **models.adapters, **deployed}.items())
         objects = [to_object(card) for _, card in found]
         objects.sort(key=_order)
         return _json(ModelList(objects))
@@ -117,6 +121,8 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
     async def retrieve_model(name: str) -> Response:
         """One model."""
         card = models.cards.get(name) or models.adapters.get(name)
+        if card is None and name in models.routes:
+            card = models.routes[name].card
         if card is None:
             raise models.missing(name)
         return _json(to_object(card))

@@ -55,6 +55,7 @@ from shared.telemetry.metrics import GatewayMetrics
 if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer
 
+_PACKAGE = b"x-vlm-package"
 _JSON: Headers = [(b"content-type", b"application/json")]
 #: Images that nobody releases outlive their request's deadline by that much.
 _IMAGE_GRACE_S = 60.0
@@ -173,7 +174,7 @@ class Lifecycle:
             recorder.user = request.user
             if recorder.is_traced:
                 recorder.describe(surface.describe(request))
-            card = await self.models.find(request.model)
+            card = await self.models.find(request.model, request.user or context.id)
             recorder.model = self.models.label(card.name)
             if surface.task not in card.tasks:
                 raise _wrong_task(surface, card)
@@ -184,7 +185,8 @@ class Lifecycle:
             recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
             may_resume = not RESUME_HEADERS.isdisjoint(context.headers)
             resumes = may_resume and is_resumable(context, plan)
-            head = AnswerHead(surface.id_prefix + context.id, int(time.time()), card.name)  # noqa: TID251
+            created = int(time.time())  # noqa: TID251
+            head = AnswerHead(surface.id_prefix + context.id, created, card.name, card.package)
             submit = partial(self._submit, plan, card, context, recorder.clock, held, resumes)
             if resumes:
                 return await self.resume.open(
@@ -192,7 +194,13 @@ class Lifecycle:
                 )
             answer = surface.answer(plan.options, head)
             return Reply(
-                surface, await submit(), answer, plan.is_streamed, plan.shows_timings, id=head.id
+                surface,
+                await submit(),
+                answer,
+                plan.is_streamed,
+                plan.shows_timings,
+                id=head.id,
+                package=head.package,
             )
 
     async def _recall(self, surface: Surface, request: Request, context: RequestContext) -> Request:
@@ -356,6 +364,8 @@ class Lifecycle:
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
         headers = [*_JSON, *timing_headers(stages, e2e_s, is_whole=True)]
+        if reply.package:
+            headers.append((_PACKAGE, reply.package.encode()))
         await exchange.answer(200, headers, body)
 
     async def _collect(self, call: OpenCall, recorder: Recorder) -> list[ChoiceEvent]:
@@ -390,6 +400,8 @@ class Lifecycle:
         events = await call.receive(self.settings.headers_after_s)
         recorder.note(events)
         headers = [*surface.stream_headers, *reply.headers, *recorder.known_timing()]
+        if reply.package:
+            headers.append((_PACKAGE, reply.package.encode()))
         await exchange.start(200, headers)
         while not recorder.is_complete:
             if not events:

@@ -5,16 +5,20 @@ queue.
 """
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import Context
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from gateway.http.errors import ApiError, NotFound, Overloaded
+from shared.packages.board import Board
+from shared.packages.rollout import App
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry
@@ -23,6 +27,7 @@ from shared.redis.outage import OutageLog
 _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: how often unknown names may make us look early
+_ROUTES_KEPT_S = 60.0  #: deployments that Redis has no more
 _MAX_NAMES = 8  # in messages
 _MAX_ADAPTER_LABELS = 200  #: later ones count as their model: names may come and go for ever
 OTHER = "other"  #: stands for models that are not known
@@ -32,14 +37,41 @@ logger = logging.getLogger(__name__)
 OnModels = Callable[[Iterable[str]], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which version of a deployment serves a request: the active one, or the canary for its share."""
+
+    card: ModelCard
+    canary: ModelCard | None = None
+    share: float = 0.0
+
+    def pick(self, side: str) -> ModelCard:
+        """The version for a client or a request; the same for the same."""
+        if self.canary is None:
+            return self.card
+        digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
+        is_canary = int.from_bytes(digest, "big") < self.share * 2**64
+        return self.canary if is_canary else self.card
+
+
 class ModelDirectory:
     """The model cards of the fleet.
 
-    `on_models` is called before a new model's requests are accepted.
+    `on_models` is called before a new model's requests are accepted. `board`: where deployments are,
+    if there are any.
     """
 
-    def __init__(self, registry: Registry, on_models: OnModels, redis_address: str) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        on_models: OnModels,
+        redis_address: str,
+        board: Board | None = None,
+    ) -> None:
         self.registry = registry
+        self._board = board
+        self.routes: dict[str, Route] = {}  #: deployments by name
+        self._routes_seen_at = float("-inf")
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: of models, as `model:adapter`
@@ -67,11 +99,13 @@ class ModelDirectory:
             known = await self.registry.models()
             workers = await self.registry.workers()  # after: a worker is written before its model
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
-            cards = {card.name: card for card in known if _is_spoken(card)}
+            routes, versions = await self._read_routes()
+            cards = {card.name: card for card in (*versions, *known) if _is_spoken(card)}
             others = {card.name: card for card in known if not _is_spoken(card)}
             if new := cards.keys() - self.cards.keys():
                 await self._open(sorted(new))
             self.cards = cards
+            self.routes = routes
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
             self.adapters = {card.name: card for card in _adapters(cards, live)}
             self._other_versions = others
@@ -79,6 +113,19 @@ class ModelDirectory:
                 w.card.name for w in workers if w.state == "ready" and _is_spoken(w.card)
             )
             self._refreshed_at = time.monotonic()
+
+    async def _read_routes(self) -> tuple[dict[str, Route], list[ModelCard]]:
+        """Deployments that can serve, and the cards of their versions, whose workers may all be at rest."""
+        if self._board is None:
+            return {}, []
+        apps = await self._board.apps()
+        if apps:
+            self._routes_seen_at = time.monotonic()
+        elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:
+            return self.routes, []  # Redis lost them; nodes bring them back from the store
+        routes = {name: route for name, app in apps.items() if (route := _to_route(app))}
+        revisions = [r for app in apps.values() for r in (app.active, app.candidate, *app.retiring)]
+        return routes, [r.card for r in revisions if r is not None and r.card is not None]
 
     async def _open(self, names: list[str]) -> None:
         """Tell of new models; what that starts outlives the request that asked, so it gets none of
@@ -100,21 +147,27 @@ class ModelDirectory:
                 self._outage.succeeded()
             await asyncio.sleep(_REFRESH_PAUSE_S)
 
-    async def find(self, name: str) -> ModelCard:
-        """A model's card.
+    async def find(self, name: str, side: str = "") -> ModelCard:
+        """A model's card. `side`: whose request it is, by which a canary takes its share.
 
         Raises: NotFound; Overloaded if its workers speak another version; QueueUnavailable,
         RedisError, OSError.
         """
-        card = self.cards.get(name) or self.adapters.get(name)
+        card = self._known(name, side)
         if card is None:  # it may have come this second
             looked_at = self._refreshed_at
             await asyncio.sleep(looked_at + _MISS_PAUSE_S - time.monotonic())
             if self._refreshed_at == looked_at:
                 await self._look_again()
-            card = self.cards.get(name) or self.adapters.get(name)
+            card = self._known(name, side)
         if card is None:
             raise self.missing(name)
+        return card
+
+    def _known(self, name: str, side: str) -> ModelCard | None:
+        card = self.cards.get(name) or self.adapters.get(name)
+        if card is None and (route := self.routes.get(name)) is not None:
+            card = route.pick(side)
         return card
 
     def missing(self, name: str) -> ApiError:
@@ -127,7 +180,8 @@ class ModelDirectory:
         return Overloaded("version", message, code="unsupported_version", retry_after_s=10)
 
     def _not_found(self) -> NotFound:
-        live = sorted(self.cards, key=lambda name: (self.num_workers[name] == 0, name))
+        known = (*self.cards, *self.routes)
+        live = sorted(known, key=lambda name: (self.num_workers[name] == 0, name))
         names = ", ".join(live[:_MAX_NAMES])
         more = " and others, which GET /v1/models lists" if len(live) > _MAX_NAMES else ""
         served = f"send one of: {names}{more}" if names else "no worker serves any yet"
@@ -150,7 +204,7 @@ class ModelDirectory:
 
     def label(self, name: str) -> str:
         """The name of a model that is known, else `other`: labels of metrics must be few."""
-        if name in self.cards:
+        if name in self.cards or name in self.routes:
             return name
         adapter = self.adapters.get(name)
         if adapter is None:
@@ -183,6 +237,22 @@ def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iter
                 parent=card.name,
                 adapter=adapter.digest,
             )
+
+
+def _to_route(app: App) -> Route | None:
+    """How requests for a deployment go; None while no version of it was ever ready."""
+    active, candidate = app.active, app.candidate
+    if active is None or active.card is None:
+        return None
+    card = _as_deployed(app.name, active.card)
+    if candidate is None or not candidate.is_canary or candidate.card is None:
+        return Route(card)
+    return Route(card, _as_deployed(app.name, candidate.card), candidate.spec.canary)
+
+
+def _as_deployed(name: str, card: ModelCard) -> ModelCard:
+    """A version under the deployment's name; its calls go to the version's own queue."""
+    return replace(card, name=name, parent=card.name)
 
 
 def _is_spoken(card: ModelCard) -> bool:

@@ -60,6 +60,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     #: The surface's own, of `Plan.options`.
     options: msgspec.Raw
     queue: str = ""  #: whose calls are the request's; empty: the model's own
+    package: str = ""  #: what answers, where it was deployed
 
     @property
     def queue_model(self) -> str:
@@ -227,6 +228,7 @@ class Resume:
         record = StreamRecord(
             surface=surface.name,
             model=head.model,
+            package=head.package,
             tenant=context.tenant,
             fingerprint=_fingerprint(context, request),
             created=head.created,
@@ -242,6 +244,8 @@ class Resume:
                 head = msgspec.structs.replace(head, created=known.created)
                 if await self._has_answer(known.queue_model, _choice(context.id)):
                     call = await self._follow(context.id, known.queue_model)
+                if call is not None:
+                    head = msgspec.structs.replace(head, package=known.package)
             if call is None:
                 call = await self._submit(context.id, queue, submit, known is None)
         answer = surface.answer(plan.options, head)
@@ -263,7 +267,9 @@ class Resume:
         if surface is None:
             raise _unknown()
         call = await self._follow(request_id, record.queue_model)
-        head = AnswerHead(surface.id_prefix + request_id, record.created, record.model)
+        head = AnswerHead(
+            surface.id_prefix + request_id, record.created, record.model, record.package
+        )
         options = msgspec.json.decode(record.options, type=surface.options)
         answer = surface.answer(options, head)
         return _numbered_reply(surface, call, answer, head, last_id, True, record.shows_timings)
@@ -406,4 +412,4 @@ def _numbered_reply(
 ) -> Reply:
     where = [(b"x-vlm-stream", (STREAM_PATH + head.id).encode())]
     numbered = NumberedAnswer(surface, answer, last_id)
-    return Reply(surface, call, numbered, is_streamed, shows_timings, where, head.id)
+    return Reply(surface, call, numbered, is_streamed, shows_timings, where, head.id, head.package)

@@ -61,6 +61,8 @@ class AnswerHead(Struct, frozen=True):
     #: In epoch seconds.
     created: int
     model: str
+    #: The deployment and the digest of what answers, `name@sha256:...`; empty: it was not deployed.
+    package: str = ""
 
 
 class Totals(Struct):
@@ -169,3 +171,5 @@ class Reply(Struct, frozen=True):
     headers: Headers = field(default_factory=list)
     #: Of the answer.
     id: str = ""
+    #: Which package made it; empty: none that was deployed.
+    package: str = ""

@@ -28,11 +28,17 @@ class WrongKey(AuthenticationError):
 class KeyRing:
     """The accepted keys, each with the cache salt of the tenant who holds it."""
 
-    def __init__(self, api_keys: Sequence[SecretStr], admin_keys: Sequence[SecretStr] = ()) -> None:
-        """Those of operators may do all that others may, and more."""
-        keys = [key.get_secret_value().encode() for key in (*api_keys, *admin_keys)]
+    def __init__(
+        self,
+        api_keys: Sequence[SecretStr],
+        admin_keys: Sequence[SecretStr] = (),
+        deploy_keys: Sequence[SecretStr] = (),
+    ) -> None:
+        """Those of operators, and those who deploy, may do all that others may, and each one thing more."""
+        keys = [_bytes(key) for key in (*api_keys, *admin_keys, *deploy_keys)]
         self._salts = {_digest(key): _tenant(key) for key in keys}
-        self._admins = frozenset(_tenant(key) for key in keys[len(api_keys) :])
+        self._admins = frozenset(_tenant(_bytes(key)) for key in admin_keys)
+        self._deployers = frozenset(_tenant(_bytes(key)) for key in deploy_keys)
         self._is_open = not api_keys
 
     @property
@@ -49,14 +55,22 @@ class KeyRing:
 
     def check_admin(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """See that the caller is an operator. Raises: Forbidden, and as `authenticate` where keys are needed."""
-        if not self._admins:
+        self._check(headers, self._admins, "VLM_GATEWAY__ADMIN_KEYS")
+
+    def check_deployer(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """See that the caller may deploy. Raises: Forbidden, and as `authenticate` where keys are needed."""
+        self._check(headers, self._deployers, "VLM_GATEWAY__DEPLOY_KEYS")
+
+    def _check(
+        self, headers: Sequence[tuple[bytes, bytes]], allowed: frozenset[str], setting: str
+    ) -> None:
+        if not allowed:
             raise Forbidden(
-                "Nobody may do this: VLM_GATEWAY__ADMIN_KEYS names no key.",
-                code="insufficient_permissions",
+                f"Nobody may do this: {setting} names no key.", code="insufficient_permissions"
             )
-        if self._salt(headers) not in self._admins:
+        if self._salt(headers) not in allowed:
             raise Forbidden(
-                "This API key may not do this: send one of VLM_GATEWAY__ADMIN_KEYS.",
+                f"This API key may not do this: send one of {setting}.",
                 code="insufficient_permissions",
             )
 
@@ -90,6 +104,10 @@ def _bearer(authorization: bytes) -> bytes:
     """The key; empty, which none is, if it is sent in another way."""
     scheme, _, key = authorization.partition(b" ")
     return key if scheme.lower() == b"bearer" else b""
+
+
+def _bytes(key: SecretStr) -> bytes:
+    return key.get_secret_value().encode()
 
 
 def _digest(key: bytes) -> bytes:

@@ -146,7 +146,7 @@ class FileStore:
 
 
 class _Aside:
-    """A file beside the store that goes away unless it was renamed; a killed process leaves it, for `vlm gc`."""
+    """A file beside the blobs that goes away unless it was renamed; a killed process leaves it."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / "uploads" / f"{secrets.token_hex(8)}.part"

@@ -58,6 +58,7 @@ class ModelCard(Report, frozen=True):
     parent: str = ""  #: of an adapter's card: the model that it changes, whose queue it shares
     adapter: str = ""  #: of an adapter's card: its digest
     digest: str = ""  #: of the files that decide its vectors; empty: unknown
+    package: str = ""  #: of a deployment: its name, `@` and the digest of what it runs; empty: none
     version: int = PROTOCOL_VERSION  #: of the protocol that its workers speak
 
     @property

@@ -129,6 +129,20 @@ class RedisKeys:
         """Set of model names whose cards may exist."""
         return f"{self.prefix}:models"
 
+    @property
+    def apps(self) -> str:
+        """Hash of the deployments as they are now, by name: the version of the record, and the record (JSON)."""
+        return f"{self.prefix}:apps"
+
+    @property
+    def nodes(self) -> str:
+        """Set of node ids whose records may exist."""
+        return f"{self.prefix}:nodes"
+
+    def node(self, node_id: str) -> str:
+        """A node's record (JSON); it expires when the node stops announcing itself."""
+        return f"{self.prefix}:node:{node_id}"
+
 
 def keys_of_calls(keys: RedisKeys, model: str, request_ids: Iterable[str]) -> list[str]:
     """Call and log of each, as scripts take them."""

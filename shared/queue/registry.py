@@ -32,6 +32,8 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     num_waiting: int = 0
     max_num_seqs: int = 1
     num_steps: int = 0
+    num_finished: int = 0  #: requests, since it started
+    num_failed: int = 0
     state: Literal["ready", "draining"] = "ready"
 
 
@@ -88,6 +90,11 @@ class Registry:
         """Say that a worker is gone."""
         await self._sender.execute("DEL", self._keys.worker(worker_id))
         await self._sender.execute("SREM", self._keys.workers, worker_id)
+
+    async def forget(self, model: str) -> None:
+        """Have gateways know a model no more: nobody will serve it again."""
+        await self._sender.execute("DEL", self._keys.model(model))
+        await self._sender.execute("SREM", self._keys.models, model)
 
     async def workers(self) -> list[WorkerRecord]:
         """The workers that are there now."""

@@ -24,6 +24,7 @@ _QUEUE_KEYS = (
     _KEYS.result("*", "*", "*"),
     _KEYS.mailbox("*", "*"),
 )
+_DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"))
 _FLEET_KEYS = (
     _KEYS.blob("*"),
     _KEYS.workers,
@@ -37,6 +38,7 @@ GATEWAY = Rights(
     keys=(
         *_QUEUE_KEYS,
         *_FLEET_KEYS,
+        *_DEPLOY_KEYS,
         _KEYS.usage("*"),
         _KEYS.rates("*", "*"),
         _KEYS.stream("*"),
@@ -64,4 +66,9 @@ WORKER = Rights(
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),
 )
-USERS = {"gateway": GATEWAY, "worker": WORKER}
+#: A node has its workers' rights too: they are its children, and have their Redis from it.
+NODE = Rights(
+    keys=(*WORKER.keys, *_DEPLOY_KEYS),
+    commands=(*WORKER.commands, "mget", "smembers"),
+)
+USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE}

@@ -107,6 +107,17 @@ class RedisGatewayQueue:
         await retry_idempotent(lambda: self._sender.run(CANCEL, keys, arguments))
 
     @redis_errors_as(QueueUnavailable)
+    async def cancel_all(self, model: str, count: int = 10_000) -> int:
+        """Cancel the oldest calls of a model that nobody will serve again; returns how many."""
+        ids: list[str] = []
+        for key in (self._keys.queue(model), self._keys.backlog(model)):
+            entries = await self._ask("XRANGE", key, "-", "+", "COUNT", count)
+            ids += [fields[1].decode() for _, fields in entries if fields[0] == b"id"]
+        if ids:
+            await self.cancel(model, ids)
+        return len(ids)
+
+    @redis_errors_as(QueueUnavailable)
     async def state(self, model: str, request_id: str) -> RequestState | None:
         """See `GatewayQueue.state`."""
         key = self._keys.request(model, request_id)

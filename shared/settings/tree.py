@@ -71,6 +71,10 @@ class GatewaySettings(Group):
         default=(),
         description="API keys that may also load and unload adapters, comma separated. None: nobody may.",
     )
+    deploy_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        default=(),
+        description="API keys that may also deploy, comma separated. None: nobody may.",
+    )
     allow_open: bool = Field(
         default=False, description="Serve without API keys on addresses other than loopback."
     )
@@ -104,7 +108,9 @@ class GatewaySettings(Group):
         "`https://app.example.com`, or `*`. None: no page of another origin.",
     )
 
-    @field_validator("api_keys", "admin_keys", "remote_images", "cors_origins", mode="before")
+    @field_validator(
+        "api_keys", "admin_keys", "deploy_keys", "remote_images", "cors_origins", mode="before"
+    )
     @classmethod
     def split_names(cls, value: Any) -> Any:
         """Accept a comma-separated string, as environments hold it."""
@@ -173,6 +179,9 @@ class WorkerSettings(Group):
     lora_dir: str = Field(
         default="",
         description="Directory of the adapters that may be loaded at run time; empty: none.",
+    )
+    package: str = Field(
+        default="", description="What it was deployed as, `name@sha256:...`; a node says it."
     )
 
     @field_validator("lora", mode="before")
@@ -318,6 +327,27 @@ class SearchSettings(Group):
         return url
 
 
+class DeploySettings(Group):
+    """Deployments: where packages are, and what a node may give to their instances."""
+
+    store: str = Field(
+        default="",
+        description="Packages and records: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX; empty: no deployments.",
+    )
+    node_id: str = Field(
+        default="", description="Name of the node; empty: host, process id and a random part."
+    )
+    cache_dir: str = Field(
+        default="", description="Where a node keeps packages; empty: below XDG_CACHE_HOME."
+    )
+    cpu: float = Field(
+        default=0.0, ge=0, description="Processors that instances may share; 0: the machine's."
+    )
+    memory_bytes: int = Field(
+        default=0, ge=0, description="Memory that they may share; 0: the machine's."
+    )
+
+
 class LogSettings(Group):
     """What the processes say."""
 
@@ -377,6 +407,7 @@ class Settings(BaseSettings):
     worker: WorkerSettings = WorkerSettings()
     engine: EngineValues = EngineValues()
     search: SearchSettings = SearchSettings()
+    deploy: DeploySettings = DeploySettings()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
 

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from loadtest.fleet import ROOT
 
 FOLDER = ROOT / "config" / "redis"
-PASSWORDS = {"gateway": "opens-the-gate", "worker": "does-the-work"}
+PASSWORDS = {"gateway": "opens-the-gate", "worker": "does-the-work", "node": "starts-workers"}
 WITHIN_S = 30.0
 
 

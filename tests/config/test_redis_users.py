@@ -16,6 +16,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 
 from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
+from shared.packages.board import Board
 from shared.protocol import Tokens
 from shared.queue.claim import ClaimScript, QueueEntries, RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
@@ -179,6 +180,15 @@ DENIED = {
         ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
         ("XGROUP", "SETID", "vlm:{m}:queue", "workers", "$"),
         ("XINFO", "STREAM", "vlm:{m}:queue"),
+        ("HGETALL", "vlm:apps"),
+        ("GET", "vlm:node:n"),
+    ),
+    "node": (
+        ("SET", "other", "1"),
+        ("GET", "vlm:stream:r"),
+        ("XREAD", "STREAMS", "vlm:{m}:mailbox:g", "0"),
+        ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
+        ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
     ),
 }
 #: Of no use to any process: what reads or ends everything, and what changes the server.
@@ -202,7 +212,7 @@ SCRIPTED = (
 )
 
 
-@pytest.mark.parametrize("user", ["gateway", "worker"])
+@pytest.mark.parametrize("user", ["gateway", "worker", "node"])
 def test_other_commands_and_keys_are_denied(server, user):
     with server.client(user) as client:
         allowed = []
@@ -262,12 +272,18 @@ CALLED = {
         ),
         *(Registry.workers, Registry.models, Registry._members),
         *(Registry.adapters, Registry.put_adapter, Registry.remove_adapter),
+        *(Board.apps, Board.put, Board._put, Board.now),
     ),
     "worker": (
         *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
         *(Registry.announce, Registry.withdraw, Registry.adapters, Registry.keep_adapters),
     ),
 }
+CALLED["node"] = (
+    *CALLED["worker"],
+    *(Board, RedisGatewayQueue.stats, RedisGatewayQueue._age_s, RedisGatewayQueue.cancel_all),
+    *(Registry.workers, Registry._members, Registry.forget),
+)
 CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own
 
 
@@ -298,14 +314,14 @@ def commands_of(code) -> set[str]:
     return commands_in(source).union(*map(commands_of_script, scripts))
 
 
-@pytest.mark.parametrize("user", ["gateway", "worker"])
+@pytest.mark.parametrize("user", ["gateway", "worker", "node"])
 def test_users_have_the_rights_that_the_code_lists(user):
     [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
     assert set(re.findall(r" \+(\S+)", line)) == set(RIGHTS[user].commands)
     assert set(re.findall(r" ~(\S+)", line)) == set(RIGHTS[user].keys)
 
 
-@pytest.mark.parametrize("user", ["gateway", "worker"])
+@pytest.mark.parametrize("user", ["gateway", "worker", "node"])
 def test_users_may_call_what_their_code_calls_and_nothing_else(server, user):
     allowed = {command.upper() for command in RIGHTS[user].commands}
     called = commands_of(RedisSender.run).union(*map(commands_of, CALLED[user]))

@@ -12,10 +12,12 @@ from contextlib import ExitStack, suppress
 from errno import EACCES, EADDRNOTAVAIL, EAFNOSUPPORT
 from functools import partial
 from pathlib import Path
+from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+from pydantic import SecretStr
 from rich.console import Console
 from rich.panel import Panel
 
@@ -24,9 +26,16 @@ from engines.registry import kind_of, read_settings
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
-from shared.settings.load import to_environment
-from shared.settings.tree import PREFIX, EngineValues, LogSettings, Settings
+from shared.settings.tree import EngineValues, LogSettings, Settings
 from shared.telemetry.logs import setup_logging
+from worker.node.agent import NodeAgent
+from worker.node.environment import (
+    GATEWAY_GROUPS,
+    HUB_SECRETS,
+    SEARCH_GROUPS,
+    WORKER_GROUPS,
+    child_environment,
+)
 from worker.node.gpus import find_gpus, share_gpus
 from worker.node.supervisor import (
     Child,
@@ -39,14 +48,6 @@ from worker.node.supervisor import (
 
 SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 GRACE_S = 5.0
-
-SHARED_GROUPS = frozenset({"redis", "limits", "logs", "traces"})
-GATEWAY_GROUPS = SHARED_GROUPS | {"gateway", "search"}
-SEARCH_GROUPS = frozenset({"search", "limits", "logs"})
-WORKER_GROUPS = SHARED_GROUPS | {"worker", "engine"}
-#: Variables that only a worker reads, and that only a client on this machine does.
-HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"})
-CLIENT_SECRETS = frozenset({"API_KEY", "OPENAI_API_KEY"})
 
 console = Console(stderr=True, highlight=False)
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ def run_node(
             if not settings.redis.url:
                 redis = stack.enter_context(_start_redis(settings, data_dir))
                 settings = _with_url(settings, redis)
+            if settings.deploy.store or redis is not None:
+                settings = _with_deployments(settings, data_dir)
             asyncio.run(_run(settings, num_workers, redis, search, also))
     except (NodeError, EmbeddedRedisError) as error:
         if str(error):
@@ -108,6 +111,34 @@ def _with_search(settings: Settings, folder: str, data_dir: Path | None) -> Sett
     return settings.model_copy(update={"search": search})
 
 
+def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:
+    """With a store, a cache and a key to deploy beside Redis's files, where none are named.
+
+    Who may read the key's file may deploy; `vlm deploy` on this machine finds it there.
+    """
+    folder, deploy, gateway = _data_dir(settings, data_dir), settings.deploy, settings.gateway
+    changes = {}
+    if not deploy.store:
+        changes["store"] = f"file://{(folder / 'packages').absolute()}"
+    if not deploy.cache_dir:
+        changes["cache_dir"] = str((folder / "packages-cache").absolute())
+    if not gateway.deploy_keys:
+        gateway = gateway.model_copy(update={"deploy_keys": (SecretStr(_deploy_key(folder)),)})
+    deploy = deploy.model_copy(update=changes)
+    return settings.model_copy(update={"deploy": deploy, "gateway": gateway})
+
+
+def _deploy_key(folder: Path) -> str:
+    """The key of this machine's fleet; made once, for its owner alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "deploy.key"
+    with suppress(FileExistsError):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            out.write(token_urlsafe(32))
+    return file.read_text().strip()
+
+
 def _data_dir(settings: Settings, data_dir: Path | None) -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return data_dir or state / "vlm-fleet" / str(settings.gateway.port)
@@ -128,9 +159,14 @@ async def _run(
     await stop_on_signals(node)
     # Until the end of the loop, beyond the node's own watchers: a drain needs Redis too.
     watcher = asyncio.create_task(keep_running(redis)) if redis else None
+    agent = NodeAgent(settings) if settings.deploy.store else None
+    deployed = asyncio.create_task(agent.run(), name="deployments") if agent else None
     try:
         await _serve(settings, num_workers, node, also)
     finally:
+        if agent is not None and deployed is not None:
+            agent.stop()
+            await asyncio.wait({deployed})
         if watcher is not None:
             watcher.cancel()
 
@@ -212,28 +248,6 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
         return read_settings(settings.engine.values())
     except EngineStartError as error:
         raise SettingsError(str(error)) from None
-
-
-def child_environment(
-    settings: Settings, groups: frozenset[str], secrets: frozenset[str] = frozenset()
-) -> dict[str, str]:
-    """The environment of a child: ours without `secrets` and clients' keys, and its groups of the settings.
-
-    A child reads no other source: `.env` and the file of `VLM_CONFIG` hold what is not its own.
-    """
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.upper().startswith(PREFIX) and name not in secrets | CLIENT_SECRETS
-    }
-    own = settings.model_copy(
-        update={
-            name: field.default
-            for name, field in type(settings).model_fields.items()
-            if name not in groups
-        }
-    )
-    return inherited | to_environment(own)
 
 
 async def wait_until_ready(url: str, pause_s: float = 0.1) -> None:

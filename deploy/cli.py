@@ -1,0 +1,191 @@
+"""The commands of who deploys: `vlm deploy`, `apps`, `app`, `promote`, `rollback`, `scale`, `undeploy`.
+
+They end with 0, or 1: wrong arguments, 2: no package can be made, 3: it cannot be uploaded, 4: the gateway
+refuses, 5: the rollout failed.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from deploy.client import Client
+
+Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="DEPLOY_KEY",
+        help="A key that may deploy.",
+        show_default="vlm serve's own",
+    ),
+]
+Name = Annotated[str, typer.Argument(help="Of the deployment.", show_default=False)]
+Form = Annotated[Literal["yaml", "json"] | None, typer.Option("-o", help="Print it as data.")]
+Wait = Annotated[
+    float, typer.Option(min=0, help="Wait so many seconds for what comes of it; 0: do not.")
+]
+URL = "http://127.0.0.1:8000"
+ARGUMENTS = 1
+_UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
+
+
+class _Command(TyperCommand):
+    """Wrong arguments end with 1: 2 is for packages."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click. Raises: UsageError, Exit."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if isinstance(error, _UsageError):
+                error.exit_code = ARGUMENTS  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+
+
+def deploy(
+    name: Annotated[str, typer.Option(help="Under which it is served.", show_default=False)],
+    application: Annotated[
+        str,
+        typer.Option(
+            help="A model directory, a hub id, a Python application, an executable, or a .tar.gz.",
+            show_default=False,
+        ),
+    ],
+    url: Url = URL,
+    api_key: Key = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of the model's engine, part of the package, as quantization=int8.",
+            show_default=False,
+        ),
+    ] = None,
+    entry: Annotated[str, typer.Option(help="module:Class of a Python application.")] = "",
+    command: Annotated[str, typer.Option(help="What runs an executable's package.")] = "",
+    min_instances: Annotated[int, typer.Option(min=0)] = 0,
+    max_instances: Annotated[int, typer.Option(min=1)] = 4,
+    resources: Annotated[
+        str, typer.Option(help="Of one instance: cpu=2,memory=4g,gpu=1.")
+    ] = "cpu=1",
+    canary: Annotated[
+        str, typer.Option(help="Share of the requests that the new version gets at first, as 10%.")
+    ] = "0",
+    start_s: Annotated[float, typer.Option(help="In which it has to be ready.")] = 300,
+    idle_s: Annotated[float, typer.Option(help="Without work, before an instance stops.")] = 300,
+    retry_limit: Annotated[int, typer.Option(min=0, help="Failed starts that it may have.")] = 3,
+    store: Annotated[
+        str | None, typer.Option(help="Where packages go.", show_default="the gateway's")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
+    output: Annotated[Literal["yaml", "json"], typer.Option("-o", help="Of --dry-run.")] = "yaml",
+    wait: Wait = 300,
+) -> None:
+    """Make a package, and have it served under a name."""
+    import shlex
+
+    from deploy import commands
+
+    def run() -> None:
+        spec = commands.make_spec(
+            resources, canary, min_instances, max_instances, start_s, idle_s, retry_limit
+        )
+        settings = dict(_assignment(each) for each in engine or ())
+        commands.run_deploy(
+            _client(url, api_key), name, application, spec, engine=settings, entry=entry,
+            command=shlex.split(command), store_url=store, dry_run=output if dry_run else None,
+            wait_s=wait,
+        )  # fmt: skip
+
+    commands.finish(run)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    from deploy.commands import CommandFailed
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise CommandFailed(f"--set {text}: write NAME=VALUE, as in quantization=int8", ARGUMENTS)
+    return name.strip(), value
+
+
+def _client(url: str, key: str | None) -> "Client":
+    from deploy.client import Client
+
+    return Client(url, key)
+
+
+def _change(
+    url: str, key: str | None, method: str, path: str, body: dict[str, Any] | None, wait: float = 0
+) -> None:
+    from deploy import commands
+
+    commands.finish(lambda: commands.run_change(_client(url, key), method, path, body, wait))
+
+
+def apps(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
+    """List what is deployed."""
+    from deploy import commands
+
+    commands.finish(lambda: commands.run_apps(_client(url, api_key), output))
+
+
+def app(
+    name: Name,
+    url: Url = URL,
+    api_key: Key = None,
+    output: Form = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew until Ctrl-C.")] = False,
+) -> None:
+    """Show a deployment: its generations, instances and events."""
+    from deploy import commands
+
+    pause_s = 1.0 if watch else None
+    commands.finish(lambda: commands.run_app(_client(url, api_key), name, output, pause_s))
+
+
+def promote(name: Name, url: Url = URL, api_key: Key = None) -> None:
+    """Have a canary serve all requests."""
+    _change(url, api_key, "POST", f"/{name}:promote", {})
+
+
+def rollback(
+    name: Name,
+    to: Annotated[
+        int | None, typer.Option(help="Generation.", show_default="the last that served before")
+    ] = None,
+    url: Url = URL,
+    api_key: Key = None,
+    wait: Wait = 300,
+) -> None:
+    """Take a new version back; where none is on its way, have the one before serve again."""
+    body = {} if to is None else {"generation": to}
+    _change(url, api_key, "POST", f"/{name}:rollback", body, wait)
+
+
+def scale(
+    name: Name,
+    least: Annotated[int | None, typer.Option("--min", min=0, show_default="as it is")] = None,
+    most: Annotated[int | None, typer.Option("--max", min=1, show_default="as it is")] = None,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Change how many instances there may be."""
+    given = {"min_instances": least, "max_instances": most}
+    body = {name: value for name, value in given.items() if value is not None}
+    _change(url, api_key, "POST", f"/{name}:scale", body)
+
+
+def undeploy(name: Name, url: Url = URL, api_key: Key = None) -> None:
+    """Stop serving a name; what waits is still answered."""
+    _change(url, api_key, "DELETE", f"/{name}", None)
+
+
+def add_to(root: typer.Typer) -> None:
+    """Put the commands into the command line."""
+    for command in (deploy, apps, app, promote, rollback, scale, undeploy):
+        root.command(cls=_Command)(command)

@@ -1,0 +1,290 @@
+"""What the commands do: pack, upload what is missing, ask the gateway, watch what comes of it."""
+
+import base64
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from deploy.client import ApiFailed, Client
+from deploy.pack import Packed, pack
+from shared.packages.deployments import Resources, Spec
+from shared.packages.manifest import BadPackage, digest_of
+from shared.packages.store import PackageStore, StoreError, open_store
+
+ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
+_UPLOADS = 4  # at a time
+_POLL_S = 0.5
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+
+console = Console(stderr=True, highlight=False)
+
+
+class CommandFailed(Exception):
+    """The command ends with `code`; the message says why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def make_spec(
+    resources: str, share: str, least: int, most: int, start_s: float, idle_s: float, retries: int
+) -> Spec:
+    """The spec of options as people write them: `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
+    try:
+        percent = share.strip().removesuffix("%")
+        canary = float(percent) / (100 if share.strip().endswith("%") else 1)
+        spec = Spec(least, most, parse_resources(resources), canary, idle_s, 2.0, start_s, retries)
+        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # which checks its limits
+    except (ValueError, msgspec.ValidationError) as error:
+        raise CommandFailed(str(error), ARGUMENTS) from None
+
+
+def parse_resources(text: str) -> Resources:
+    """`cpu=2,memory=4g,gpu=1`; each may be left out. Raises: ValueError."""
+    values: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or name not in ("cpu", "memory", "gpu"):
+            raise ValueError(
+                f"--resources {part}: write cpu=NUMBER, memory=SIZE (4g) or gpu=NUMBER"
+            )
+        values[name] = value.strip().lower()
+    size = values.get("memory", "0").removesuffix("b")
+    unit = size.lstrip("0123456789.")
+    if unit not in _UNITS:
+        raise ValueError(f"--resources memory={size}: write a size such as 512m or 4g")
+    num_bytes = float(size.removesuffix(unit) or "0") * _UNITS[unit]
+    return Resources(float(values.get("cpu", "1")), int(num_bytes), int(values.get("gpu", "0")))
+
+
+def run_deploy(
+    client: Client,
+    name: str,
+    application: str,
+    spec: Spec,
+    *,
+    engine: dict[str, str],
+    entry: str,
+    command: Sequence[str],
+    store_url: str | None,
+    dry_run: str | None,
+    wait_s: float,
+) -> None:
+    """Pack, upload, deploy, wait. Raises: CommandFailed."""
+    try:
+        with _Bar("hashing") as bar:
+            packed = pack(application, engine=engine, entry=entry, command=command, report=bar)
+    except (BadPackage, OSError) as error:
+        raise CommandFailed(str(error), PACKAGING) from None
+    try:
+        if dry_run is not None:
+            _show(_plan(name, packed, spec), dry_run)
+            return
+        digest = packed.manifest.digest
+        url = store_url or _ask(lambda: client.call("GET"))["store"]
+        try:
+            upload(packed, open_store(url))
+        except StoreError as error:
+            raise CommandFailed(f"{url}: {error}", UPLOAD) from None
+    finally:
+        packed.close()
+    body = {"digest": digest, "spec": msgspec.to_builtins(spec)}
+    found = _ask(lambda: client.call("PUT", f"/{name}", body))
+    console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
+    if wait_s:
+        wait(client, name, found["generation"], wait_s)
+
+
+def _plan(name: str, packed: Packed, spec: Spec) -> dict[str, Any]:
+    return {
+        "name": name,
+        "digest": packed.manifest.digest,
+        "size": packed.manifest.size,
+        "spec": msgspec.to_builtins(spec),
+        "manifest": json.loads(packed.manifest.encode()),
+    }
+
+
+def _show(content: Any, form: str) -> None:
+    if form == "json":
+        print(json.dumps(content, indent=2))
+    else:
+        print(yaml.safe_dump(content, sort_keys=False), end="")
+
+
+def upload(packed: Packed, store: PackageStore) -> int:
+    """Put what the store lacks; the manifest last, so that what it names is there. Returns the blobs. Raises: StoreError."""
+    manifest = packed.manifest.encode()
+    config = base64.b64decode(json.loads(manifest)["config"]["data"])
+    sizes = {layer.digest: layer.size for layer in packed.manifest.layers}
+    with ThreadPoolExecutor(_UPLOADS) as threads:
+        there = dict(zip(sizes, threads.map(store.size, sizes), strict=True))
+        missing = {digest: size for digest, size in sizes.items() if there[digest] != size}
+        with _Bar("uploading", sum(missing.values())) as bar:
+
+            def put(digest: str) -> None:
+                with packed.files[digest].open("rb") as file:
+                    store.put(digest, file, bar)
+
+            for done in as_completed([threads.submit(put, digest) for digest in missing]):
+                done.result()
+    for data in (config, manifest):
+        if store.size(digest_of(data)) is None:
+            store.put(digest_of(data), io.BytesIO(data))
+    text = f"{len(missing)} of {len(sizes)} blobs uploaded, {sum(missing.values()) / 1e6:.1f} MB"
+    console.print(text)
+    return len(missing)
+
+
+class _Bar:
+    """A bar of bytes on a terminal, nothing elsewhere; called with how many more are done."""
+
+    def __init__(self, text: str, total: int | None = None) -> None:
+        columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task(text, total=total)
+        self._shown = self._progress if console.is_terminal else nullcontext()
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._shown.__enter__()
+        return lambda count: self._progress.advance(self._task, count)
+
+    def __exit__(self, *error: Any) -> None:
+        self._shown.__exit__(*error)
+
+
+def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
+    """Until the generation serves, or is a canary. Raises: CommandFailed if it was rolled back, or not in time."""
+    give_up_at, shown = time.monotonic() + wait_s, ""
+    while True:
+        found = _ask(lambda: client.call("GET", f"/{name}"))
+        own = next(g for g in found["generations"] if g["generation"] == generation)
+        if own["outcome"] == "active":
+            console.print(f"{name}: generation {generation} is active")
+            return
+        if own["outcome"] == "rolled_back":
+            raise CommandFailed(
+                f"{name}: generation {generation} was rolled back: {own['message']}", ROLLOUT
+            )
+        if found["state"] == "canary" and found["generation"] == generation:
+            share = found["candidate"]["spec"]["canary"]
+            console.print(
+                f"{name}: generation {generation} has {share:.0%} of the requests; vlm promote"
+            )
+            return
+        if found["message"] != shown:
+            shown = found["message"]
+            console.print(f"{name}: {shown}")
+        if time.monotonic() > give_up_at:
+            text = f"{name}: generation {generation} is not ready after {wait_s:g} s; it goes on"
+            raise CommandFailed(text, ROLLOUT)
+        time.sleep(_POLL_S)
+
+
+def run_change(
+    client: Client, method: str, path: str, body: dict[str, Any] | None, wait_s: float = 0
+) -> None:
+    """Ask for a change, and wait for what comes of it if that is asked for. Raises: CommandFailed."""
+    found = _ask(lambda: client.call(method, path, body))
+    name, generation = found["name"], found["generation"]
+    last = found["generations"][-1]
+    console.print(
+        f"{name}: generation {generation}: {last['cause']}, {last['outcome'] or 'begins'}"
+    )
+    if wait_s and last["outcome"] is None:
+        wait(client, name, generation, wait_s)
+
+
+def run_apps(client: Client, form: str | None) -> None:
+    """List deployments. Raises: CommandFailed."""
+    found = _ask(lambda: client.call("GET"))
+    if form:
+        _show(found, form)
+        return
+    table = Table("name", "state", "generation", "active", "candidate", "instances", "message")
+    for app in found["data"]:
+        active, candidate = app["active"], app["candidate"]
+        ready = f"{active['num_ready'] if active else 0}/{app['desired']}"
+        table.add_row(
+            app["name"], app["state"], str(app["generation"]), _short(active),
+            _short(candidate), ready, app["message"],
+        )  # fmt: skip
+    Console().print(table)
+
+
+def run_app(client: Client, name: str, form: str | None, pause_s: float | None) -> None:
+    """Show one deployment, again and again if `pause_s` says so. Raises: CommandFailed."""
+    found = _ask(lambda: client.call("GET", f"/{name}"))
+    if form:
+        _show(found, form)
+        return
+    if pause_s is None:
+        Console().print(_table(found))
+        return
+    with Live(_table(found), console=Console()) as live:
+        while True:
+            time.sleep(pause_s)
+            live.update(_table(_ask(lambda: client.call("GET", f"/{name}"))))
+
+
+def _table(app: dict[str, Any]) -> Table:
+    outer = Table(
+        title=f"{app['name']}: {app['state']}. {app['message']}", show_header=False, box=None
+    )
+    revisions = Table("generation", "cause", "digest", "outcome", "message")
+    for each in app["generations"][-8:]:
+        digest = each["digest"][:19]
+        row = (
+            str(each["generation"]),
+            each["cause"],
+            digest,
+            each["outcome"] or "-",
+            each["message"],
+        )
+        revisions.add_row(*row)
+    slots = Table("slot", "digest", "state", "node")
+    for slot in app["slots"]:
+        state = f"{slot['state']} ({slot['phase']})" if slot["phase"] else slot["state"]
+        slots.add_row(str(slot["id"]), slot["digest"][:19], state, slot["node"] or "-")
+    events = Table("event")
+    for event in app["events"][-10:]:
+        events.add_row(event["text"])
+    for each in (revisions, slots, events):
+        outer.add_row(each)
+    return outer
+
+
+def _short(revision: dict[str, Any] | None) -> str:
+    return revision["digest"][:19] if revision else "-"
+
+
+def _ask(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except ApiFailed as error:
+        raise CommandFailed(str(error), API) from None
+
+
+def finish(command: Callable[[], None]) -> None:
+    """Run a command; a failure is one line and an exit code."""
+    try:
+        command()
+    except CommandFailed as error:
+        console.print(str(error), style="red", markup=False)
+        sys.exit(error.code)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,525 @@
+"""`/v1/applications`: what is deployed, and how it changes. For keys that may deploy.
+
+A change is a record in the store, which is there or not, before anything happens; Redis is told after it, and
+finds it by itself where that fails.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import Meta, UnsetType
+from msgspec.structs import replace
+from redis.exceptions import RedisError
+
+from gateway.calls.models import ModelDirectory
+from gateway.http.admission import Admission
+from gateway.http.auth import KeyRing, WrongKey
+from gateway.http.body import JsonBody, T, read_body
+from gateway.http.context import SCOPE_KEY
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, ServerError, unavailable
+from gateway.http.wrong_keys import WrongKeys
+from shared.packages import rollout
+from shared.packages.board import Board
+from shared.packages.deployments import (
+    MAX_INSTANCES,
+    NAME,
+    Cause,
+    Conflict,
+    Generation,
+    History,
+    Outcome,
+    Spec,
+    read_history,
+    record_generation,
+    settle,
+)
+from shared.packages.manifest import BadPackage, Digest
+from shared.packages.rollout import App
+from shared.packages.store import PackageStore, StoreError, open_store, read_manifest
+from shared.queue.api import QueueUnavailable
+from shared.settings.tree import Settings
+
+_TRIES = 20  # of a change that others are always ahead of
+
+logger = logging.getLogger(__name__)
+
+
+class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `PUT /v1/applications/{name}`."""
+
+    digest: Digest  #: of the package's manifest, whose blobs are in the store
+    spec: Spec = Spec()
+    if_generation: Annotated[int, Meta(ge=0)] | None = None  #: the latest that the caller knows
+
+
+class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/applications/{name}:rollback`."""
+
+    generation: Annotated[int, Meta(ge=1)] | None = None  #: where to; the last that served before
+
+
+class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/applications/{name}:scale`."""
+
+    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+
+
+class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/applications/{name}:promote`."""
+
+
+class SlotObject(msgspec.Struct):
+    """One instance. `phase`: how far it is, while it starts."""
+
+    id: int
+    digest: str
+    state: str
+    phase: str
+    node: str
+    since: float
+
+
+class RevisionObject(msgspec.Struct):
+    """A version as it is served."""
+
+    generation: int
+    digest: str
+    spec: Spec
+    num_ready: int
+
+
+class EventObject(msgspec.Struct):
+    """What happened; `at` in epoch seconds."""
+
+    at: float
+    text: str
+
+
+class GenerationObject(msgspec.Struct):
+    """A change that was asked for, and what came of it."""
+
+    generation: int
+    digest: str
+    cause: Cause
+    created_at: float
+    outcome: Literal["active", "rolled_back"] | None
+    message: str
+
+
+class Application(msgspec.Struct):
+    """A deployment as it is now."""
+
+    name: str
+    generation: int
+    #: `starting` and `canary` while a new version is on its way, `active`, or `undeployed`.
+    state: str
+    active: RevisionObject | None
+    candidate: RevisionObject | None
+    desired: int
+    slots: list[SlotObject]
+    message: str
+    events: list[EventObject]
+    #: The latest last; in lists, it is left out.
+    generations: list[GenerationObject] | UnsetType = msgspec.UNSET
+
+
+class ApplicationList(msgspec.Struct):
+    """All deployments, and the store where packages go."""
+
+    data: list[Application]
+    store: str
+    object: str = "list"
+
+
+class Applications:
+    """Changes deployments, and tells how they are."""
+
+    def __init__(self, store_url: str, board: Board, models: ModelDirectory) -> None:
+        self._url = store_url
+        self._store: PackageStore | None = None
+        self._board = board
+        self._models = models
+
+    async def list(self) -> ApplicationList:
+        """Raises: ApiError, RedisError."""
+        apps = await self._board.apps()
+        await self._open()
+        return ApplicationList([_to_object(app) for _, app in sorted(apps.items())], self._url)
+
+    async def get(self, name: str) -> Application:
+        """Raises: ApiError, RedisError."""
+        history, app = await asyncio.gather(self._history(name), self._find(name))
+        if history is None:
+            raise _unknown(name)
+        found = _to_object(app or App(name, history.last.number))
+        found.generations = [
+            _tell(each, history) for _, each in sorted(history.generations.items())
+        ]
+        return found
+
+    async def deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
+        """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
+        if name in self._models.cards:
+            raise _invalid("name", "a worker serves a model of this name; take another")
+        store = await self._open()
+        await asyncio.to_thread(_check_package, store, wanted.digest)
+        history = await self._history(name)
+        last = history.last if history else None
+        number = last.number if last else 0
+        if wanted.if_generation is not None and wanted.if_generation != number:
+            raise _conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
+        if (
+            last is not None
+            and history is not None
+            and (last.digest, last.spec)
+            == (
+                wanted.digest,
+                wanted.spec,
+            )
+        ):
+            outcome = history.outcomes.get(number)
+            if outcome is None or outcome.verdict == "active":
+                return 200, await self.get(name)
+        await self._add(Generation(name, number + 1, wanted.digest, wanted.spec), history)
+        return 202, await self.get(name)
+
+    async def rollback(self, name: str, wanted: Rollback) -> Application:
+        """Take the candidate back, or have an earlier version serve again. Raises: ApiError, RedisError."""
+        history = await self._known(name)
+        candidate = history.candidate
+        if candidate is not None and wanted.generation is None:
+            await self._settle(name, candidate.number, Outcome("rolled_back", "asked for"))
+            return await self.get(name)
+        active = history.active
+        if wanted.generation is None:
+            back = history.before(active.digest if active else "")
+        else:
+            back = history.generations.get(wanted.generation)
+        if back is None or not back.digest:
+            raise _conflict("There is no such earlier version to go back to.")
+        spec = replace((active or back).spec, canary=0.0)
+        number = history.last.number + 1
+        await self._add(Generation(name, number, back.digest, spec, "rollback"), history)
+        return await self.get(name)
+
+    async def promote(self, name: str) -> Application:
+        """Have the canary serve all requests. Raises: ApiError, RedisError."""
+        history = await self._known(name)
+        app = await self._find(name)
+        candidate = history.candidate
+        is_ready = app is not None and candidate and app.of(candidate.digest, "ready")
+        if candidate is None or not is_ready:
+            raise _conflict("There is no candidate that is ready.")
+        await self._settle(name, candidate.number, Outcome("active"))
+        return await self.get(name)
+
+    async def scale(self, name: str, wanted: Scale) -> Application:
+        """Raises: ApiError, RedisError."""
+        history = await self._known(name)
+        active = history.active
+        if active is None or history.candidate is not None:
+            raise _conflict("A new version is on its way; scale it when it is active.")
+        least, most = wanted.min_instances, wanted.max_instances
+        try:
+            spec = replace(
+                active.spec,
+                min_instances=active.spec.min_instances if least is None else least,
+                max_instances=active.spec.max_instances if most is None else most,
+            )
+        except ValueError as error:
+            raise _invalid("min_instances", f"{error}") from None
+        number = history.last.number + 1
+        await self._add(Generation(name, number, active.digest, spec, "scale"), history)
+        return await self.get(name)
+
+    async def undeploy(self, name: str) -> Application:
+        """Raises: ApiError, RedisError."""
+        history = await self._known(name)
+        if history.last.digest:
+            last = history.last
+            await self._add(Generation(name, last.number + 1, "", last.spec, "undeploy"), history)
+        return await self.get(name)
+
+    # What they share
+
+    async def _open(self) -> PackageStore:
+        if not self._url:
+            raise NotFound(
+                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
+                code="deployments_off",
+            )
+        if self._store is None:
+            self._store = await asyncio.to_thread(open_store, self._url)
+        return self._store
+
+    async def _history(self, name: str) -> History | None:
+        return await asyncio.to_thread(read_history, await self._open(), name)
+
+    async def _known(self, name: str) -> History:
+        history = await self._history(name)
+        if history is None or not history.last.digest:
+            raise _unknown(name)
+        return history
+
+    async def _find(self, name: str) -> App | None:
+        return (await self._board.apps()).get(name)
+
+    async def _add(self, generation: Generation, history: History | None) -> None:
+        """Record a generation, and what it makes of the one before. Raises: ApiError, StoreError."""
+        store = await self._open()
+        name, number = generation.name, generation.number
+        generation = replace(generation, created_at=time.time())  # noqa: TID251
+        await asyncio.to_thread(record_generation, store, generation)
+        logger.info("deployment %s: generation %d (%s)", name, number, generation.cause)
+        if history is not None and history.candidate is not None:
+            outcome = Outcome("rolled_back", f"generation {number} came after it")
+            await asyncio.to_thread(settle, store, name, history.candidate.number, outcome)
+        active = history.active if history else None
+        if not generation.digest or (active is not None and active.digest == generation.digest):
+            await asyncio.to_thread(settle, store, name, number, Outcome("active"))
+        if history is not None and history.last.digest:
+            await self._change(name, lambda app, now: _admitted(app, generation, now))
+        else:
+            await self._change(name, lambda app, now: _admitted(app, generation, now), App(name))
+
+    async def _settle(self, name: str, number: int, wanted: Outcome) -> None:
+        store = await self._open()
+        outcome = await asyncio.to_thread(settle, store, name, number, wanted)
+        await self._change(name, lambda app, now: rollout.conclude(app, number, outcome, now))
+        if outcome.verdict != wanted.verdict:
+            raise _conflict(f"The rollout has just ended: {outcome.verdict}.")
+
+    async def _change(
+        self, name: str, change: Callable[[App, float], App], new: App | None = None
+    ) -> None:
+        """Tell Redis; where that fails, nodes find out by the store."""
+        try:
+            now = await self._board.now()
+            for _ in range(_TRIES):
+                before = await self._find(name)
+                start = before or new
+                if start is None or await self._board.put(before, change(start, now)):
+                    return
+        except (RedisError, OSError) as error:
+            logger.warning("the deployment %s is recorded, Redis not told: %s", name, error)
+
+
+def _admitted(app: App, generation: Generation, now: float) -> App:
+    return app if app.number >= generation.number else rollout.admit(app, generation, now)
+
+
+def _check_package(store: PackageStore, digest: str) -> None:
+    """See that the package is whole in the store and can be run. Raises: InvalidRequest, StoreError."""
+    try:
+        manifest = read_manifest(store, digest)
+    except (BadPackage, StoreError) as error:
+        raise _invalid("digest", f"{error}") from None
+    sizes = {layer.digest: layer for layer in manifest.layers}
+    for layer in sizes.values():
+        if store.size(layer.digest) != layer.size:
+            raise _invalid("digest", f"{layer.path}: its blob is not in the store, or was cut")
+    if manifest.config.kind != "model":
+        raise _invalid("digest", f"packages of kind {manifest.config.kind} are not run yet")
+
+
+def _to_object(app: App) -> Application:
+    def to_revision(revision: rollout.Revision | None) -> RevisionObject | None:
+        if revision is None:
+            return None
+        num_ready = len(app.of(revision.digest, "ready"))
+        return RevisionObject(revision.number, revision.digest, revision.spec, num_ready)
+
+    slots = [SlotObject(s.id, s.digest, s.state, s.phase, s.node, s.since) for s in app.slots]
+    events = [EventObject(event.at, event.text) for event in app.events]
+    return Application(
+        app.name, app.number, app.state, to_revision(app.active), to_revision(app.candidate),
+        app.desired, slots, app.message, events,
+    )  # fmt: skip
+
+
+def _tell(generation: Generation, history: History) -> GenerationObject:
+    outcome = history.outcomes.get(generation.number)
+    return GenerationObject(
+        generation.number, generation.digest, generation.cause, generation.created_at,
+        outcome.verdict if outcome else None, outcome.message if outcome else "",
+    )  # fmt: skip
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(
+        "There is no deployment of this name: GET /v1/applications lists them.",
+        param="name",
+        code="application_not_found",
+    )
+
+
+def _invalid(field: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid value for {field}: {problem}.", param=field, code="invalid_value"
+    )
+
+
+def _conflict(message: str) -> InvalidRequest:
+    return InvalidRequest(message, status=409, code="conflict")
+
+
+def create_application_routes(
+    models: ModelDirectory,
+    board: Board,
+    admission: Admission,
+    keys: KeyRing,
+    wrong_keys: WrongKeys,
+    settings: Settings,
+) -> APIRouter:
+    """The operations."""
+    apps = Applications(settings.deploy.store, board, models)
+    router = APIRouter(prefix="/v1/applications", tags=["applications"])
+
+    def check(request: Request) -> None:
+        """Raises: ApiError."""
+        try:
+            keys.check_deployer(request.scope["headers"])
+        except WrongKey:
+            host, _ = request.scope.get("client") or ("", 0)
+            wrong_keys.count(host)
+            raise
+
+    async def read(request: Request, body: JsonBody[T]) -> T:
+        """Raises: ApiError."""
+        with admission.hold_body() as held:
+            context, limits = request.scope[SCOPE_KEY], settings.limits
+            timeout_s = settings.gateway.body_timeout_s
+            return body.decode(
+                await read_body(request.receive, context, held, limits, timeout_s=timeout_s)
+            )
+
+    @router.get("", operation_id="list_applications", openapi_extra=_describe())
+    async def list_applications(request: Request) -> Response:
+        """What is deployed."""
+        check(request)
+        return _json(await _asked(apps.list()))
+
+    @router.get("/{name}", operation_id="retrieve_application", openapi_extra=_describe())
+    async def retrieve_application(request: Request, name: str) -> Response:
+        """One deployment: versions, instances, events, and all its generations."""
+        check(request)
+        return _json(await _asked(apps.get(_check_name(name))))
+
+    @router.put("/{name}", operation_id="deploy_application", openapi_extra=_describe(Deploy))
+    async def deploy_application(request: Request, name: str) -> Response:
+        """Have a package served under a name: started beside what serves, then in its place."""
+        check(request)
+        wanted = await read(request, _DEPLOY)
+        status, found = await _asked(apps.deploy(_check_name(name), wanted))
+        return _json(found, status)
+
+    @router.delete("/{name}", operation_id="undeploy_application", openapi_extra=_describe())
+    async def undeploy_application(request: Request, name: str) -> Response:
+        """Stop serving a name; what waits is still answered."""
+        check(request)
+        return _json(await _asked(apps.undeploy(_check_name(name))), 202)
+
+    @router.post(
+        "/{name}:rollback", operation_id="rollback_application", openapi_extra=_describe(Rollback)
+    )
+    async def rollback_application(request: Request, name: str) -> Response:
+        """Take a new version back; where none is on its way, have the one before serve again."""
+        check(request)
+        wanted = await read(request, _ROLLBACK)
+        return _json(await _asked(apps.rollback(_check_name(name), wanted)), 202)
+
+    @router.post(
+        "/{name}:promote", operation_id="promote_application", openapi_extra=_describe(Nothing)
+    )
+    async def promote_application(request: Request, name: str) -> Response:
+        """Have a canary serve all requests."""
+        check(request)
+        await read(request, _NOTHING)
+        return _json(await _asked(apps.promote(_check_name(name))), 202)
+
+    @router.post("/{name}:scale", operation_id="scale_application", openapi_extra=_describe(Scale))
+    async def scale_application(request: Request, name: str) -> Response:
+        """Change how many instances there may be."""
+        check(request)
+        wanted = await read(request, _SCALE)
+        return _json(await _asked(apps.scale(_check_name(name), wanted)), 202)
+
+    return router
+
+
+_DEPLOY, _ROLLBACK = JsonBody(Deploy), JsonBody(Rollback)
+_SCALE, _NOTHING = JsonBody(Scale), JsonBody(Nothing)
+
+
+def _check_name(name: str) -> str:
+    """Raises: InvalidRequest."""
+    if not re.match(NAME, name):
+        problem = "send 1 to 63 letters, digits, dots, dashes and underscores, no dash first"
+        raise _invalid("name", problem)
+    return name
+
+
+async def _asked(operation: Awaitable[Any]) -> Any:
+    try:
+        return await operation
+    except Conflict as error:
+        raise _conflict(f"{error}.") from None
+    except StoreError as error:
+        logger.error("%s", error)
+        raise ServerError(
+            "The store of packages does not answer; the gateway's log says why.",
+            status=503,
+            code="store_unavailable",
+            retry_after_s=5,
+        ) from None
+    except ApiError:
+        raise
+    except (QueueUnavailable, RedisError, OSError):
+        raise unavailable() from None
+
+
+def _json(content: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+_RESPONSES = {
+    "202": "The change is recorded, and begins.",
+    "400": "The package or a field cannot be; the message says why.",
+    "403": "The key may not deploy.",
+    "404": "There is no such deployment, or deployments are off.",
+    "409": "Another change came first, or there is nothing to change.",
+    "503": "The store of packages or Redis is away.",
+}
+
+
+def _describe(body: type | None = None) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "responses": {status: {"description": text} for status, text in _RESPONSES.items()}
+    }
+    if body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _inline(msgspec.json.schema(body))}},
+        }
+    return described
+
+
+def _inline(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without references, as these bodies are no part of the document's components."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(part: Any) -> Any:
+        if isinstance(part, dict):
+            if "$ref" in part:
+                return resolve(definitions[part["$ref"].rpartition("/")[2]])
+            return {name: resolve(value) for name, value in part.items()}
+        return [resolve(each) for each in part] if isinstance(part, list) else part
+
+    return resolve(schema)

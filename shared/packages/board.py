@@ -1,0 +1,105 @@
+"""Deployments and nodes as they are now, in Redis; all of it can be made again from the store."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+from redis.asyncio import Redis
+
+from shared.packages.rollout import App, NodeRecord
+from shared.protocol import encode
+from shared.queue.keys import RedisKeys, to_ms
+from shared.redis.client import retry_idempotent
+from shared.redis.link import RedisSender
+from shared.redis.script import load_script, named
+
+PUT_APP = load_script(Path(__file__).parent / "scripts" / "put_app.lua")
+#: Of the record of all deployments after somebody last looked after it.
+APPS_TTL_S = 24 * 3600.0
+
+logger = logging.getLogger(__name__)
+
+_apps = msgspec.json.Decoder(App)
+_nodes = msgspec.json.Decoder(NodeRecord)
+
+
+class Board:
+    """What gateways and nodes know of each other's doings. All calls raise RedisError."""
+
+    def __init__(self, redis: Redis, prefix: str) -> None:
+        self._keys = RedisKeys(prefix)
+        self._sender = RedisSender(redis)
+
+    async def apps(self) -> dict[str, App]:
+        """All deployments by name; those that another version of this program wrote are left out."""
+        found = await retry_idempotent(lambda: self._sender.execute("HGETALL", self._keys.apps))
+        apps: dict[str, App] = {}
+        for name, value in zip(found[::2], found[1::2], strict=True):
+            version, _, record = value.partition(b" ")
+            try:
+                apps[name.decode()] = replace(_apps.decode(record), version=int(version))
+            except (msgspec.MsgspecError, ValueError) as error:
+                logger.error("cannot read the deployment %r: %s", name, error)
+        return apps
+
+    async def put(self, before: App | None, after: App) -> App | None:
+        """Write a record in place of the one that was read. Returns it, or None if another was first."""
+        version = before.version if before is not None else 0
+        after = replace(after, version=version + 1)
+        record = b"%d " % after.version + encode(after)
+        return after if await self._put(after.name, version, record) else None
+
+    async def remove(self, app: App) -> bool:
+        """Forget a deployment, unless it has changed."""
+        return await self._put(app.name, app.version, b"")
+
+    async def _put(self, name: str, version: int, record: bytes) -> bool:
+        arguments = named(record, name=name, version=version, ttl_ms=to_ms(APPS_TTL_S))
+        return bool(await self._sender.run(PUT_APP, [self._keys.apps], arguments))
+
+    async def keep(self) -> None:
+        """Let the records live on."""
+        await self._sender.execute("PEXPIRE", self._keys.apps, to_ms(APPS_TTL_S))
+
+    async def announce(self, node: NodeRecord, ttl_s: float) -> None:
+        """Say that a node is there, for `ttl_s` from now."""
+        await self._sender.execute(
+            "SET", self._keys.node(node.id), encode(node), "PX", to_ms(ttl_s)
+        )
+        await self._sender.execute("SADD", self._keys.nodes, node.id)
+        await self._sender.execute("PEXPIRE", self._keys.nodes, to_ms(APPS_TTL_S))
+
+    async def withdraw(self, node_id: str) -> None:
+        """Say that a node is gone."""
+        await self._sender.execute("DEL", self._keys.node(node_id))
+        await self._sender.execute("SREM", self._keys.nodes, node_id)
+
+    async def nodes(self) -> dict[str, NodeRecord]:
+        """The nodes that are there now."""
+        names = await retry_idempotent(lambda: self._sender.execute("SMEMBERS", self._keys.nodes))
+        keys = [self._keys.node(name.decode(errors="replace")) for name in names]
+        values = await retry_idempotent(lambda: self._sender.execute("MGET", *keys)) if keys else []
+        gone = [name for name, value in zip(names, values, strict=True) if value is None]
+        if gone:
+            await self._sender.execute("SREM", self._keys.nodes, *gone)
+        return {record.id: record for record in _readable(values)}
+
+    async def now(self) -> float:
+        """Redis's clock, in epoch seconds."""
+        seconds, microseconds = await retry_idempotent(lambda: self._sender.execute("TIME"))
+        return int(seconds) + int(microseconds) / 1e6
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._sender.close()
+
+
+def _readable(values: Iterable[bytes | None]) -> Iterable[NodeRecord]:
+    for value in values:
+        try:
+            if value is not None:
+                yield _nodes.decode(value)
+        except msgspec.MsgspecError as error:
+            logger.error("cannot read the record of a node: %s", error)

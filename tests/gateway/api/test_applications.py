@@ -1,0 +1,248 @@
+"""`/v1/applications`: who may deploy what, and what two who deploy at once are told. No node is there."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from gateway.calls.models import Route
+from shared.packages import rollout
+from shared.packages.board import Board
+from shared.packages.manifest import Layer, PackageConfig, digest_of, make_manifest
+from shared.packages.rollout import App, Revision, Slot
+from shared.packages.store import open_store
+from shared.protocol import ModelCard
+from shared.settings.tree import DeploySettings
+from tests.factories_gateway import (
+    RunningGateway,
+    make_body,
+    make_settings,
+    run_gateway_on_socket,
+    run_worker,
+)
+
+DEPLOY = {"authorization": "Bearer may-deploy"}
+
+
+class Deployments:
+    """A gateway with a store, and what a node would do."""
+
+    def __init__(self, gateway: RunningGateway, store_url: str) -> None:
+        self.gateway = gateway
+        self.client = gateway.client
+        self.store = open_store(store_url)
+        self.board: Board = gateway.services.board
+
+    def add_package(self, text: str, kind: str = "model", **config) -> str:
+        data = text.encode()
+        name = "app.py" if kind == "python" else "config.json"
+        self.store.put(digest_of(data), io.BytesIO(data))
+        layer = Layer(name, digest_of(data), len(data))
+        if kind == "python":
+            config["entry"] = "app:A"
+        manifest = make_manifest(PackageConfig(kind, **config), [layer])  # type: ignore[arg-type]
+        self.store.put(manifest.digest, io.BytesIO(manifest.encode()))
+        return manifest.digest
+
+    async def put(self, digest: str, name: str = "n", headers=DEPLOY, **body) -> httpx.Response:
+        body = {"digest": digest, **body}
+        return await self.client.put(f"/v1/applications/{name}", json=body, headers=headers)
+
+    async def ask(self, what: str = "", method: str = "POST", **body) -> httpx.Response:
+        content = body if method == "POST" else None
+        return await self.client.request(
+            method, f"/v1/applications/n{what}", json=content, headers=DEPLOY
+        )
+
+    async def make_ready(self, digest: str) -> None:
+        """An instance is ready, as a node would say."""
+        before = (await self.board.apps())["n"]
+        slot = Slot(before.next_slot, digest, "ready", "node")
+        after = replace(before, slots=(*before.slots, slot), next_slot=slot.id + 1)
+        assert await self.board.put(before, after)
+
+
+@asynccontextmanager
+async def run(redis_server: str, prefix: str, tmp_path, **gateway) -> AsyncIterator[Deployments]:
+    url = f"file://{tmp_path}/store"
+    gateway = {"deploy_keys": ("may-deploy",), **gateway}
+    settings = make_settings(redis_server, prefix, gateway=gateway)
+    settings = settings.model_copy(update={"deploy": DeploySettings(store=url)})
+    async with run_gateway_on_socket(settings, refresh=False) as running:
+        yield Deployments(running, url)
+
+
+@pytest.fixture
+async def deployments(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Deployments]:
+    async with run(redis_server, redis_prefix, tmp_path) as deployments:
+        yield deployments
+
+
+def message(answer: httpx.Response) -> str:
+    return answer.json()["error"]["message"]
+
+
+async def test_keys_that_deploy_are_a_class_of_their_own(redis_server, redis_prefix, tmp_path):
+    keys = {"api_keys": ("asks",), "admin_keys": ("operates",)}
+    async with run(redis_server, redis_prefix, tmp_path, **keys) as deployments:
+        digest = deployments.add_package("{}")
+        expected = {None: 401, "wrong": 401, "asks": 403, "operates": 403, "may-deploy": 202}
+        for key, status in expected.items():
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            assert (await deployments.put(digest, headers=headers)).status_code == status
+            listed = await deployments.client.get("/v1/applications", headers=headers)
+            assert (listed.status_code == 200) is (key == "may-deploy")
+        lora = {"lora_name": "x", "lora_path": "x"}
+        answer = await deployments.client.post("/v1/load_lora_adapter", json=lora, headers=DEPLOY)
+        assert answer.status_code == 403  # and it is no operator's
+
+
+async def test_without_keys_nobody_may_deploy(redis_server, redis_prefix, tmp_path):
+    async with run(redis_server, redis_prefix, tmp_path, deploy_keys=()) as deployments:
+        answer = await deployments.put(deployments.add_package("{}"))
+    assert answer.status_code == 403
+    assert "VLM_GATEWAY__DEPLOY_KEYS" in message(answer)
+
+
+async def test_a_deployment_is_recorded_and_the_same_again_changes_nothing(deployments):
+    digest = deployments.add_package("{}")
+    first = await deployments.put(digest)
+    assert (first.status_code, first.json()["state"]) == (202, "starting")
+    assert first.json()["candidate"]["digest"] == digest
+    again = await deployments.put(digest)
+    assert (again.status_code, again.json()["generation"]) == (200, 1)
+    listed = await deployments.client.get("/v1/applications", headers=DEPLOY)
+    assert [app["name"] for app in listed.json()["data"]] == ["n"]
+    assert listed.json()["store"].startswith("file://")
+
+
+async def test_of_two_deployments_at_once_one_is_refused(deployments):
+    digests = [deployments.add_package(text) for text in ("{}", "[]")]
+    answers = await asyncio.gather(*(deployments.put(digest) for digest in digests))
+    assert sorted(answer.status_code for answer in answers) in ([202, 409], [202, 202])
+    number = max(answer.json().get("generation", 0) for answer in answers)
+    late = await asyncio.gather(
+        *(deployments.put(digest, if_generation=number) for digest in reversed(digests))
+    )
+    statuses = sorted(answer.status_code for answer in late)
+    assert statuses in ([200, 409], [200, 202], [202, 409])
+    stale = await deployments.put(digests[0], if_generation=number + 7)
+    assert stale.status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"digest": "sha256:" + 64 * "0"}, "has no package"),
+        ({"digest": "sha256:../../x"}, "digest"),
+        ({"spec": {"min_instances": 9, "max_instances": 2}}, "min_instances"),
+        ({"spec": {"canary": 2}}, "canary"),
+        ({"spec": {"unknown": 2}}, "unknown"),
+    ],
+)
+async def test_what_cannot_be_deployed_is_refused_by_field(deployments, change, says):
+    body = {"digest": deployments.add_package("{}"), **change}
+    answer = await deployments.put(**body)
+    assert answer.status_code == 400
+    assert says in message(answer)
+    assert (await deployments.ask(method="GET")).status_code == 404
+
+
+async def test_a_package_whose_blobs_are_missing_cut_or_not_run_is_refused(deployments, tmp_path):
+    digest = deployments.add_package("{1}")
+    blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")
+    blob.write_bytes(b"{")
+    assert "config.json: its blob is not in the store, or was cut" in message(
+        await deployments.put(digest)
+    )
+    blob.unlink()
+    assert (await deployments.put(digest)).status_code == 400
+    python = deployments.add_package("class A: ...", "python")
+    assert "kind python are not run yet" in message(await deployments.put(python))
+    for name in ("a b", "@x", "x" * 64):
+        answer = await deployments.put(digest, name=name)
+        assert answer.status_code in (400, 404)
+
+
+async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
+    old, new = deployments.add_package("{}"), deployments.add_package("[]")
+    await deployments.put(old)
+    assert (await deployments.ask(":promote")).status_code == 409  # it is not ready
+    await deployments.make_ready(old)
+    promoted = await deployments.ask(":promote")
+    assert (promoted.status_code, promoted.json()["active"]["digest"]) == (202, old)
+    assert (await deployments.ask(":rollback")).status_code == 409  # there is none before
+    await deployments.put(new, spec={"canary": 0.1})
+    taken_back = await deployments.ask(":rollback")
+    assert taken_back.json()["generations"][-1]["outcome"] == "rolled_back"
+    assert taken_back.json()["active"]["digest"] == old
+    await deployments.put(new, spec={"canary": 0.2})
+    await deployments.make_ready(new)
+    await deployments.ask(":promote")
+    back = (await deployments.ask(":rollback")).json()
+    assert (back["active"]["digest"], back["candidate"]["digest"]) == (new, old)
+    assert back["candidate"]["spec"]["canary"] == 0  # it is known
+
+
+async def test_scale_and_undeploy(deployments):
+    digest = deployments.add_package("{}")
+    await deployments.put(digest)
+    assert (await deployments.ask(":scale", min_instances=2)).status_code == 409
+    await deployments.make_ready(digest)
+    await deployments.ask(":promote")
+    scaled = (await deployments.ask(":scale", min_instances=2)).json()
+    assert (scaled["active"]["spec"]["min_instances"], scaled["candidate"]) == (2, None)
+    assert (await deployments.ask(":scale", min_instances=200)).status_code == 400
+    gone = await deployments.ask(method="DELETE")
+    assert (gone.status_code, gone.json()["state"]) == (202, "undeployed")
+    assert (await deployments.ask(":promote")).status_code == 404
+    assert (await deployments.put(digest)).status_code == 202
+
+
+async def test_requests_go_to_the_version_that_serves_and_answers_name_it(
+    deployments, redis_server, redis_prefix
+):
+    """The name stands for a queue of the active digest; a canary gets its share, a user one side."""
+    digest = deployments.add_package("{}")
+    card = ModelCard("n@old", 1, 512, 1000, package=f"n@{digest}")
+    other = replace(card, name="n@new", package="n@sha256:new")
+    spec = rollout.Spec(canary=0.3)
+    app = App(
+        "n", 2,
+        active=Revision(1, digest, spec, card=card),
+        candidate=Revision(2, "sha256:new", spec, card=other, is_canary=True),
+    )  # fmt: skip
+    await deployments.board.put(None, app)
+    async with (
+        run_worker(redis_server, redis_prefix, card),
+        run_worker(redis_server, redis_prefix, other),
+    ):
+        await deployments.gateway.services.models.refresh()
+        seen = set()
+        for number in range(12):
+            body = make_body(model="n", user=f"user-{number}")
+            whole = await deployments.gateway.chat(body)
+            assert whole.status_code == 200, whole.text
+            package = whole.headers["x-vlm-package"]
+            assert whole.json()["system_fingerprint"] == package
+            assert whole.json()["model"] == "n"
+            streamed = await deployments.gateway.chat({**body, "stream": True})
+            assert streamed.headers["x-vlm-package"] == package  # one user, one side
+            assert f'"system_fingerprint":"{package}"' in streamed.text
+            seen.add(package)
+        assert seen == {f"n@{digest}", "n@sha256:new"}
+        models = (await deployments.client.get("/v1/models")).json()["data"]
+        assert "n" in {model["id"] for model in models}
+
+
+def test_a_canary_has_its_share_of_ten_thousand_and_each_client_one_side():
+    old, new = ModelCard("n", 1, 1, 1, parent="n@old"), ModelCard("n", 1, 1, 1, parent="n@new")
+    route = Route(old, new, 0.1)
+    picked = [route.pick(f"{number:032x}") for number in range(10_000)]
+    assert 900 <= picked.count(new) <= 1100
+    assert picked == [route.pick(f"{number:032x}") for number in range(10_000)]
+    assert {Route(old).pick(f"{number}") is old for number in range(10)} == {True}

@@ -1,0 +1,218 @@
+"""Deployments by the command line, on real processes, under load of which not one request may fail."""
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from redis import Redis
+
+from tests.integration.fleet_process import Served, run_vlm, start_fleet
+
+CHAT = "/v1/chat/completions"
+WITHIN_S = 60.0
+
+
+class Deployer:
+    """A fleet, and the commands of who deploys."""
+
+    def __init__(self, fleet: Served, folder: Path) -> None:
+        self.fleet = fleet
+        self.folder = folder
+        self.key = (folder / "deploy.key").read_text()
+
+    def vlm(self, *arguments: str):
+        environment = {**os.environ, "DEPLOY_KEY": self.key}
+        return run_vlm(*arguments, "--url", self.fleet.url, env=environment)
+
+    def deploy(self, version: int, *more: str):
+        package = self.folder / f"version-{version}"
+        package.mkdir(exist_ok=True)
+        (package / "config.json").write_text(f'{{"version": {version}}}')
+        (package / "shared.json").write_text('"the same in all versions"')
+        given = ("--name", "cap", "--application", str(package), "--set", "kind=mock")
+        return self.vlm("deploy", *given, *more)
+
+    def app(self) -> dict:
+        headers = {"authorization": f"Bearer {self.key}"}
+        with self.fleet.client() as client:
+            answer = client.get("/v1/applications/cap", headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def active(self) -> str:
+        return self.app()["active"]["digest"]
+
+    def wait(self, is_so: Callable[[dict], bool]) -> dict:
+        give_up_at = time.monotonic() + WITHIN_S
+        while not is_so(app := self.app()):
+            assert time.monotonic() < give_up_at, app
+            time.sleep(0.2)
+        return app
+
+    def instances(self) -> list[psutil.Process]:
+        found = []
+        for process in self.fleet.family():
+            if "worker" in process.cmdline():
+                package = process.environ().get("VLM_WORKER__PACKAGE", "")
+                found += [process] if package.startswith("cap@") else []
+        return found
+
+
+@pytest.fixture(scope="module")
+def deployer(tmp_path_factory) -> Iterator[Deployer]:
+    folder = tmp_path_factory.mktemp("serve")
+    fleet = start_fleet(folder, VLM_ENGINE__MOCK__DECODE_S="0.02")
+    yield Deployer(fleet, folder)
+    fleet.end()
+
+
+class Load:
+    """Requests one after another, whole and streamed, until the block ends; each names one package."""
+
+    def __init__(self, url: str) -> None:
+        self.packages: list[str] = []
+        self.faults: list[str] = []
+        self._url = url
+        self.stopping = threading.Event()
+
+    def run(self, number: int) -> None:
+        with httpx.Client(base_url=self._url, trust_env=False, timeout=60) as client:
+            while not self.stopping.is_set():
+                try:
+                    self._ask(client, is_streamed=number % 2 == 0)
+                except (httpx.HTTPError, AssertionError) as error:
+                    self.faults.append(f"{type(error).__name__}: {error}")
+                self.stopping.wait(0.05)
+
+    def _ask(self, client: httpx.Client, is_streamed: bool) -> None:
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "cap", "messages": messages, "max_tokens": 8, "stream": is_streamed}
+        answer = client.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        package = answer.headers["x-vlm-package"]
+        named = set(re.findall(r'"system_fingerprint":"([^"]+)"', answer.text))
+        assert named == {package}
+        assert not is_streamed or answer.text.endswith("data: [DONE]\n\n")
+        self.packages.append(package)
+
+
+@contextmanager
+def load(deployer: Deployer, num_clients: int = 4) -> Iterator[Load]:
+    running = Load(deployer.fleet.url)
+    threads = [threading.Thread(target=running.run, args=(n,)) for n in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield running
+    finally:
+        running.stopping.set()
+        for thread in threads:
+            thread.join()
+    assert not running.faults, running.faults[:3]
+    assert running.packages
+
+
+def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
+    first = deployer.deploy(1)
+    assert first.returncode == 0, first.stderr
+    assert "2 of 2 blobs uploaded" in first.stderr
+    old = deployer.active()
+    with load(deployer) as running:
+        second = deployer.deploy(2)
+        assert second.returncode == 0, second.stderr
+        assert "1 of 2 blobs uploaded" in second.stderr  # the other one is there
+        new = deployer.active()
+        bad = deployer.deploy(3, "--set", "nonsense=1")
+        assert bad.returncode == 5
+        assert "VLM_ENGINE__NONSENSE: the mock engine has no such setting" in bad.stderr
+        assert deployer.active() == new
+        back = deployer.vlm("rollback", "cap")
+        assert back.returncode == 0, back.stderr
+        assert deployer.active() == old
+        deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
+    assert set(running.packages) == {f"cap@{old}", f"cap@{new}"}
+    assert old != new
+
+
+def test_the_plan_is_printed_and_nothing_happens(deployer: Deployer):
+    before = deployer.app()["generation"]
+    planned = deployer.deploy(4, "--dry-run", "-o", "json", "--canary", "10%")
+    plan = json.loads(planned.stdout)
+    assert plan["spec"]["canary"] == 0.1
+    assert plan["digest"].startswith("sha256:")
+    assert plan["manifest"]["schemaVersion"] == 2
+    assert deployer.app()["generation"] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("deploy", "--nothing"), 1),
+        (("deploy", "--name", "x", "--application", "shapes", "--canary", "200%"), 1),
+        (("deploy", "--name", "x", "--application", "/no/such/path"), 2),
+        (("deploy", "--name", "x", "--application", "shapes", "--store", "http://x"), 3),
+        (("rollback", "nobody"), 4),
+    ],
+)
+def test_exit_codes_say_what_failed(deployer: Deployer, arguments, code):
+    assert deployer.vlm(*arguments).returncode == code
+
+
+def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer):
+    with load(deployer):
+        [instance] = deployer.instances()
+        instance.kill()
+        deployer.wait(
+            lambda app: [s["state"] for s in app["slots"]] == ["ready"]
+            and any("SIGKILL" in event["text"] for event in app["events"])
+        )  # fmt: skip
+
+
+def test_a_redis_that_forgot_the_deployments_has_them_back_from_the_store(deployer: Deployer):
+    [before] = deployer.instances()
+    with load(deployer):
+        [socket] = {
+            process.environ()["VLM_REDIS__URL"] for process in deployer.fleet.family()
+            if "gateway" in process.cmdline()
+        }  # fmt: skip
+        with Redis.from_url(socket) as redis:
+            assert redis.delete("vlm:apps")
+            give_up_at = time.monotonic() + WITHIN_S
+            while not redis.exists("vlm:apps"):
+                assert time.monotonic() < give_up_at
+                time.sleep(0.1)
+        deployer.wait(lambda app: [s["state"] for s in app["slots"]] == ["ready"])
+    assert deployer.instances() == [before]
+
+
+def test_what_rests_starts_with_the_first_request_which_waits(deployer: Deployer):
+    again = deployer.deploy(1, "--idle-s", "1")
+    assert again.returncode == 0, again.stderr
+    deployer.wait(lambda app: not app["slots"])
+    with load(deployer, num_clients=1) as running:
+        give_up_at = time.monotonic() + WITHIN_S
+        while not running.packages:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.1)
+
+
+def test_what_is_undeployed_is_gone(deployer: Deployer):
+    gone = deployer.vlm("undeploy", "cap")
+    assert gone.returncode == 0, gone.stderr
+    give_up_at = time.monotonic() + WITHIN_S
+    while deployer.instances():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.2)
+    body = {"model": "cap", "messages": [{"role": "user", "content": "hi"}]}
+    with deployer.fleet.client() as client:
+        while (answer := client.post(CHAT, json=body)).status_code != 404:
+            assert time.monotonic() < give_up_at, answer.text
+            time.sleep(0.2)

@@ -1,0 +1,97 @@
+"""A node takes no byte on trust: what the store has is checked again, and nothing is unpacked elsewhere."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
+from shared.packages.store import FileStore
+from worker.node.install import InstallError, install
+
+FILES = {"config.json": b"{}", "sub/weights.safetensors": b"weights" * 1000, "bin/run": b"#!"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def add(store: FileStore, files: dict[str, bytes]) -> str:
+    layers = []
+    for path, data in sorted(files.items()):
+        store.put(digest_of(data), io.BytesIO(data))
+        layers.append(Layer(path, digest_of(data), len(data), path.startswith("bin/")))
+    manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), tuple(layers))
+    store.put(manifest.digest, io.BytesIO(manifest.encode()))
+    return manifest.digest
+
+
+def blob(store: FileStore, data: bytes) -> Path:
+    return store.root / "blobs" / "sha256" / digest_of(data).removeprefix("sha256:")
+
+
+def test_a_package_is_a_folder_that_nobody_may_write(store, tmp_path):
+    manifest, folder = install(store, add(store, FILES), tmp_path / "cache")
+    assert manifest.config.kind == "model"
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    assert {path: file.read_bytes() for path, file in found.items()} == FILES
+    assert {path: file.stat().st_mode & 0o777 for path, file in found.items()} == {
+        "config.json": 0o444, "sub/weights.safetensors": 0o444, "bin/run": 0o555,
+    }  # fmt: skip
+
+
+def test_what_two_versions_share_is_fetched_once(store, tmp_path):
+    fetched: list[int] = []
+    install(store, add(store, FILES), tmp_path / "cache", fetched.append)
+    assert sum(fetched) == sum(map(len, FILES.values()))
+    fetched.clear()
+    changed = add(store, {**FILES, "config.json": b'{"new": 1}'})
+    install(store, changed, tmp_path / "cache", fetched.append)
+    assert sum(fetched) == len(b'{"new": 1}')
+    fetched.clear()
+    install(store, changed, tmp_path / "cache", fetched.append)
+    assert not fetched
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda data: data[:-1], "digest_mismatch"),
+        (lambda data: b"W" + data[1:], "digest_mismatch"),
+        (lambda data: data + b"x", "more bytes"),
+    ],
+)
+def test_a_blob_that_was_cut_or_changed_is_refused_by_its_name(store, tmp_path, damage, says):
+    digest, data = add(store, FILES), FILES["sub/weights.safetensors"]
+    blob(store, data).write_bytes(damage(data))
+    with pytest.raises(InstallError, match=rf"sub/weights\.safetensors: .*{says}"):
+        install(store, digest, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("packages/*"))
+    assert not list((tmp_path / "cache").rglob("*.part"))
+    store.put(digest_of(data), io.BytesIO(data))  # mended
+    install(store, digest, tmp_path / "cache")
+
+
+def test_a_manifest_that_was_changed_or_leads_out_is_refused(store, tmp_path):
+    digest = add(store, FILES)
+    path = store.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(InstallError, match="was changed"):
+        install(store, digest, tmp_path / "cache")
+    evil = add(store, {"../../evil": b"x"})
+    with pytest.raises(InstallError, match="leads out"):
+        install(store, evil, tmp_path / "cache")
+    assert not list(tmp_path.rglob("evil"))
+    pickled = add(store, {"notes.json": b"\x80\x04N."})
+    with pytest.raises(InstallError, match=r"notes\.json: pickled"):
+        install(store, pickled, tmp_path / "cache")
+
+
+def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, monkeypatch):
+    digest = add(store, FILES)
+    usage = os.statvfs(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 10, "u": usage})())
+    with pytest.raises(InstallError, match="GB are free"):
+        install(store, digest, tmp_path / "cache")

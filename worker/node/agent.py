@@ -1,0 +1,296 @@
+"""`vlm node`: takes slots of deployments as workers take requests, and moves rollouts on.
+
+No node leads. All see one record of each deployment, and whoever changes it first has changed it; in turn,
+one a second looks at each. What was decided for good is in the store before it is done.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from zlib import crc32
+
+import psutil
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.packages import rollout
+from shared.packages.board import Board
+from shared.packages.deployments import (
+    Resources,
+    last_numbers,
+    read_history,
+    settle,
+)
+from shared.packages.rollout import App, Load, NodeRecord, Revision, Slot
+from shared.packages.store import PackageStore, StoreError, open_store
+from shared.protocol import ModelCard
+from shared.queue.api import QueueUnavailable
+from shared.queue.registry import Registry, WorkerRecord
+from shared.queue.submit import RedisGatewayQueue
+from shared.redis.client import create_redis
+from shared.redis.outage import OutageLog
+from shared.settings.tree import Settings, SettingsError
+from worker.node.gpus import find_gpus
+from worker.node.install import install
+from worker.node.instance import Instance, queue_name
+
+TICK_S = 0.5
+RECORD_TTL_S = 5.0
+#: How often the store is compared with Redis, where nothing is amiss.
+SYNC_S = 30.0
+SYNC_EMPTY_S = 2.0
+#: An instance that no record knows is stopped after so long: the record may be on its way back.
+STRAY_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class NodeAgent:
+    """One machine's part in all deployments."""
+
+    def __init__(self, settings: Settings, *, tick_s: float = TICK_S) -> None:
+        """Raises: SettingsError."""
+        deploy = settings.deploy
+        if not deploy.store:
+            raise SettingsError(
+                "VLM_DEPLOY__STORE: no store of packages is named, such as file:///srv/packages"
+            )
+        try:
+            self._store: PackageStore = open_store(deploy.store)
+        except StoreError as error:
+            raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
+        self._settings = settings
+        self._tick_s = tick_s
+        self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
+        self._cache = Path(deploy.cache_dir).expanduser() if deploy.cache_dir else default_cache()
+        self._gpus = find_gpus(os.environ)
+        self._room = Resources(
+            deploy.cpu or float(os.cpu_count() or 1),
+            deploy.memory_bytes or psutil.virtual_memory().total,
+            len(self._gpus),
+        )
+        self._redis: Redis = create_redis(settings.redis)
+        prefix = settings.redis.key_prefix
+        self._board = Board(self._redis, prefix)
+        self._registry = Registry(self._redis, prefix)
+        self._queue = RedisGatewayQueue(self._redis, prefix)
+        self._outage = OutageLog(settings.redis.address)
+        self._instances: dict[tuple[str, int], Instance] = {}
+        self._strays: dict[tuple[str, int], float] = {}
+        self._workers: list[WorkerRecord] = []
+        self._synced_at = float("-inf")
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take no more slots, drain what runs, end."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        logger.info("node %s: packages from %s", self.id, self._store.url)
+        try:
+            while not self._stopping.is_set():
+                await self._try_tick()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), self._tick_s)
+            await self._leave()
+        finally:
+            for part in (self._board, self._registry, self._queue):
+                await part.close()
+            await self._redis.aclose()
+
+    async def _try_tick(self) -> None:
+        try:
+            await self.tick()
+        except (RedisError, QueueUnavailable, OSError) as error:
+            self._outage.failed(error)
+        except StoreError as error:
+            logger.warning("%s", error)
+        except Exception:
+            logger.exception("cannot look after the deployments")
+        else:
+            self._outage.succeeded()
+
+    async def _leave(self) -> None:
+        closing = [asyncio.ensure_future(each.close()) for each in self._instances.values()]
+        while closing and not all(task.done() for task in closing):
+            try:
+                await self._board.announce(self._record(), RECORD_TTL_S)
+            except (RedisError, OSError) as error:
+                self._outage.failed(error)
+            await asyncio.wait(closing, timeout=1.0)
+        try:
+            await self._board.withdraw(self.id)
+        except (RedisError, OSError):
+            logger.info("could not say goodbye: it expires")
+
+    # One look at everything
+
+    async def tick(self) -> None:
+        """Say how it stands, follow what the records say, take what waits. Raises: RedisError, StoreError."""
+        now = await self._board.now()
+        await self._board.announce(self._record(), RECORD_TTL_S)
+        apps = await self._board.apps()
+        self._obey(apps)
+        await self._sync(apps, now)
+        if not apps:
+            return
+        nodes = await self._board.nodes()
+        self._workers = await self._registry.workers()
+        for name, app in sorted(apps.items()):
+            if self._is_on_duty(name, nodes, now):
+                app = await self._advance(app, nodes, now)
+            if app is not None and not self._stopping.is_set():
+                await self._claim(app, now)
+
+    def _record(self) -> NodeRecord:
+        return NodeRecord(
+            self.id, self._room.cpu, self._room.memory_bytes, self._room.gpu,
+            self._stopping.is_set(), tuple(each.report for each in self._instances.values()),
+        )  # fmt: skip
+
+    def _is_on_duty(self, name: str, nodes: Mapping[str, NodeRecord], now: float) -> bool:
+        names = sorted(nodes)
+        return bool(names) and names[(int(now) + crc32(name.encode())) % len(names)] == self.id
+
+    def _obey(self, apps: Mapping[str, App]) -> None:
+        """Drain what no longer should be here, forget what has ended and was heard."""
+        for key, instance in list(self._instances.items()):
+            slots = apps[key[0]].slots if key[0] in apps else ()
+            slot = next((each for each in slots if each.id == key[1]), None)
+            if slot is not None and slot.node == self.id:
+                self._strays.pop(key, None)
+                if slot.state == "draining":
+                    instance.drain()
+            elif instance.is_over:
+                del self._instances[key]
+                self._strays.pop(key, None)
+            elif time.monotonic() - self._strays.setdefault(key, time.monotonic()) > STRAY_S:
+                instance.drain()
+
+    async def _sync(self, apps: dict[str, App], now: float) -> None:
+        """Bring into Redis what the store knows and Redis does not."""
+        pause_s = SYNC_S if apps else SYNC_EMPTY_S
+        if time.monotonic() - self._synced_at < pause_s:
+            return
+        self._synced_at = time.monotonic()
+        numbers = await asyncio.to_thread(last_numbers, self._store)
+        for name, number in numbers.items():
+            app = apps.get(name)
+            if app is not None and app.number >= number:
+                continue
+            history = await asyncio.to_thread(read_history, self._store, name)
+            if history is None or (app is None and not history.last.digest):
+                continue
+            if app is None:
+                after = rollout.restore(
+                    name, history.active, history.candidate, history.last.number, now
+                )
+            else:
+                after = rollout.admit(app, history.last, now)
+            written = await self._board.put(app, after)
+            if written is not None:
+                apps[name] = written
+        if apps:
+            await self._board.keep()
+
+    async def _advance(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> App | None:
+        """The record, moved on; None if another was first, or it is over."""
+        loads = {digest: await self._load(app.name, digest) for digest in _digests(app)}
+        after, outcome = rollout.advance(app, nodes, loads, now)
+        if outcome is not None and after.candidate is not None:
+            number = after.candidate.number
+            outcome = await asyncio.to_thread(settle, self._store, app.name, number, outcome)
+            after = rollout.conclude(after, number, outcome, now)
+            logger.info("%s: %s", app.name, after.events[-1].text)
+        for revision in app.retiring:
+            if after.revision(revision.digest) is None:
+                model = queue_name(app.name, revision.digest)
+                if num := await self._queue.cancel_all(model):
+                    logger.warning("%s: nobody can answer %d requests any more", model, num)
+                await self._registry.forget(model)
+        if after.state == "undeployed" and not after.slots and not after.retiring:
+            await self._board.remove(app)
+            return None
+        return app if after == app else await self._board.put(app, after)
+
+    async def _load(self, name: str, digest: str) -> Load:
+        model = queue_name(name, digest)
+        stats = await self._queue.stats(model)
+        workers = [worker for worker in self._workers if worker.card.name == model]
+        return Load(
+            stats.num_open, stats.age_s,
+            sum(worker.num_finished for worker in workers),
+            sum(worker.num_failed for worker in workers),
+        )  # fmt: skip
+
+    async def _claim(self, app: App, now: float) -> None:
+        after, slot = rollout.claim(app, self._record(), self._free(), now)
+        if slot is None or await self._board.put(app, after) is None:
+            return
+        revision = after.revision(slot.digest)
+        assert revision is not None
+        self._start(app.name, slot, revision)
+
+    def _free(self) -> Resources:
+        taken = [each.spec.resources for each in self._instances.values() if not each.is_over]
+        return Resources(
+            self._room.cpu - sum(each.cpu for each in taken),
+            self._room.memory_bytes - sum(each.memory_bytes for each in taken),
+            self._room.gpu - sum(each.gpu for each in taken),
+        )
+
+    def _start(self, name: str, slot: Slot, revision: Revision) -> None:
+        used = {gpu for each in self._instances.values() if not each.is_over for gpu in each.gpus}
+        gpus = [gpu for gpu in self._gpus if gpu not in used][: revision.spec.resources.gpu]
+        logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
+        self._instances[name, slot.id] = Instance(
+            app=name, slot=slot.id, digest=slot.digest, spec=revision.spec, gpus=gpus,
+            settings=self._settings, install=partial(install, self._store, cache=self._cache),
+            find_card=self._find_card,
+        )  # fmt: skip
+
+    async def _find_card(self, worker_id: str) -> ModelCard | None:
+        try:
+            workers = await self._registry.workers()
+        except (RedisError, OSError):
+            return None
+        found = (w.card for w in workers if w.worker_id == worker_id and w.state == "ready")
+        return next(found, None)
+
+
+def _digests(app: App) -> list[str]:
+    known = (app.active, app.candidate, *app.retiring)
+    return [revision.digest for revision in known if revision is not None]
+
+
+def default_cache() -> Path:
+    """Below XDG_CACHE_HOME."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "vlm-fleet" / "packages"
+
+
+def run_agent(settings: Settings) -> int:
+    """Run a node until a signal. Returns the exit code."""
+    try:
+        asyncio.run(_run_until_signal(settings))
+    except SettingsError as error:
+        logger.critical("%s", error)
+        return os.EX_CONFIG
+    return 0
+
+
+async def _run_until_signal(settings: Settings) -> None:
+    agent = NodeAgent(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, agent.stop)
+    await agent.run()

@@ -1,0 +1,106 @@
+"""From the store to a directory that a worker may read: every byte is checked here again.
+
+Blobs lie in the cache by their hash; a package is a folder of hard links to them. What two versions share is
+fetched once.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
+from shared.packages.store import BadBlob, PackageStore, StoreError, read_manifest
+
+_THREADS = 4
+_RESERVE_BYTES = 256 * 1024 * 1024  # disk that is left to others
+
+Report = Callable[[int], None]
+
+
+class InstallError(Exception):
+    """The package cannot be had here; the message says which layer is to blame."""
+
+
+def install(
+    store: PackageStore, digest: str, cache: Path, report: Report | None = None
+) -> tuple[Manifest, Path]:
+    """A package and its folder; fetches what the cache lacks. Blocks. Raises: InstallError."""
+    try:
+        manifest = read_manifest(store, digest)
+        folder = cache / "packages" / digest.removeprefix("sha256:")
+        if not folder.is_dir():
+            _fetch_all(store, manifest, cache, report)
+            _link(manifest, cache, folder)
+    except (StoreError, BadPackage) as error:
+        raise InstallError(str(error)) from None
+    except OSError as error:
+        raise InstallError(f"{error.filename or cache}: {error.strerror}") from None
+    return manifest, folder
+
+
+def _fetch_all(store: PackageStore, manifest: Manifest, cache: Path, report: Report | None) -> None:
+    blobs = cache / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    missing = {
+        layer.digest: layer
+        for layer in manifest.layers
+        if not _is_there(blobs / layer.digest.removeprefix("sha256:"), layer.size)
+    }
+    num_bytes = sum(layer.size for layer in missing.values())
+    free = shutil.disk_usage(blobs).free
+    if num_bytes + _RESERVE_BYTES > free:
+        raise InstallError(
+            f"the package needs {num_bytes / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
+        )
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(lambda layer: _fetch(store, layer, blobs, report), missing.values()))
+
+
+def _is_there(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None) -> None:
+    found, size = hashlib.sha256(), 0
+    part = blobs / f"{secrets.token_hex(8)}.part"
+    try:
+        with part.open("xb") as out:
+            for piece in store.read(layer.digest):
+                size += len(piece)
+                if size > layer.size:
+                    raise BadBlob(f"{layer.path}: it has more bytes than the manifest says")
+                found.update(piece)
+                out.write(piece)
+                if report is not None:
+                    report(len(piece))
+        if f"sha256:{found.hexdigest()}" != layer.digest or size != layer.size:
+            raise BadBlob(
+                f"{layer.path}: digest_mismatch: the store has {size} bytes of another digest than {layer.digest}"
+            )
+        with part.open("rb") as file:
+            check_content(layer.path, file)
+        part.chmod(0o555 if layer.is_executable else 0o444)
+        os.replace(part, blobs / layer.digest.removeprefix("sha256:"))
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _link(manifest: Manifest, cache: Path, folder: Path) -> None:
+    """Make the folder aside and rename it: it is whole, or not there."""
+    aside = cache / "packages" / f"{secrets.token_hex(8)}.part"
+    aside.mkdir(parents=True)
+    try:
+        for layer in manifest.layers:
+            target = aside / layer.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(cache / "blobs" / layer.digest.removeprefix("sha256:"), target)
+        os.rename(aside, folder)
+    except OSError:
+        if not folder.is_dir():  # else another was first
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

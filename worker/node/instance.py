@@ -1,0 +1,225 @@
+"""One instance of a deployment on this node: fetched, started, watched, drained."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from engines.base import EngineStartError
+from engines.registry import engine_kinds, kind_of
+from shared.packages.deployments import Spec
+from shared.packages.manifest import Manifest
+from shared.packages.rollout import ReportState, SlotReport
+from shared.protocol import ModelCard
+from shared.settings.tree import EngineValues, Settings
+from worker.node.environment import WORKER_GROUPS, child_environment
+from worker.node.gpus import VARIABLE
+from worker.node.install import InstallError
+from worker.node.supervisor import describe_end
+
+GRACE_S = 5.0
+POLL_S = 0.2
+_LAST_LINES = 5
+#: Of what a worker may say in one line.
+_MAX_LINE_BYTES = 64 * 1024
+
+logger = logging.getLogger(__name__)
+
+Install = Callable[[str], tuple[Manifest, Path]]
+#: The card that a worker has announced under its id.
+FindCard = Callable[[str], Awaitable[ModelCard | None]]
+
+
+def queue_name(app: str, digest: str) -> str:
+    """The model name, and so the queue, of one version of a deployment."""
+    return f"{app}@{digest.removeprefix('sha256:')[:12]}"
+
+
+class Instance:
+    """A worker process of one package. Its end is told by `report`, never raised."""
+
+    def __init__(
+        self,
+        *,
+        app: str,
+        slot: int,
+        digest: str,
+        spec: Spec,
+        gpus: list[str],
+        settings: Settings,
+        install: Install,
+        find_card: FindCard,
+    ) -> None:
+        self.app = app
+        self.slot = slot
+        self.digest = digest
+        self.spec = spec
+        self.gpus = gpus
+        self._settings = settings
+        self._install = install
+        self._find_card = find_card
+        self.worker_id = f"{app}-{slot}-{os.getpid()}"
+        self._state: ReportState = "starting"
+        self._phase = "fetch"
+        self._message = ""
+        self._is_final = False
+        self._card: ModelCard | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._draining = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"instance {app} {slot}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes no room any more."""
+        return self._task.done()
+
+    @property
+    def report(self) -> SlotReport:
+        """What to say of it."""
+        return SlotReport(
+            self.app, self.slot, self.digest, self._state, self._phase, self._message,
+            self._is_final, self._card,
+        )  # fmt: skip
+
+    def drain(self) -> None:
+        """Finish what runs, then end."""
+        self._draining.set()
+
+    async def close(self) -> None:
+        """Drain, and wait until it has ended."""
+        self.drain()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        try:
+            await self._live()
+        except Exception as error:
+            logger.exception("instance %s of %s failed", self.slot, self.app)
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+        if self._state != "failed":
+            self._state = "gone"
+
+    def _fail(self, message: str, *, is_final: bool = False) -> None:
+        self._state, self._message, self._is_final = "failed", message[:500], is_final
+        logger.warning("%s, slot %s: %s: %s", self.app, self.slot, self._phase, self._message)
+
+    async def _live(self) -> None:
+        try:
+            manifest, folder = await asyncio.to_thread(self._install, self.digest)
+        except InstallError as error:
+            self._fail(str(error))
+            return
+        self._phase = "start"
+        if manifest.config.kind != "model":
+            self._fail(f"packages of kind {manifest.config.kind} are not run yet", is_final=True)
+            return
+        try:
+            environment = self._environment(manifest, folder)
+        except EngineStartError as error:
+            self._fail(str(error), is_final=True)
+            return
+        if self._draining.is_set():
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
+            env=environment,
+            start_new_session=True,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+        )
+        reading = asyncio.create_task(self._pass_on(self._process))
+        ending = asyncio.create_task(self._process.wait())
+        draining = asyncio.create_task(self._draining.wait())
+        try:
+            await self._start_and_watch(ending, draining)
+            if not ending.done():
+                await self._stop(ending)
+            await asyncio.wait({reading}, timeout=1.0)
+            if not self._draining.is_set() and self._state != "failed":
+                code = ending.result()
+                said = f": {self._lines[-1]}" if self._lines else ""
+                self._fail(describe_end(code) + said, is_final=code == os.EX_CONFIG)
+        finally:
+            for task in (reading, ending, draining):
+                task.cancel()
+
+    async def _start_and_watch(
+        self, ending: "asyncio.Task[int]", draining: "asyncio.Task[bool]"
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self.spec.start_s
+        while not (ending.done() or draining.done()):
+            card = await self._find_card(self.worker_id)
+            if card is not None:
+                self._card, self._state, self._phase = card, "ready", "serve"
+                await asyncio.wait({ending, draining}, return_when=asyncio.FIRST_COMPLETED)
+                return
+            if loop.time() > give_up_at:
+                self._fail(f"not ready within {self.spec.start_s:g} s")
+                return
+            await asyncio.wait({ending, draining}, timeout=POLL_S)
+
+    async def _stop(self, ending: "asyncio.Task[int]") -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        await asyncio.wait({ending}, timeout=self._settings.worker.drain_s + GRACE_S)
+        if not ending.done():
+            logger.warning("%s, slot %s did not stop in time; killed", self.app, self.slot)
+            self._process.kill()
+            await ending
+
+    async def _pass_on(self, process: asyncio.subprocess.Process) -> None:
+        """Say what the worker says, and remember its last words."""
+        assert process.stderr is not None
+        while True:
+            try:
+                line = await process.stderr.readline()
+            except ValueError:  # a line beyond the limit was dropped
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            self._lines.append(text[-300:])
+            print(f"{self.app}: {text}", file=sys.stderr, flush=True)
+
+    def _environment(self, manifest: Manifest, folder: Path) -> dict[str, str]:
+        """What the worker is told. Raises: EngineStartError."""
+        values: dict[str, str] = {
+            **manifest.config.engine,
+            "model": str(folder),
+            "served_name": queue_name(self.app, self.digest),
+        }
+        if self._takes_threads(values):
+            values.setdefault("num_threads", str(max(1, round(self.spec.resources.cpu))))
+        worker = self._settings.worker.model_copy(
+            update={
+                "id": self.worker_id, "package": f"{self.app}@{self.digest}",
+                "lora": (), "health_port": 0,
+            }
+        )  # fmt: skip
+        changes = {"engine": EngineValues.model_validate(values), "worker": worker}
+        environment = child_environment(self._settings.model_copy(update=changes), WORKER_GROUPS)
+        if self.gpus:
+            environment[VARIABLE] = ",".join(self.gpus)
+        elif self.spec.resources.gpu == 0:
+            environment[VARIABLE] = ""
+        return environment
+
+    @staticmethod
+    def _takes_threads(values: Mapping[str, str]) -> bool:
+        """Raises: EngineStartError for an engine that is not there."""
+        kind = engine_kinds().get(kind_of(values))
+        if kind is None:
+            raise EngineStartError(f"there is no engine {kind_of(values)!r}")
+        return "num_threads" in kind.load_settings().model_fields
