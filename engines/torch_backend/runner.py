@@ -5,12 +5,14 @@ they live, the scheduler has decided; nothing here waits, queues or decides when
 """
 
 import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engines.base import AdapterLimits, BadAdapter
+from engines.base import AdapterLimits
 from engines.core.runner import (
     ComputedStep,
     DeviceOutOfMemory,
@@ -26,6 +28,7 @@ from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_att
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
 from engines.torch_backend.lora.loras import LoraAdapter, Loras
+from engines.torch_backend.lora.peft import LowRank
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel, FlatStep, ImageSlots
 from engines.torch_backend.multimodal.encoder_cache import EncoderCache
@@ -154,15 +157,17 @@ class TorchRunner:
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """An adapter on the device, of files that peft wrote. Raises: BadAdapter."""
-        if self._mesh.size > 1:
-            raise BadAdapter(
-                "several devices share the model, and none of them an adapter: start the worker without "
-                "--tensor-parallel, or merge it"
-            )
+        return self._find_loras().load(directory, limits)
+
+    def take_adapter(self, stored: Mapping[str, LowRank]) -> LoraAdapter:
+        """A share of an adapter that rank 0 has read, by the names of maps."""
+        return self._find_loras().take("", stored)
+
+    def _find_loras(self) -> Loras:
         if self._loras is None:
             dtype = torch.float32 if self._ops.is_native else self._dtype
-            self._loras = Loras(self.model, dtype, self.device)
-        return self._loras.load(directory, limits)
+            self._loras = Loras(self.model, dtype, self.device, self._mesh)
+        return self._loras
 
     def release(self, request_id: str) -> None:
         """Let go of the images that a request holds, and of what layers keep of it."""
@@ -275,7 +280,8 @@ class TorchRunner:
             images = [ImageSlots(place, part) for place, part in zip(places, parts, strict=True)]
             self.model.take_image_form(step.image_form)
         plan = plan_attention(_to_spans(step.items), self.block_size, self._dtype, self.device)
-        self._compute_logits(self._flat_step(step.items, step.inputs, images, plan, step.rows))
+        with self._adapted(step.items, plan):
+            self._compute_logits(self._flat_step(step.items, step.inputs, images, plan, step.rows))
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Tensor) -> Tensor:
@@ -294,10 +300,16 @@ class TorchRunner:
             form = self.model.image_form() if images else b""
             self._leader.send_step(items, inputs, rows, images, form)
         step = self._flat_step(items, inputs, images, plan, rows)
+        with self._adapted(items, plan):
+            return self._compute_logits(step)
+
+    def _adapted(
+        self, items: list[ScheduledSequence], plan: AttentionPlan
+    ) -> AbstractContextManager[None]:
+        """Add what sequences' adapters change, for a step that has some."""
         if self._loras is None or not _are_adapted(items):
-            return self._compute_logits(step)
-        with self._loras.applied(items, plan.spans):
-            return self._compute_logits(step)
+            return nullcontext()
+        return self._loras.applied(items, plan.spans)
 
     def _flat_step(
         self,

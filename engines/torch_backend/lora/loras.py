@@ -7,9 +7,9 @@ a map by other means than are known here is found out by that.
 Shape letters: M tokens, K inputs, N outputs, r rank.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
+from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, share_of
 
 #: Of paths to the decoder in checkpoints of any age. Others lead to a tower, a projector or a head.
 _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
@@ -55,15 +56,18 @@ class Change:
             y[:, part.outputs].addmm_(inner[:, part.ranks], part.up)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
-    """An adapter on its device."""
+    """An adapter on its device, or a member's share of it."""
 
     digest: str
     rank: int
     num_bytes: int
     names: frozenset[str]  #: of the maps that it changes, within the decoder's layers
     changes: dict[tuple[str, ...], Change]  #: by the names of maps side by side
+    stored: dict[str, LowRank] = field(
+        default_factory=dict
+    )  #: by map, what other members are to be given
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,18 +97,25 @@ def _forward(module: nn.Module, delta: Delta, x: Tensor) -> Tensor:
 class Loras:
     """The adapters of one model."""
 
-    def __init__(self, model: FamilyModel, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is that of products."""
-        self._dtype, self._device = dtype, device
+    def __init__(
+        self, model: FamilyModel, dtype: torch.dtype, device: torch.device, mesh: Mesh = SINGLE
+    ) -> None:
+        """`dtype` is that of products; on a `mesh` the model is this member's part."""
+        self._dtype, self._device, self._mesh = dtype, device, mesh
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._decoder = model.language_model if isinstance(model.language_model, Llama) else None
         self._sites = list(_find_sites(layers))
-        self._shapes = {
-            name: shape
-            for site in self._sites
-            for name, shape in zip(site.names, _shapes(site), strict=True)
-        }
+        #: of each whole map, and what this member has of it
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._shares: dict[str, Share] = {}
+        for site in self._sites:
+            for name, part in zip(site.names, _parts(site), strict=True):
+                share = share_of(part.linear if isinstance(part, Reordered) else part)
+                num_outputs, num_inputs = _shape(part) or (0, 0)
+                num_outputs *= share.count if share.of == "outputs" else 1
+                num_inputs *= share.count if share.of == "inputs" else 1
+                self._shapes[name], self._shares[name] = (num_outputs, num_inputs), share
 
     # -- loading
     def load(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
@@ -118,17 +129,24 @@ class Loras:
             )
         if len(set(names.values())) < len(names):
             raise BadAdapter("the adapter names a map twice, by an older and a newer name")
+        stored = {name: files.changes[module] for module, name in names.items()}
+        for module, name in names.items():
+            self._check(module, name, stored[name])
         try:
-            pairs = {
-                name: self._place(module, name, files.changes[module])
-                for module, name in names.items()
-            }
-            changes = self._join(pairs)
+            adapter = self.take(files.digest, stored)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
+        if self._mesh.size > 1:
+            adapter.stored.update(stored)
+        return adapter
+
+    def take(self, digest: str, stored: Mapping[str, LowRank]) -> LoraAdapter:
+        """An adapter of checked matrices, by the names of maps within the decoder's layers."""
+        pairs = {name: self._place(name, change) for name, change in stored.items()}
+        changes = self._join(pairs)
         num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
         rank = max(len(up) for _, up in pairs.values())
-        return LoraAdapter(files.digest, rank, num_bytes, frozenset(pairs), changes)
+        return LoraAdapter(digest, rank, num_bytes, frozenset(pairs), changes)
 
     def _name(self, module: str) -> str:
         """Within the layers; empty for what is none of the decoder's."""
@@ -136,18 +154,34 @@ class Loras:
         is_decoder = set(head.split(".")) <= _DECODER_WORDS | set(self._path)
         return name if is_decoder else ""
 
-    def _place(self, module: str, name: str, stored: LowRank) -> tuple[Tensor, Tensor]:
-        """Both matrices on the device. Shapes: returns (K, r), (r, N). Raises: BadAdapter."""
+    def _check(self, module: str, name: str, stored: LowRank) -> None:
+        """Raises: BadAdapter for matrices of another model, and for numbers that are none here."""
         found, shape = (stored.up.shape[0], stored.down.shape[1]), self._shapes[name]
         if found != shape:
             raise BadAdapter(
                 f"the adapter's {module} is {found}, and the model's is {shape}: it is of another model"
             )
-        down = stored.down.float().t().to(self._device, self._dtype).contiguous()
-        up = (stored.up.float() * stored.scale).t().to(self._device, self._dtype).contiguous()
-        if not (down.isfinite().all() and up.isfinite().all()):
-            raise BadAdapter(f"the adapter's {module} has numbers that {self._dtype} does not hold")
-        return down, up
+        for matrix in (stored.down, stored.up.float() * stored.scale):
+            if not matrix.to(self._dtype).isfinite().all():
+                raise BadAdapter(
+                    f"the adapter's {module} has numbers that {self._dtype} does not hold"
+                )
+
+    def _place(self, name: str, stored: LowRank) -> tuple[Tensor, Tensor]:
+        """Both matrices on the device, as far as this member's share needs them. Shapes: returns (K, r), (r, N)."""
+        down, up, share = (
+            stored.down.float().t(),
+            stored.up.float().t() * stored.scale,
+            self._shares[name],
+        )
+        if share.of == "inputs":
+            down = down.tensor_split(share.count, 0)[share.place]
+        elif share.of == "outputs":
+            up = up.tensor_split(share.count, 1)[share.place]
+        return (
+            down.to(self._device, self._dtype).contiguous(),
+            up.to(self._device, self._dtype).contiguous(),
+        )
 
     def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[tuple[str, ...], Change]:
         """What is added at sites. Of maps side by side the first matrices are joined, for one product."""
@@ -277,11 +311,16 @@ def _find_sites(layers: nn.Module) -> Iterator[Site]:
         for linear in linears:
             parts = linear.parts
             owned.update(part for _, part in parts)
-            names = tuple(f"{name}.{part}".removesuffix(".weights") for part, _ in parts)
+            names = tuple(_plain(f"{name}.{part}") for part, _ in parts)
             if (site := _site(names, [part for _, part in parts], linear)) is not None:
                 yield site
         if type(module) is nn.Linear and module not in owned:
-            yield Site((name,), (module.out_features,), module)
+            yield Site((_plain(name),), (module.out_features,), module)
+
+
+def _plain(name: str) -> str:
+    """Transformers' name of a map that another module holds."""
+    return name.removesuffix(".weights").removesuffix(".part")
 
 
 def _site(names: tuple[str, ...], parts: Iterable[nn.Module], place: Linear) -> Site | None:
@@ -289,11 +328,10 @@ def _site(names: tuple[str, ...], parts: Iterable[nn.Module], place: Linear) -> 
     return None if None in shapes else Site(names, tuple(s[0] for s in shapes if s), place)
 
 
-def _shapes(site: Site) -> list[tuple[int, int]]:
-    parts = (
-        [part for _, part in site.place.parts] if isinstance(site.place, Linear) else [site.place]
-    )
-    return [shape for part in parts if (shape := _shape(part)) is not None]
+def _parts(site: Site) -> list[nn.Module]:
+    """The maps of a site."""
+    place = site.place
+    return [part for _, part in place.parts] if isinstance(place, Linear) else [place]
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:

@@ -12,9 +12,15 @@ from engines.core.runner import SequenceFailure
 from engines.core.sequence import ScheduledSequence
 from engines.torch_backend.models.registry import ImageSlots
 from engines.torch_backend.parallel.mesh import Mesh
-from engines.torch_backend.parallel.step_message import StepReader, StepWriter, pack, unpack
+from engines.torch_backend.parallel.step_message import (
+    StepReader,
+    StepWriter,
+    pack,
+    read_adapter,
+    unpack,
+)
 
-_STEP, _PLAIN = 0, 1
+_STEP, _PLAIN, _ADAPTER = 0, 1, 2
 
 
 @dataclass(slots=True)
@@ -35,6 +41,8 @@ class Leader:
         image_form: bytes,
     ) -> None:
         """Have all ranks compute their shares of a step. Shapes: inputs (1 + R, N). Raises: RankLost."""
+        for adapter in self._writer.introduce(items):
+            self.send(pack([[_ADAPTER], *adapter]))
         sections = self._writer.write(items, inputs, rows, images, image_form)
         self.send(pack([[_STEP], *sections]))
         if images:
@@ -60,6 +68,10 @@ def follow(receive: Callable[[], bytes | bytearray], runner: Any) -> None:
         [kind], *sections = unpack(receive())
         if kind == _PLAIN:
             runner.plain_logits(torch.from_numpy(sections[0].copy()))
+            continue
+        if kind == _ADAPTER:
+            number, stored = read_adapter(sections)
+            reader.adapters[number] = runner.take_adapter(stored)
             continue
         step, ended = reader.read(sections)
         for request_id in ended:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Mesh(Protocol):
@@ -97,6 +97,11 @@ class Share:
 
 
 WHOLE = Share()
+
+
+def share_of(linear: nn.Module) -> Share:
+    """What this member has of a linear map, whoever joins what members compute."""
+    return vars(linear).get("share_of_whole") or getattr(linear, "share", WHOLE)
 
 
 def share_heads(num_heads: int, mesh: Mesh) -> Share:

@@ -165,11 +165,6 @@ def _cut_linear(linear: nn.Linear, share: Share) -> None:
     vars(linear).update(whole=whole, share_of_whole=share)
 
 
-def share_of(linear: nn.Linear) -> Share:
-    """What this member has of a map that `whole_weight` tells."""
-    return vars(linear).get("share_of_whole", Share())
-
-
 def _kept(x: Tensor) -> nn.Parameter:
     return nn.Parameter(x, requires_grad=False)
 

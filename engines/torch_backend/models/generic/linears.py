@@ -13,8 +13,8 @@ from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.ops.registry import Ops
-from engines.torch_backend.parallel.mesh import WHOLE
-from engines.torch_backend.parallel.tp_plan import share_of, whole_weight
+from engines.torch_backend.parallel.mesh import WHOLE, share_of
+from engines.torch_backend.parallel.tp_plan import whole_weight
 
 
 class OperatorLinear(nn.Module):
@@ -91,6 +91,7 @@ def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch
             continue
         quantized = scheme.create_linear(shape, dtype)
         quantized.share = WHOLE  # whoever holds it joins what members compute
+        vars(quantized)["share_of_whole"] = share
         numbers = scheme.quantize(whole.to(linear.weight.device), dtype)
         parts = {part: share.cut(part, value) for part, value in numbers.items()}
         if linear.bias is not None:

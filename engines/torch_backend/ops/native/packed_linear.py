@@ -24,6 +24,7 @@ from engines.torch_backend.ops.native.packing import (
     unpack_int8,
 )
 from engines.torch_backend.ops.registry import Ops
+from engines.torch_backend.parallel.mesh import share_of
 
 
 class PackedLinear(nn.Module):
@@ -37,6 +38,7 @@ class PackedLinear(nn.Module):
         """Pack the weights of a linear, which may be dropped afterwards."""
         super().__init__()
         self.op = linear.op
+        self.share_of_whole = share_of(linear)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), False)
         if isinstance(linear, Int8Linear):
             self.kind, self.group_size = Kind.INT8, INT8_GROUP
