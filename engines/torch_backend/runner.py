@@ -157,7 +157,7 @@ class TorchRunner:
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
         """An adapter on the device, of files that peft wrote. Raises: BadAdapter."""
-        return self._find_loras().load(directory, limits)
+        return self._find_loras().load(directory, limits, is_shared=self._leader is not None)
 
     def take_adapter(self, stored: Mapping[str, LowRank]) -> LoraAdapter:
         """A share of an adapter that rank 0 has read, by the names of maps."""
@@ -166,7 +166,7 @@ class TorchRunner:
     def _find_loras(self) -> Loras:
         if self._loras is None:
             dtype = torch.float32 if self._ops.is_native else self._dtype
-            self._loras = Loras(self.model, dtype, self.device, self._mesh)
+            self._loras = Loras(self.model, dtype, self.device)
         return self._loras
 
     def release(self, request_id: str) -> None:

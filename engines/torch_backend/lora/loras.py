@@ -27,7 +27,7 @@ from engines.torch_backend.lora.peft import LowRank, name_some, read_peft
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.registry import FamilyModel
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
-from engines.torch_backend.parallel.mesh import SINGLE, Mesh, Share, share_of
+from engines.torch_backend.parallel.mesh import Share, share_of
 
 #: Of paths to the decoder in checkpoints of any age. Others lead to a tower, a projector or a head.
 _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
@@ -97,11 +97,9 @@ def _forward(module: nn.Module, delta: Delta, x: Tensor) -> Tensor:
 class Loras:
     """The adapters of one model."""
 
-    def __init__(
-        self, model: FamilyModel, dtype: torch.dtype, device: torch.device, mesh: Mesh = SINGLE
-    ) -> None:
-        """`dtype` is that of products; on a `mesh` the model is this member's part."""
-        self._dtype, self._device, self._mesh = dtype, device, mesh
+    def __init__(self, model: FamilyModel, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` is that of products; the model may be a member's part."""
+        self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
         self._decoder = model.language_model if isinstance(model.language_model, Llama) else None
@@ -118,8 +116,10 @@ class Loras:
                 self._shapes[name], self._shares[name] = (num_outputs, num_inputs), share
 
     # -- loading
-    def load(self, directory: Path, limits: AdapterLimits) -> LoraAdapter:
-        """An adapter of its files. Raises: BadAdapter."""
+    def load(
+        self, directory: Path, limits: AdapterLimits, *, is_shared: bool = False
+    ) -> LoraAdapter:
+        """An adapter of its files, which other members are to be given, too, if it `is_shared`. Raises: BadAdapter."""
         files = read_peft(directory, limits)
         names = {module: self._name(module) for module in files.changes}
         if unknown := sorted(module for module, name in names.items() if name not in self._shapes):
@@ -136,7 +136,7 @@ class Loras:
             adapter = self.take(files.digest, stored)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
-        if self._mesh.size > 1:
+        if is_shared:
             adapter.stored.update(stored)
         return adapter
 
