@@ -424,7 +424,7 @@ async def test_what_looks_like_an_image_or_a_token_in_text_is_text(fleet, text):
         ("GET", "/nowhere", 404),
         ("GET", "//v1/models", 404),
         ("GET", "/v1/../v1/models/", 404),
-        ("POST", "/v1/completions", 404),
+        ("POST", "/v1/moderations", 404),
     ],
 )
 async def test_wrong_paths_and_methods_have_errors_of_the_same_shape(fleet, method, path, status):
