@@ -7,12 +7,13 @@ An engine joins by its name in the registry and a line in `SETTINGS`; one that g
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from engines.base import Engine, EngineCall, EngineOutput, LoadedEngine, PreparedImage, RequestError
 from engines.image_decoder import decode_image
