@@ -21,6 +21,7 @@ from gateway.api.fields import (
     UserName,
     find_priority,
     invalid,
+    missing,
     timings_of,
     wants_timings,
 )
@@ -82,7 +83,7 @@ class EmbeddingRequest(RequestStruct, frozen=True, kw_only=True):
 
     model: ModelName
     #: empty, or left out, beside `messages`
-    input: str | list[str | TokenId | TokenIds | TextInput] = msgspec.field(default_factory=list)
+    input: str | list[str | TokenId | TokenIds | TextInput] | UnsetType = UNSET
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -196,7 +197,10 @@ class Embeddings(Surface):
 
     def describe(self, request: EmbeddingRequest) -> dict[str, Any]:
         """What was asked for, in numbers."""
-        return {"embedding.dimensions": request.dimensions, "input.count": len(request.input) or 1}
+        return {
+            "embedding.dimensions": request.dimensions,
+            "input.count": len(request.input or [1]),
+        }
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request, with the limits."""
@@ -228,6 +232,7 @@ class Inputs:
             self.is_list = False
             self.parts.append(self._turn(request.messages[0].content))
         else:
+            assert items is not UNSET  # `_check_kinds` saw to it
             self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
             for index, item in enumerate(items if self.is_list else [items]):
                 param = f"input.[{index}]" if self.is_list else "input"
@@ -341,6 +346,8 @@ def _check_kinds(request: EmbeddingRequest) -> None:
         if items:
             raise invalid("input", "send either input or messages; beside messages it is []")
         return
+    if items is UNSET:
+        raise missing("input")
     if not items:
         raise invalid("input", "it is empty: send text or token ids, or messages in its place")
     if isinstance(items, str):
