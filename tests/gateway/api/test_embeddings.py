@@ -107,7 +107,7 @@ async def test_jinas_objects_are_texts_too(gateway):
 
 async def test_the_model_says_what_it_offers(gateway):
     model = (await gateway.client.get(f"/v1/models/{MODEL}")).json()
-    assert model["tasks"] == ["embed", "rerank"]
+    assert model["tasks"] == ["embed", "rerank", "tokenize"]
     assert model["dimensions"] == 64
 
 
