@@ -213,6 +213,10 @@ async def test_a_request_goes_on_from_an_answer_with_its_image(client, worker, g
     )
     assert blank.status_code == 404
     assert blank.json()["error"]["param"] == "previous_response_id"
+    long = await gateway.client.post(
+        "/v1/responses", json={"model": MODEL, "input": "x", "previous_response_id": "r" * 65}
+    )
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "previous_response_id")
 
 
 async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, worker):
