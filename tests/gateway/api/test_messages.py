@@ -1,5 +1,7 @@
 """`/v1/messages` with Anthropic's client: whole, streamed, images, stop sequences, errors."""
 
+from itertools import groupby
+
 import anthropic
 import pytest
 from msgspec.structs import replace
@@ -62,11 +64,11 @@ async def test_a_stream_has_its_events_in_order(client, worker, gateway):
     body = {"model": MODEL, "max_tokens": 9, "messages": HELLO, "stream": True}
     text = (await gateway.client.post("/v1/messages", json=body)).text
     names = [line.removeprefix("event: ") for line in text.splitlines() if "event: " in line]
-    assert names == [
+    assert [name for name, _ in groupby(names)] == [
         "message_start",
         "content_block_start",
         "ping",
-        *["content_block_delta"] * 3,
+        "content_block_delta",  # as many as came one by one
         "content_block_stop",
         "message_delta",
         "message_stop",
