@@ -158,6 +158,7 @@ class Lifecycle:
             recorder.count(error, is_answered=is_answered)
             recorder.stop(None)
             recorder.account(None)
+            error = None  # it knows this frame from here on
         return events
 
     # In
@@ -456,7 +457,17 @@ def _wrong_task(surface: Surface, card: ModelCard) -> InvalidRequest:
 
 
 def _to_api_error(error: Exception) -> ApiError | None:
-    """What to tell the client of an exception; None if it has left."""
+    """What to tell the client of an exception; None if it has left.
+
+    It knows no frames: with their bodies and images they would wait for Python's garbage collection.
+    """
+    told = _told_of(error)
+    if told is not None:
+        told.__traceback__ = told.__context__ = told.__cause__ = None
+    return told
+
+
+def _told_of(error: Exception) -> ApiError | None:
     match error:
         case ClientGone() | Gone():
             return None
