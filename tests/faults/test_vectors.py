@@ -95,7 +95,7 @@ async def test_a_worker_killed_in_a_batch_loses_no_vector_and_doubles_none(fleet
     clients = VectorClients()
     async with playing(fleet, texts, clients, num_inputs=300):
         assert await victim.ended() == -signal.SIGKILL
-        assert clients.history.outcomes() == {}
+        assert clients.history.outcomes().keys() <= {FINISHED}  # before the batch that killed it
         await start_worker(fleet)
     assert clients.history.outcomes() == {FINISHED: 4}
 

@@ -1,12 +1,14 @@
 """Whole answers on the wire: fields, usage, choices, logprobs, headers, timings."""
 
 import asyncio
+import gc
 import re
 import time
 
 import pytest
 from msgspec.structs import replace
 
+from gateway.http.errors import ApiError
 from shared.protocol import (
     FinishReason,
     OutputLogprob,
@@ -396,3 +398,18 @@ async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway, c
     label = model if model == "tiny" else "other"
     assert f'vlm_requests_total{{model="{label}",outcome="{code}"}} 1.0' in text
     assert "unheard-of" not in text
+
+
+async def test_a_refusal_leaves_nothing_to_collect(gateway):
+    """Frames hold bodies: what only a collection frees adds up until there is one."""
+    await gateway.client.get("/healthz")  # opens the connection
+    gc.collect()
+    gc.disable()
+    try:
+        response = await gateway.chat(make_body(max_tokens=-1))
+        assert response.status_code == 400
+        async with asyncio.timeout(10):
+            while [o for o in gc.get_objects() if isinstance(o, ApiError)]:
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()
