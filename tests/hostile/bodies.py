@@ -131,7 +131,11 @@ BODIES: dict[str, list[Attack]] = {
     "C12": fields("chat_template", "chat_template_kwargs", "add_generation_prompt", "documents"),
     "C13": [*fields("prompt_embeds", "mm_hashes"), *values("image_embeds", CANARY),
             *values("prompt", [1, 2, 32_000])],
-    "C14": [*fields("response_format", "guided_regex"), (raw(f'"guided_json": {{"a": "{CANARY}"}}'), FINE)],
+    "C14": [  # the mock can be held to grammars; what it is asked for here is one, or none
+        *[(attack, EITHER) for attack, _ in fields("response_format", "guided_regex")],
+        *values("guided_json", {"a": CANARY}, statuses=EITHER),
+        *values("guided_json", {"type": CANARY}, {"$ref": CANARY}, CANARY),
+    ],
     "C15": [*fields("tools", "tool_choice"), *values("tools", [{"type": "function"}] * 5000)],
     "C16": [*fields("stop"), *values("stop", ["x"] * 10_000, "x" * 1_000_000)],
     "C17": [
