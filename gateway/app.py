@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -19,6 +19,7 @@ from gateway.api.adapters import create_adapter_routes
 from gateway.api.applications import create_application_routes
 from gateway.api.models import create_model_routes
 from gateway.api.openapi import create_openapi
+from gateway.api.operator_access import OperatorAccess
 from gateway.api.probes import create_probes
 from gateway.api.routes import create_routes, schemas_of
 from gateway.calls.resume import STREAM_PATH
@@ -50,33 +51,14 @@ def create_app(
     surfaces: Sequence[Callable[[LimitSettings], Surface]] = SURFACES,
 ) -> FastAPI:
     """The application around the services, which start and stop with it."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await services.start()
-        try:
-            yield
-        finally:
-            await services.stop()
-
-    settings = services.settings
-    app = FastAPI(
-        title="vlm-fleet",
-        version=package_version(),
-        description=_DESCRIPTION,
-        lifespan=lifespan,
-        redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
-    )
+    settings, lifecycle = services.settings, services.lifecycle
+    app = _create_empty(services)
     served = [create(settings.limits) for create in surfaces]
     operations = create_operations(
-        services.lifecycle, services.search, settings.limits, settings.search.default_store
+        lifecycle, services.search, settings.limits, settings.search.default_store
     )
     surface_of = {path: each for each in served for path in (each.path, *each.aliases)}
-    apis = {
-        path: Endpoint(partial(services.lifecycle.serve, surface))
-        for path, surface in surface_of.items()
-    }
+    apis = {path: Endpoint(partial(lifecycle.serve, each)) for path, each in surface_of.items()}
     page = create_page_routes()
     gateway = settings.gateway
     keys = KeyRing(gateway.api_keys, gateway.admin_keys, gateway.deploy_keys)
@@ -89,46 +71,67 @@ def create_app(
         apis={path: endpoint.serve for path, endpoint in apis.items()},
         renders={path: surface.error for path, surface in surface_of.items()},
     )
-    if settings.gateway.cors_origins:  # added last: it answers before keys are asked for
+    if gateway.cors_origins:  # added last: it answers before keys are asked for
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.gateway.cors_origins,
+            allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=_SHOWN_TO_PAGES,
         )
-    app.add_exception_handler(ApiError, _show_api_error)
     known = (*(surface.path for surface in served), "/v1/models")
     app.add_exception_handler(HTTPException, partial(_show_http_error, known))
-    app.add_exception_handler(Exception, _show_unexpected)
     app.router.routes += page
     for path, endpoint in apis.items():  # a POST does not come that far: the others are refused
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     by_name = {surface.name: surface for surface in served}
-    resume = Endpoint(partial(services.lifecycle.serve_stream, by_name))
+    resume = Endpoint(partial(lifecycle.serve_stream, by_name))
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
-    app.include_router(create_model_routes(services.models, settings.limits))
-    app.include_router(
-        create_adapter_routes(services.models, services.admission, keys, wrong_keys, settings)
-    )
-    app.include_router(
-        create_application_routes(
-            services.models, services.board, services.admission, keys, wrong_keys, settings
-        )
-    )
-    app.include_router(
-        create_probes(
-            services.admission,
-            services.models,
-            services.queue,
-            services.metrics,
-        )
-    )
-    app.include_router(
-        create_routes(operations, services.admission, settings.gateway, settings.limits)
-    )
+    for router in _create_routers(services, keys, wrong_keys):
+        app.include_router(router)
+    app.include_router(create_routes(operations, services.admission, gateway, settings.limits))
     app.openapi = lambda: create_openapi(app, served, schemas_of(operations))
     return app
+
+
+def _create_empty(services: Services) -> FastAPI:
+    """An application that serves nothing yet, and tells errors in our words."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await services.start()
+        try:
+            yield
+        finally:
+            await services.stop()
+
+    app = FastAPI(
+        title="vlm-fleet",
+        version=package_version(),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # we have our own
+    )
+    app.add_exception_handler(ApiError, _show_api_error)
+    app.add_exception_handler(Exception, _show_unexpected)
+    return app
+
+
+def _create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) -> list[APIRouter]:
+    """What is no API of models: their list, operators' calls, probes."""
+    settings, models = services.settings, services.models
+    access = partial(
+        OperatorAccess, wrong_keys=wrong_keys, admission=services.admission, settings=settings
+    )
+    return [
+        create_model_routes(models, settings.limits),
+        create_adapter_routes(models, access(keys.check_admin), settings.limits.max_loras),
+        create_application_routes(
+            models, services.board, access(keys.check_deployer), settings.deploy.store
+        ),
+        create_probes(services.admission, models, services.queue, services.metrics),
+    ]
 
 
 class Endpoint:

@@ -34,7 +34,7 @@ from engines.text.grammar_child import (
 )
 from engines.text.reasoning import Reasoning
 from engines.text.tools import ToolFormat, to_rules
-from shared.protocol import Grammar, Tools
+from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 
 MAX_CPU_S = 0.5  #: to compile a grammar and to make its first mask
 MAX_BYTES = 256 * 1024 * 1024
@@ -46,29 +46,6 @@ _ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
 
 #: A space at most where JSON allows any: small models write nothing else for ever.
 _WHITESPACE = " ?"
-#: Words of JSON schemas that a message may repeat.
-_KEYWORDS = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "contains",
-        "minContains",
-        "maxContains",
-        "uniqueItems",
-        "propertyNames",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$recursiveRef",
-        "$dynamicAnchor",
-        "contentSchema",
-    ]
-)
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
 _COMPLEX = "it takes more time or memory than a request may; send a simpler one"
 
@@ -362,7 +339,7 @@ _PROBLEMS = (
 def _explain(error: str) -> str:
     if "Unimplemented keys" in error:
         words = re.findall(r'"([^"]*)"', error.partition("Unimplemented keys")[2])
-        named = ", ".join(word for word in words if word in _KEYWORDS) or "some"
+        named = ", ".join(word for word in words if word in UNSUPPORTED_KEYWORDS) or "some"
         return f"these keywords are not supported: {named}"
     if "regex parse error" in error:
         reason = error.rpartition("error: ")[2].strip().partition("\n")[0]

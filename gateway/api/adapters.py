@@ -18,18 +18,15 @@ from msgspec import Meta
 from redis.exceptions import RedisError
 
 from gateway.api.fields import invalid
+from gateway.api.operator_access import OperatorAccess
 from gateway.calls.models import ModelDirectory
-from gateway.http.admission import Admission
-from gateway.http.auth import KeyRing, WrongKey
-from gateway.http.body import JsonBody, T, read_body
-from gateway.http.context import SCOPE_KEY
+from gateway.http.body import JsonBody
 from gateway.http.errors import InvalidRequest, NotFound, Overloaded, ServerError, unavailable
-from gateway.http.wrong_keys import WrongKeys
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import AdapterSource
 from shared.settings.limits import MAX_MODEL_CHARS
-from shared.settings.tree import ADAPTER_NAME, Settings
+from shared.settings.tree import ADAPTER_NAME
 
 _POLL_S = 0.1
 _MAX_PATH_CHARS = 1024
@@ -171,31 +168,12 @@ def _is_loaded(card: AdapterCard | None, source: AdapterSource) -> bool:
 
 
 def create_adapter_routes(
-    models: ModelDirectory,
-    admission: Admission,
-    keys: KeyRing,
-    wrong_keys: WrongKeys,
-    settings: Settings,
+    models: ModelDirectory, access: OperatorAccess, max_loras: int
 ) -> APIRouter:
     """The two operations."""
-    adapters = FleetAdapters(models, settings.limits.max_loras)
+    adapters = FleetAdapters(models, max_loras)
     router = APIRouter(tags=["models"])
     loads, unloads = JsonBody(LoadAdapter), JsonBody(UnloadAdapter)
-
-    async def read(request: Request, body: JsonBody[T]) -> T:
-        """Raises: ApiError."""
-        try:
-            keys.check_admin(request.scope["headers"])
-        except WrongKey:
-            host, _ = request.scope.get("client") or ("", 0)
-            wrong_keys.count(host)
-            raise
-        with admission.hold_body() as held:
-            context, limits = request.scope[SCOPE_KEY], settings.limits
-            timeout_s = settings.gateway.body_timeout_s
-            return body.decode(
-                await read_body(request.receive, context, held, limits, timeout_s=timeout_s)
-            )
 
     @router.post(
         "/v1/load_lora_adapter",
@@ -205,7 +183,7 @@ def create_adapter_routes(
     )
     async def load_lora_adapter(request: Request) -> Response:
         """Have every worker of a model hold a LoRA adapter; it is served as `model:lora_name`."""
-        wanted = await read(request, loads)
+        wanted = await access.read(request, loads)
         await _asked(adapters.load(wanted))
         return _told(wanted.lora_name, "added")
 
@@ -217,7 +195,7 @@ def create_adapter_routes(
     )
     async def unload_lora_adapter(request: Request) -> Response:
         """Let go of a LoRA adapter; answers that have begun with it are completed."""
-        wanted = await read(request, unloads)
+        wanted = await access.read(request, unloads)
         await _asked(adapters.unload(wanted))
         return _told(wanted.lora_name, "removed")
 

@@ -17,13 +17,10 @@ from msgspec import Meta, UnsetType
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
+from gateway.api.operator_access import OperatorAccess
 from gateway.calls.models import ModelDirectory
-from gateway.http.admission import Admission
-from gateway.http.auth import KeyRing, WrongKey
-from gateway.http.body import JsonBody, T, read_body
-from gateway.http.context import SCOPE_KEY
+from gateway.http.body import JsonBody
 from gateway.http.errors import ApiError, InvalidRequest, NotFound, ServerError, unavailable
-from gateway.http.wrong_keys import WrongKeys
 from shared.packages import rollout
 from shared.packages.board import Board
 from shared.packages.deployments import (
@@ -43,7 +40,6 @@ from shared.packages.manifest import BadPackage, Digest
 from shared.packages.rollout import App
 from shared.packages.store import PackageStore, StoreError, open_store, read_manifest
 from shared.queue.api import QueueUnavailable
-from shared.settings.tree import Settings
 
 _TRIES = 20  # of a change that others are always ahead of
 
@@ -371,59 +367,35 @@ def _conflict(message: str) -> InvalidRequest:
 
 
 def create_application_routes(
-    models: ModelDirectory,
-    board: Board,
-    admission: Admission,
-    keys: KeyRing,
-    wrong_keys: WrongKeys,
-    settings: Settings,
+    models: ModelDirectory, board: Board, access: OperatorAccess, store: str
 ) -> APIRouter:
     """The operations."""
-    apps = Applications(settings.deploy.store, board, models)
+    apps = Applications(store, board, models)
     router = APIRouter(prefix="/v1/applications", tags=["applications"])
-
-    def check(request: Request) -> None:
-        """Raises: ApiError."""
-        try:
-            keys.check_deployer(request.scope["headers"])
-        except WrongKey:
-            host, _ = request.scope.get("client") or ("", 0)
-            wrong_keys.count(host)
-            raise
-
-    async def read(request: Request, body: JsonBody[T]) -> T:
-        """Raises: ApiError."""
-        with admission.hold_body() as held:
-            context, limits = request.scope[SCOPE_KEY], settings.limits
-            timeout_s = settings.gateway.body_timeout_s
-            return body.decode(
-                await read_body(request.receive, context, held, limits, timeout_s=timeout_s)
-            )
 
     @router.get("", operation_id="list_applications", openapi_extra=_describe())
     async def list_applications(request: Request) -> Response:
         """What is deployed."""
-        check(request)
+        access.check(request)
         return _json(await _asked(apps.list()))
 
     @router.get("/{name}", operation_id="retrieve_application", openapi_extra=_describe())
     async def retrieve_application(request: Request, name: str) -> Response:
         """One deployment: versions, instances, events, and all its generations."""
-        check(request)
+        access.check(request)
         return _json(await _asked(apps.get(_check_name(name))))
 
     @router.put("/{name}", operation_id="deploy_application", openapi_extra=_describe(Deploy))
     async def deploy_application(request: Request, name: str) -> Response:
         """Have a package served under a name: started beside what serves, then in its place."""
-        check(request)
-        wanted = await read(request, _DEPLOY)
+        wanted = await access.read(request, _DEPLOY)
         status, found = await _asked(apps.deploy(_check_name(name), wanted))
         return _json(found, status)
 
     @router.delete("/{name}", operation_id="undeploy_application", openapi_extra=_describe())
     async def undeploy_application(request: Request, name: str) -> Response:
         """Stop serving a name; what waits is still answered."""
-        check(request)
+        access.check(request)
         return _json(await _asked(apps.undeploy(_check_name(name))), 202)
 
     @router.post(
@@ -431,8 +403,7 @@ def create_application_routes(
     )
     async def rollback_application(request: Request, name: str) -> Response:
         """Take a new version back; where none is on its way, have the one before serve again."""
-        check(request)
-        wanted = await read(request, _ROLLBACK)
+        wanted = await access.read(request, _ROLLBACK)
         return _json(await _asked(apps.rollback(_check_name(name), wanted)), 202)
 
     @router.post(
@@ -440,15 +411,13 @@ def create_application_routes(
     )
     async def promote_application(request: Request, name: str) -> Response:
         """Have a canary serve all requests."""
-        check(request)
-        await read(request, _NOTHING)
+        await access.read(request, _NOTHING)
         return _json(await _asked(apps.promote(_check_name(name))), 202)
 
     @router.post("/{name}:scale", operation_id="scale_application", openapi_extra=_describe(Scale))
     async def scale_application(request: Request, name: str) -> Response:
         """Change how many instances there may be."""
-        check(request)
-        wanted = await read(request, _SCALE)
+        wanted = await access.read(request, _SCALE)
         return _json(await _asked(apps.scale(_check_name(name), wanted)), 202)
 
     return router

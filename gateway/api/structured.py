@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from gateway.api.fields import RequestStruct, invalid
 from gateway.api.sampling import SamplingFields
 from gateway.http.errors import InvalidRequest
-from shared.protocol import Grammar, ModelCard, SamplingParams
+from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, ModelCard, SamplingParams
 from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
@@ -24,28 +24,6 @@ from shared.settings.limits import (
 )
 
 _ANY_OBJECT = '{"type":"object"}'
-#: Keywords that would be ignored, and answers be accepted that the schema forbids.
-_UNSUPPORTED = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "contains",
-        "minContains",
-        "maxContains",
-        "uniqueItems",
-        "propertyNames",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$recursiveRef",
-        "contentSchema",
-    ]
-)
 #: Keywords whose values are schemas: one, a list of them, or an object of them by name.
 _SCHEMAS = frozenset(
     ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
@@ -265,7 +243,7 @@ class _SchemaCheck:
         limits = self._limits
         for key, value in schema.items():
             place = _join(param, key)
-            if key in _UNSUPPORTED and not self._is_lenient:
+            if key in UNSUPPORTED_KEYWORDS and not self._is_lenient:
                 raise _invalid_schema(place, "this keyword is not supported; leave it out")
             if key == "pattern" and isinstance(value, str):
                 _check_pattern(value, place, limits)

@@ -44,6 +44,7 @@ from shared.protocol.events import (
     join_calls,
 )
 from shared.protocol.tasks import (
+    UNSUPPORTED_KEYWORDS,
     Embed,
     Generate,
     Grammar,
@@ -60,6 +61,7 @@ from shared.protocol.version import PROTOCOL_VERSION, UnsupportedVersion, explai
 __all__ = [
     "PROTOCOL_VERSION",
     "THINKING_SWITCHES",
+    "UNSUPPORTED_KEYWORDS",
     "AdapterCard",
     "BlobRef",
     "Call",

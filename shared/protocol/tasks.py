@@ -44,6 +44,30 @@ class SamplingParams(Message, frozen=True, omit_defaults=True):
 GrammarKind = Literal["json", "regex", "choice", "lark"]
 
 
+#: Keywords of JSON schemas that would be ignored, and answers be accepted that the schema forbids.
+UNSUPPORTED_KEYWORDS = frozenset(
+    [
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "propertyNames",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+        "contentSchema",
+    ]
+)
+
+
 class Grammar(Message, frozen=True, omit_defaults=True):
     """What an answer must be. An engine that cannot see to it refuses the call."""
 
