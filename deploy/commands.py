@@ -215,7 +215,7 @@ def run_apps(client: Client, form: str | None) -> None:
     if form:
         _show(found, form)
         return
-    table = Table("name", "state", "generation", "active", "candidate", "instances", "message")
+    table = Table("name", "state", "gen.", "active", "candidate", "ready", "message")
     for app in found["data"]:
         active, candidate = app["active"], app["candidate"]
         ready = f"{active['num_ready'] if active else 0}/{app['desired']}"
@@ -269,7 +269,8 @@ def _table(app: dict[str, Any]) -> Table:
 
 
 def _short(revision: dict[str, Any] | None) -> str:
-    return revision["digest"][:19] if revision else "-"
+    """Twelve digits, as docker shows them: a row fits a terminal of 80 columns."""
+    return revision["digest"].removeprefix("sha256:")[:12] if revision else "-"
 
 
 def _ask(call: Callable[[], Any]) -> Any:

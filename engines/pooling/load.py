@@ -38,6 +38,7 @@ from engines.pooling.engine import PoolingEngine
 from engines.pooling.head import build_head
 from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
+from engines.silent_transformers import silent_transformers
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from shared.protocol import ModelCard
 
@@ -197,9 +198,10 @@ def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> 
     is_packed = config.model_type in PACKED_TYPES
     options = {"attn_implementation": attention.NAME} if is_packed else {}
     try:
-        model, info = kind.from_pretrained(
-            directory, use_safetensors=True, dtype=dtype, output_loading_info=True, **options
-        )
+        with silent_transformers():
+            model, info = kind.from_pretrained(
+                directory, use_safetensors=True, dtype=dtype, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise UnsupportedCheckpoint(f"the weights cannot be loaded: {error}") from error
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import logging as their_logging
 
 from engines.core.request import ImageInput
 from engines.core.runner import Prompt
 from engines.core.sequence import ScheduledSequence
+from engines.silent_transformers import silent_transformers
 from engines.torch_backend.layers.attention import AttentionPlan
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import BeyondOurProgram, UnsupportedCheckpoint
@@ -205,7 +205,7 @@ class GenericModel(FamilyModel):
         name = self.config.model_class.__name__
         weights = {n: cast(x, dtype) for n, x in weights.items()}
         try:
-            with _silent():
+            with silent_transformers():
                 result: Any = self.config.model_class.from_pretrained(
                     None,
                     config=self.config.full,
@@ -608,17 +608,3 @@ def _told(error: Exception) -> str:
     return (
         text if isinstance(error, UnsupportedCheckpoint) else f"{type(error).__name__}: {text}"
     )[:300]
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without transformers' progress bars and reports: what matters of them is raised."""
-    verbosity, has_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
-    their_logging.set_verbosity_error()
-    their_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        their_logging.set_verbosity(verbosity)
-        if has_bars:
-            their_logging.enable_progress_bar()
