@@ -1,4 +1,4 @@
-"""The commands of who deploys: `vlm deploy`, `apps`, `app`, `promote`, `rollback`, `scale`, `undeploy`.
+"""The commands of who deploys: `vlm deploy`, `apps`, `app`, `promote`, `rollback`, `scale`, `undeploy`, `gc`.
 
 They end with 0, or 1: wrong arguments, 2: no package can be made, 3: it cannot be uploaded, 4: the gateway
 refuses, 5: the rollout failed.
@@ -185,7 +185,32 @@ def undeploy(name: Name, url: Url = URL, api_key: Key = None) -> None:
     _change(url, api_key, "DELETE", f"/{name}", None)
 
 
+def gc(
+    store: Annotated[
+        str | None, typer.Option(help="Which store.", show_default="the gateway's")
+    ] = None,
+    older_than_h: Annotated[
+        float, typer.Option(min=0, help="Only what is older than so many hours.")
+    ] = 24,
+    keep: Annotated[
+        int, typer.Option(min=1, help="Generations of each deployment that can be gone back to.")
+    ] = 10,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Remove packages from the store that no deployment names."""
+    from deploy import commands
+
+    commands.finish(
+        lambda: commands.run_gc(
+            lambda: store or commands.find_store(_client(url, api_key)),
+            older_than_h * 3600, keep, is_dry=dry_run,
+        )
+    )  # fmt: skip
+
+
 def add_to(root: typer.Typer) -> None:
     """Put the commands into the command line."""
-    for command in (deploy, apps, app, promote, rollback, scale, undeploy):
+    for command in (deploy, apps, app, promote, rollback, scale, undeploy, gc):
         root.command(cls=_Command)(command)

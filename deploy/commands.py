@@ -1,6 +1,5 @@
 """What the commands do: pack, upload what is missing, ask the gateway, watch what comes of it."""
 
-import base64
 import io
 import json
 import sys
@@ -20,7 +19,8 @@ from rich.table import Table
 from deploy.client import ApiFailed, Client
 from deploy.pack import Packed, pack
 from shared.packages.deployments import Resources, Spec
-from shared.packages.manifest import BadPackage, digest_of
+from shared.packages.garbage import blobs_of, collect, hold
+from shared.packages.manifest import BadPackage, config_bytes, digest_of
 from shared.packages.store import PackageStore, StoreError, open_store
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
@@ -95,18 +95,25 @@ def run_deploy(
             _show(_plan(name, packed, spec), dry_run)
             return
         digest = packed.manifest.digest
-        url = store_url or _ask(lambda: client.call("GET"))["store"]
+        url = store_url or find_store(client)
+        body = {"digest": digest, "spec": msgspec.to_builtins(spec)}
         try:
-            upload(packed, open_store(url))
+            store = open_store(url)
+            with hold(store, blobs_of(packed.manifest)):
+                upload(packed, store)
+                found = _ask(lambda: client.call("PUT", f"/{name}", body))
         except StoreError as error:
             raise CommandFailed(f"{url}: {error}", UPLOAD) from None
     finally:
         packed.close()
-    body = {"digest": digest, "spec": msgspec.to_builtins(spec)}
-    found = _ask(lambda: client.call("PUT", f"/{name}", body))
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
     if wait_s:
         wait(client, name, found["generation"], wait_s)
+
+
+def find_store(client: Client) -> str:
+    """Where the gateway keeps packages. Raises: CommandFailed."""
+    return _ask(lambda: client.call("GET"))["store"]
 
 
 def _plan(name: str, packed: Packed, spec: Spec) -> dict[str, Any]:
@@ -128,8 +135,7 @@ def _show(content: Any, form: str) -> None:
 
 def upload(packed: Packed, store: PackageStore) -> int:
     """Put what the store lacks; the manifest last, so that what it names is there. Returns the blobs. Raises: StoreError."""
-    manifest = packed.manifest.encode()
-    config = base64.b64decode(json.loads(manifest)["config"]["data"])
+    manifest, config = packed.manifest.encode(), config_bytes(packed.manifest)
     sizes = {layer.digest: layer.size for layer in packed.manifest.layers}
     with ThreadPoolExecutor(_UPLOADS) as threads:
         there = dict(zip(sizes, threads.map(store.size, sizes), strict=True))
@@ -207,6 +213,22 @@ def run_change(
     )
     if wait_s and last["outcome"] is None:
         wait(client, name, generation, wait_s)
+
+
+def run_gc(store: Callable[[], str], older_than_s: float, num_kept: int, *, is_dry: bool) -> None:
+    """Remove packages that nothing names. Raises: CommandFailed."""
+    url = store()
+    try:
+        found = collect(open_store(url), grace_s=older_than_s, num_kept=num_kept, is_dry=is_dry)
+    except StoreError as error:
+        raise CommandFailed(f"{url}: {error}", UPLOAD) from None
+    for blob in found.blobs if is_dry else ():
+        print(f"{blob.size:>14} {blob.key}")
+    did = "would be removed" if is_dry else "removed"
+    console.print(
+        f"{len(found.blobs)} blobs of {(found.size + found.part_bytes) / 1e6:.1f} MB {did}, "
+        f"{found.num_kept} are kept"
+    )
 
 
 def run_apps(client: Client, form: str | None) -> None:

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -36,6 +37,7 @@ from shared.packages.deployments import (
     record_generation,
     settle,
 )
+from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest
 from shared.packages.rollout import App
 from shared.packages.store import PackageStore, StoreError, open_store, read_manifest
@@ -164,8 +166,10 @@ class Applications:
         """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
         if name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
-        store = await self._open()
-        await asyncio.to_thread(_check_package, store, wanted.digest)
+        async with self._held(wanted.digest):
+            return await self._deploy(name, wanted)
+
+    async def _deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
         history = await self._history(name)
         last = history.last if history else None
         number = last.number if last else 0
@@ -202,7 +206,8 @@ class Applications:
             raise _conflict("There is no such earlier version to go back to.")
         spec = replace((active or back).spec, canary=0.0)
         number = history.last.number + 1
-        await self._add(Generation(name, number, back.digest, spec, "rollback"), history)
+        async with self._held(back.digest):
+            await self._add(Generation(name, number, back.digest, spec, "rollback"), history)
         return await self.get(name)
 
     async def promote(self, name: str) -> Application:
@@ -254,6 +259,17 @@ class Applications:
         if self._store is None:
             self._store = await asyncio.to_thread(open_store, self._url)
         return self._store
+
+    @asynccontextmanager
+    async def _held(self, digest: str) -> AsyncIterator[None]:
+        """A package that is whole and stays in the block. Raises: ApiError, StoreError."""
+        store = await self._open()
+        key = await asyncio.to_thread(write_hold, store, package=digest)
+        try:
+            await asyncio.to_thread(_check_package, store, digest)
+            yield
+        finally:
+            await asyncio.to_thread(store.delete, key)
 
     async def _history(self, name: str) -> History | None:
         return await asyncio.to_thread(read_history, await self._open(), name)

@@ -81,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """The canonical bytes, whose SHA-256 is the digest."""
-        config = _canonical(msgspec.to_builtins(self.config))
+        config = config_bytes(self)
         return _canonical(
             {
                 "schemaVersion": 2,
@@ -101,6 +101,16 @@ class Manifest(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         """The identity: `sha256:` and 64 hex digits."""
         return digest_of(self.encode())
+
+
+def config_bytes(manifest: Manifest) -> bytes:
+    """The config's canonical bytes: a blob of their own, and a part of the manifest."""
+    return _canonical(msgspec.to_builtins(manifest.config))
+
+
+def config_digest(manifest: Manifest) -> str:
+    """The digest of that blob."""
+    return digest_of(config_bytes(manifest))
 
 
 def make_manifest(config: PackageConfig, layers: list[Layer]) -> Manifest:

@@ -7,18 +7,16 @@ blob is its hash, and a record is written once, by whoever comes first.
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from shared.packages.manifest import BadPackage, Manifest, decode_manifest, digest_of, is_digest
+from shared.packages.part import PIECE_BYTES, Part, Report, WrongDigest, part_path, remove_old_parts
 
-PIECE_BYTES = 4 * 1024 * 1024
 SCHEMES = ("file", "s3", "gs", "az", "memory")
-
-Report = Callable[[int], None]  #: told how many more bytes are done
 
 
 class StoreError(Exception):
@@ -27,6 +25,14 @@ class StoreError(Exception):
 
 class BadBlob(StoreError):
     """Bytes that are not those that their digest names."""
+
+
+class Entry(NamedTuple):
+    """What is there under a key. Units: epoch seconds, of the store's clock."""
+
+    key: str
+    size: int
+    modified_at: float
 
 
 class PackageStore(Protocol):
@@ -38,12 +44,22 @@ class PackageStore(Protocol):
         """Bytes of a blob; None if it is not there."""
         ...
 
-    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
-        """Keep a blob; there is all of it afterwards, or nothing. Raises: BadBlob."""
+    def partial(self, digest: str) -> int:
+        """Bytes of a blob that an upload which was cut short left; 0 where they cannot be gone on from."""
         ...
 
-    def read(self, digest: str) -> Iterator[bytes]:
-        """The bytes of a blob, as they are there: whoever reads them checks them."""
+    def put(
+        self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
+    ) -> None:
+        """Keep a blob; there is all of it afterwards, or nothing. Raises: BadBlob.
+
+        A file that can be sought is read from what is there already; another begins at `start`, which is
+        `partial`.
+        """
+        ...
+
+    def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
+        """The bytes of a blob from `start`, as they are there: whoever reads them checks them."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -56,6 +72,18 @@ class PackageStore(Protocol):
 
     def list(self, prefix: str) -> list[str]:
         """The keys of records below a folder, sorted."""
+        ...
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """What there is below a folder, in any order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove what is under a key, if there is anything: for `shared.packages.garbage` alone."""
+        ...
+
+    def delete_parts(self, before: float) -> int:
+        """Remove what uploads left that were cut short before an instant. Returns the bytes."""
         ...
 
 
@@ -83,26 +111,42 @@ class FileStore:
         except OSError:
             return None
 
-    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
-        """See `PackageStore.put`."""
-        found = hashlib.sha256()
-        with self._aside() as (part, out):
-            while piece := file.read(PIECE_BYTES):
-                found.update(piece)
-                out.write(piece)
-                if report is not None:
-                    report(len(piece))
-            _compare(digest, found)
-            _sync(out)
-            target = self._blob(digest)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part, target)
-            _sync_folder(target.parent)
+    def partial(self, digest: str) -> int:
+        """See `PackageStore.partial`."""
+        try:
+            self._blob(digest)  # which checks the digest
+            return part_path(self._uploads, digest).stat().st_size
+        except OSError:
+            return 0
 
-    def read(self, digest: str) -> Iterator[bytes]:
+    def put(
+        self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
+    ) -> None:
+        """See `PackageStore.put`."""
+        target = self._blob(digest)
+
+        def read(place: int) -> Iterator[bytes]:
+            if file.seekable():
+                file.seek(place - start)
+            elif place != start:
+                raise StoreError(f"of {digest} there are {place} bytes: go on from there")
+            yield from iter(lambda: file.read(PIECE_BYTES), b"")
+
+        try:
+            self._mark()
+            with Part(self._uploads, digest) as part:
+                part.fill(read, report)
+                part.move(target)
+        except WrongDigest as error:
+            raise BadBlob(str(error)) from None
+        except OSError as error:
+            raise StoreError(f"{self._uploads} cannot be written: {error.strerror}") from error
+
+    def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
         """See `PackageStore.read`."""
         try:
             with self._blob(digest).open("rb") as file:
+                file.seek(start)
                 while piece := file.read(PIECE_BYTES):
                     yield piece
         except OSError as error:
@@ -138,26 +182,52 @@ class FileStore:
             str(file.relative_to(self.root)) for file in folder.rglob("*") if file.is_file()
         )
 
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """See `PackageStore.entries`."""
+        for key in self.list(prefix):
+            with suppress(FileNotFoundError):
+                found = (self.root / key).stat()
+                yield Entry(key, found.st_size, found.st_mtime)
+
+    def delete(self, key: str) -> None:
+        """See `PackageStore.delete`."""
+        try:
+            (self.root / key).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.url}: {key} cannot be removed: {error.strerror}") from None
+
+    def delete_parts(self, before: float) -> int:
+        """See `PackageStore.delete_parts`."""
+        return remove_old_parts(self._uploads, before)
+
+    @property
+    def _uploads(self) -> Path:
+        return self.root / "uploads"
+
     def _blob(self, digest: str) -> Path:
         return self.root / blob_key(digest)
 
+    def _mark(self) -> None:
+        """Say that this is an OCI image layout. Raises: OSError."""
+        layout = self.root / "oci-layout"
+        if not layout.exists():
+            self.root.mkdir(parents=True, exist_ok=True)
+            layout.write_text('{"imageLayoutVersion":"1.0.0"}')
+
     def _aside(self) -> "_Aside":
-        return _Aside(self.root)
+        return _Aside(self._uploads)
 
 
 class _Aside:
     """A file beside the blobs that goes away unless it was renamed; a killed process leaves it."""
 
-    def __init__(self, root: Path) -> None:
-        self.path = root / "uploads" / f"{secrets.token_hex(8)}.part"
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{secrets.token_hex(8)}.part"
         self.file: IO[bytes] | None = None
 
     def __enter__(self) -> tuple[Path, IO[bytes]]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            layout = self.path.parents[1] / "oci-layout"
-            if not layout.exists():
-                layout.write_text('{"imageLayoutVersion":"1.0.0"}')
             self.file = self.path.open("xb")
         except OSError as error:
             raise StoreError(f"{self.path.parent} cannot be written: {error.strerror}") from None
@@ -197,8 +267,16 @@ class ObjectStore:
         except Exception as error:
             raise self._failed(error) from None
 
-    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+    def partial(self, digest: str) -> int:
+        """See `PackageStore.partial`: buckets keep no part that can be read again."""
+        return 0
+
+    def put(
+        self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
+    ) -> None:
         """See `PackageStore.put`."""
+        if start:
+            raise StoreError(f"of {digest} there are 0 bytes: go on from there")
         found = hashlib.sha256()
 
         def pieces() -> Iterator[bytes]:
@@ -217,10 +295,12 @@ class ObjectStore:
                 _compare(digest, found)
             raise self._failed(error) from None
 
-    def read(self, digest: str) -> Iterator[bytes]:
+    def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
         """See `PackageStore.read`."""
+        options = {"range": {"offset": start}} if start else None
         try:
-            for piece in self._obstore.get(self._store, blob_key(digest)).stream(PIECE_BYTES):
+            found = self._obstore.get(self._store, blob_key(digest), options=options)
+            for piece in found.stream(PIECE_BYTES):
                 yield bytes(piece)
         except Exception as error:
             raise self._failed(error) from None
@@ -248,11 +328,29 @@ class ObjectStore:
 
     def list(self, prefix: str) -> list[str]:
         """See `PackageStore.list`."""
+        return sorted(entry.key for entry in self.entries(prefix))
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """See `PackageStore.entries`."""
         try:
-            pages = self._obstore.list(self._store, prefix=prefix)
-            return sorted(item["path"] for page in pages for item in page)
+            for page in self._obstore.list(self._store, prefix=prefix):
+                for item in page:
+                    yield Entry(item["path"], item["size"], item["last_modified"].timestamp())
         except Exception as error:
             raise self._failed(error) from None
+
+    def delete(self, key: str) -> None:
+        """See `PackageStore.delete`."""
+        try:
+            self._obstore.delete(self._store, key)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def delete_parts(self, before: float) -> int:
+        """See `PackageStore.delete_parts`: a bucket's own rules end uploads in parts."""
+        return 0
 
     def _failed(self, error: Exception) -> StoreError:
         return StoreError(f"{self.url}: {_first_line(error)}")
@@ -298,6 +396,6 @@ def _first_line(error: Exception) -> str:
 
 
 __all__ = [
-    "BadBlob", "BadPackage", "FileStore", "ObjectStore", "PackageStore", "StoreError", "blob_key",
+    "BadBlob", "BadPackage", "Entry", "FileStore", "ObjectStore", "PackageStore", "StoreError", "blob_key",
     "open_store", "read_manifest",
 ]  # fmt: skip

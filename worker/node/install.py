@@ -4,21 +4,19 @@ Blobs lie in the cache by their hash; a package is a folder of hard links to the
 fetched once.
 """
 
-import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
+from shared.packages.part import Part, Report, WrongDigest
 from shared.packages.store import BadBlob, PackageStore, StoreError, read_manifest
 
 _THREADS = 4
 _RESERVE_BYTES = 256 * 1024 * 1024  # disk that is left to others
-
-Report = Callable[[int], None]
 
 
 class InstallError(Exception):
@@ -65,28 +63,25 @@ def _is_there(path: Path, size: int) -> bool:
 
 
 def _fetch(store: PackageStore, layer: Layer, blobs: Path, report: Report | None) -> None:
-    found, size = hashlib.sha256(), 0
-    part = blobs / f"{secrets.token_hex(8)}.part"
+    """Get a blob, or what a fetch that was cut short left to get."""
+
+    def read(start: int) -> Iterator[bytes]:
+        size = start
+        for piece in store.read(layer.digest, start) if start < layer.size else ():
+            size += len(piece)
+            if size > layer.size:
+                raise WrongDigest("it has more bytes than the manifest says")
+            yield piece
+
     try:
-        with part.open("xb") as out:
-            for piece in store.read(layer.digest):
-                size += len(piece)
-                if size > layer.size:
-                    raise BadBlob(f"{layer.path}: it has more bytes than the manifest says")
-                found.update(piece)
-                out.write(piece)
-                if report is not None:
-                    report(len(piece))
-        if f"sha256:{found.hexdigest()}" != layer.digest or size != layer.size:
-            raise BadBlob(
-                f"{layer.path}: digest_mismatch: the store has {size} bytes of another digest than {layer.digest}"
-            )
-        with part.open("rb") as file:
-            check_content(layer.path, file)
-        part.chmod(0o555 if layer.is_executable else 0o444)
-        os.replace(part, blobs / layer.digest.removeprefix("sha256:"))
-    finally:
-        part.unlink(missing_ok=True)
+        with Part(blobs, layer.digest) as part:
+            part.fill(read, report)
+            with part.path.open("rb") as file:
+                check_content(layer.path, file)
+            mode = 0o555 if layer.is_executable else 0o444
+            part.move(blobs / layer.digest.removeprefix("sha256:"), mode)
+    except WrongDigest as error:
+        raise BadBlob(f"{layer.path}: digest_mismatch: {error}") from None
 
 
 def _link(manifest: Manifest, cache: Path, folder: Path) -> None:

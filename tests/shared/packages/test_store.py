@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 
 from shared.packages.manifest import digest_of
+from shared.packages.part import PIECE_BYTES
 from shared.packages.store import BadBlob, PackageStore, StoreError, open_store
 
 MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
@@ -144,3 +145,53 @@ def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
         list(threads.map(put, range(4)))
     assert b"".join(store.read(digest_of(data))) == data
     assert not list((tmp_path / "uploads").iterdir())
+
+
+class Counted(io.BytesIO):
+    """Bytes that count how many of them were read, and end by an error where `fails_at` says."""
+
+    def __init__(self, data: bytes, fails_at: int | None = None) -> None:
+        super().__init__(data)
+        self.num_read = 0
+        self._fails_at = fails_at
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self._fails_at is not None and self.tell() >= self._fails_at:
+            raise KeyboardInterrupt
+        piece = super().read(size)
+        self.num_read += len(piece)
+        return piece
+
+
+def test_an_upload_that_was_cut_goes_on_where_it_was(tmp_path: Path):
+    store, data = open_store(f"file://{tmp_path}"), os.urandom(3 * PIECE_BYTES)
+    digest = digest_of(data)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(digest, Counted(data, fails_at=2 * PIECE_BYTES))
+    assert (store.size(digest), store.partial(digest)) == (None, 2 * PIECE_BYTES)
+    told: list[int] = []
+    again = Counted(data)
+    store.put(digest, again, told.append)
+    assert again.num_read == PIECE_BYTES
+    assert sum(told) == len(data)
+    assert b"".join(store.read(digest)) == data
+    assert store.partial(digest) == 0
+
+
+def test_a_part_that_lost_its_bytes_is_begun_anew(tmp_path: Path):
+    store, data = open_store(f"file://{tmp_path}"), os.urandom(2 * PIECE_BYTES)
+    digest = digest_of(data)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(digest, Counted(data, fails_at=PIECE_BYTES))
+    [part] = (tmp_path / "uploads").iterdir()
+    part.write_bytes(bytes(PIECE_BYTES))
+    again, told = Counted(data), list[int]()
+    store.put(digest, again, told.append)
+    assert sum(told) == len(data)
+    assert b"".join(store.read(digest)) == data
+
+
+def test_a_blob_is_read_from_any_place(store: PackageStore):
+    data = b"0123456789"
+    store.put(digest_of(data), io.BytesIO(data))
+    assert b"".join(store.read(digest_of(data), 7)) == b"789"

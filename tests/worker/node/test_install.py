@@ -2,11 +2,15 @@
 
 import io
 import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
+from shared.packages.part import PIECE_BYTES
 from shared.packages.store import FileStore
 from worker.node.install import InstallError, install
 
@@ -95,3 +99,38 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, mon
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 10, "u": usage})())
     with pytest.raises(InstallError, match="GB are free"):
         install(store, digest, tmp_path / "cache")
+
+
+def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
+    """kill -9 between two pieces; the blobs that were whole are not fetched again, nor is the part."""
+    weights = os.urandom(3 * PIECE_BYTES)
+    digest = add(store, {**FILES, "sub/weights.safetensors": weights})
+    cache = tmp_path / "cache"
+    process = get_context("fork").Process(target=_install_until_killed, args=(store, digest, cache))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    [part] = cache.rglob("*.part")
+    assert part.stat().st_size == 2 * PIECE_BYTES
+    starts: dict[str, int] = {}
+
+    class Recorded(FileStore):
+        def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
+            starts[digest] = start
+            return super().read(digest, start)
+
+    _, folder = install(Recorded(store.root), digest, cache)
+    assert (folder / "sub/weights.safetensors").read_bytes() == weights
+    assert starts[digest_of(weights)] == 2 * PIECE_BYTES
+    assert not list(cache.rglob("*.part"))
+
+
+def _install_until_killed(store: FileStore, digest: str, cache: Path) -> None:
+    class Killed(FileStore):
+        def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
+            for number, piece in enumerate(super().read(digest, start)):
+                if number == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield piece
+
+    install(Killed(store.root), digest, cache)

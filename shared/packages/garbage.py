@@ -1,0 +1,184 @@
+"""Removes packages that nothing names any more, while others upload and deploy.
+
+Who is about to name blobs holds them: it writes down which, and then waits for collectors that have begun. A
+collector marks its beginning, and then reads what is held. So one of the two sees the other, whoever comes first.
+Both are records of the store; one whose writer was killed counts no more after a while.
+"""
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from secrets import token_hex
+
+import msgspec
+
+from shared.packages.deployments import History, last_numbers, read_history
+from shared.packages.manifest import BadPackage, Digest, Manifest, config_digest, decode_manifest
+from shared.packages.store import Entry, PackageStore, StoreError, blob_key
+
+GRACE_S = 24 * 3600.0  #: what is younger stays, whether it is named or not
+#: Of each deployment, besides those that serve or may serve next.
+KEPT_GENERATIONS = 10
+#: From its mark on, a collector looks and removes for so long, and is waited for longer.
+LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
+_POLL_S = 0.1
+_HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
+
+
+class _Hold(msgspec.Struct, frozen=True):
+    blobs: list[Digest]
+    package: Digest | None = None  #: and all that this one is made of, as far as it is there
+
+
+@dataclass(slots=True)
+class Garbage:
+    """What was removed, or would be."""
+
+    blobs: list[Entry] = field(default_factory=list)
+    num_kept: int = 0
+    part_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the blobs."""
+        return sum(blob.size for blob in self.blobs)
+
+
+def blobs_of(manifest: Manifest) -> set[str]:
+    """All that a package is made of: its manifest, the config in it, its files."""
+    layers = {layer.digest for layer in manifest.layers}
+    return layers | {manifest.digest, config_digest(manifest)}
+
+
+@contextmanager
+def hold(
+    store: PackageStore, blobs: Collection[str] = (), package: str | None = None
+) -> Iterator[None]:
+    """Have these blobs stay in the block, those that are there and those that come. Raises: StoreError."""
+    key = write_hold(store, blobs, package)
+    try:
+        yield
+    finally:
+        store.delete(key)
+
+
+def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | None = None) -> str:
+    """Have these blobs stay for `GRACE_S`, or until the returned key is deleted. Raises: StoreError."""
+    key = f"{_HOLDS}/{token_hex(12)}.json"
+    store.put_if_absent(key, msgspec.json.encode(_Hold(sorted(blobs), package)))
+    # By our own clock: the store's may be another.
+    give_up_at = time.monotonic() + WAIT_S
+    waited_for = {entry.key for entry in store.entries(_COLLECTORS)}
+    while waited_for and time.monotonic() < give_up_at:
+        time.sleep(_POLL_S)
+        waited_for &= {entry.key for entry in store.entries(_COLLECTORS)}
+    return key
+
+
+def collect(
+    store: PackageStore,
+    *,
+    grace_s: float = GRACE_S,
+    num_kept: int = KEPT_GENERATIONS,
+    is_dry: bool = False,
+) -> Garbage:
+    """Remove what nothing names. Any number may run at once, and be killed. Raises: StoreError."""
+    before = time.time() - grace_s  # noqa: TID251
+    found = list(store.entries("blobs/sha256"))
+    old = {entry.key: entry for entry in found if entry.modified_at < before}
+    roots = _Roots(store, before, num_kept)
+    garbage = Garbage(num_kept=len(found))
+    if is_dry:
+        garbage.blobs = [entry for key, entry in old.items() if key not in roots.read()]
+        garbage.num_kept -= len(garbage.blobs)
+        return garbage
+    while old:
+        mark = f"{_COLLECTORS}/{token_hex(12)}.json"
+        store.put_if_absent(mark, b"{}")
+        marked_at = time.monotonic()
+        try:
+            named = roots.read()
+            if time.monotonic() - marked_at > LOOK_S:
+                raise StoreError(
+                    f"{store.url} took more than {LOOK_S:g} s to read: try again later"
+                )
+            old = {key: entry for key, entry in old.items() if key not in named}
+            for key in list(old):
+                if time.monotonic() - marked_at > SWEEP_S:
+                    break
+                store.delete(key)
+                garbage.blobs.append(old.pop(key))
+        finally:
+            store.delete(mark)
+    garbage.num_kept -= len(garbage.blobs)
+    _clean_up(store, garbage)
+    return garbage
+
+
+def _clean_up(store: PackageStore, garbage: Garbage) -> None:
+    """Remove what killed uploads and collectors left a day ago."""
+    before = time.time() - GRACE_S  # noqa: TID251
+    garbage.part_bytes = store.delete_parts(before)
+    for folder in (_HOLDS, _COLLECTORS):
+        for entry in list(store.entries(folder)):
+            if entry.modified_at < before:
+                store.delete(entry.key)
+
+
+class _Roots:
+    """The keys of the blobs that are named. A manifest is read once: it never changes."""
+
+    def __init__(self, store: PackageStore, before: float, num_kept: int) -> None:
+        self._store = store
+        self._before = before
+        self._num_kept = num_kept
+        self._packages: dict[str, set[str]] = {}
+
+    def read(self) -> set[str]:
+        """Raises: StoreError, and nothing is removed then: what cannot be read may name anything."""
+        named: set[str] = set()
+        for name in last_numbers(self._store):
+            history = read_history(self._store, name)
+            for digest in self._kept(history) if history is not None else ():
+                named |= self._package(digest)
+        now = time.time()  # noqa: TID251
+        for entry in list(self._store.entries(_HOLDS)):
+            if now - entry.modified_at < GRACE_S and (data := self._store.get(entry.key)):
+                held = _decode_hold(self._store, entry.key, data)
+                named.update(held.blobs)
+                if held.package is not None:
+                    named |= self._package(held.package)
+        return {blob_key(digest) for digest in named}
+
+    def _kept(self, history: History) -> set[str]:
+        """The digests of what serves, of what may be gone back to, and of what is new."""
+        numbers = sorted(history.generations)
+        kept = [each for each in history.generations.values() if each.created_at >= self._before]
+        if history.last.digest:
+            kept += [history.generations[number] for number in numbers[-self._num_kept :]]
+            active = history.active
+            others = (active, history.candidate, history.before(active.digest if active else ""))
+            kept += [each for each in others if each is not None]
+        return {each.digest for each in kept if each.digest}
+
+    def _package(self, digest: str) -> set[str]:
+        if digest not in self._packages:
+            data = self._store.get(blob_key(digest))
+            try:
+                blobs = set[str]() if data is None else blobs_of(decode_manifest(data))
+            except BadPackage as error:
+                raise StoreError(
+                    f"{self._store.url}: the manifest {digest} cannot be read, and may name any blob: {error}"
+                ) from None
+            if data is None:  # it may come
+                return {digest}
+            self._packages[digest] = blobs
+        return self._packages[digest]
+
+
+def _decode_hold(store: PackageStore, key: str, data: bytes) -> _Hold:
+    try:
+        return msgspec.json.decode(data, type=_Hold)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{store.url}: {key} cannot be read: {error}") from None

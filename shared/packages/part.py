@@ -1,0 +1,136 @@
+"""A file that grows to a blob. One that was cut short stays, and the next writer goes on from its end."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+PIECE_BYTES = 4 * 1024 * 1024
+SUFFIX = ".part"
+
+Read = Callable[[int], Iterable[bytes]]  #: the bytes from a place on
+Report = Callable[[int], None]  #: told how many more bytes are done
+
+
+class WrongDigest(Exception):
+    """The bytes are not those of the digest; the message says which they are."""
+
+
+class Part:
+    """The bytes of a blob so far. Of writers of one blob at once, one goes on; the others begin anew.
+
+    What is there already is hashed again: a part may have lost bytes with its machine.
+    """
+
+    def __init__(self, folder: Path, digest: str) -> None:
+        """Raises: OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = part_path(folder, digest)
+        self._digest = digest
+        self._stays = True
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not self._lock():
+            os.close(self._file)
+            self._stays = False
+            self.path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self.size = 0
+        self._found = hashlib.sha256()
+        while piece := os.read(self._file, PIECE_BYTES):
+            self._found.update(piece)
+            self.size += len(piece)
+
+    def _lock(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.stat(self.path).st_ino == os.fstat(self._file).st_ino
+        except OSError:  # another writes it, or has finished it; or there are no locks here
+            return False
+
+    def __enter__(self) -> "Part":
+        """See `__exit__`."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keep what there is, if another can go on from it."""
+        is_refused = isinstance(error, WrongDigest) or self._is_right
+        if is_refused or not (self._stays and self.size):
+            self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def fill(self, read: Read, report: Report | None = None) -> None:
+        """Write what `read(start)` gives; all of it, where what was there is wrong.
+
+        Raises: WrongDigest, OSError, and what `read` raises.
+        """
+        was_there = self.size
+        self._write(read, report)
+        if was_there and not self._is_right:
+            if report is not None:
+                report(-self.size)
+            os.ftruncate(self._file, 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            self.size, self._found = 0, hashlib.sha256()
+            self._write(read, report)
+        if not self._is_right:
+            found = self._found.hexdigest()
+            raise WrongDigest(f"its bytes have the digest sha256:{found}, not {self._digest}")
+
+    @property
+    def _is_right(self) -> bool:
+        return f"sha256:{self._found.hexdigest()}" == self._digest
+
+    def _write(self, read: Read, report: Report | None) -> None:
+        if report is not None and self.size:
+            report(self.size)
+        for piece in read(self.size):
+            self._found.update(piece)
+            self.size += len(piece)
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            if report is not None:
+                report(len(piece))
+
+    def move(self, target: Path, mode: int = 0o644) -> None:
+        """Have the file be `target`; it is on the disk then. Raises: OSError."""
+        os.fchmod(self._file, mode)
+        os.fsync(self._file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.path, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def part_path(folder: Path, digest: str) -> Path:
+    """Where the part of a blob is."""
+    return folder / (digest.removeprefix("sha256:") + SUFFIX)
+
+
+def remove_old_parts(folder: Path, before: float) -> int:
+    """Remove parts that nobody has written to since `before`, in epoch seconds. Returns their bytes."""
+    num_bytes = 0
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.fstat(file)
+                if found.st_mtime < before:
+                    path.unlink()
+                    num_bytes += found.st_size
+            finally:
+                os.close(file)
+    return num_bytes

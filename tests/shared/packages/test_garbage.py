@@ -1,0 +1,212 @@
+"""What is collected is what nothing names: whoever uploads, deploys or is killed at the same time."""
+
+import io
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from shared.packages import garbage
+from shared.packages.deployments import Generation, Outcome, Spec, record_generation, settle
+from shared.packages.garbage import blobs_of, collect, hold, write_hold
+from shared.packages.manifest import Layer, Manifest, PackageConfig, config_bytes, digest_of
+from shared.packages.store import FileStore, StoreError, blob_key
+
+OLD = 1.0  # epoch seconds: a long time ago
+
+
+def make_package(text: str) -> tuple[Manifest, dict[str, bytes]]:
+    files = {"config.json": text.encode(), "shared.json": b"the same in all"}
+    layers = tuple(Layer(path, digest_of(data), len(data)) for path, data in files.items())
+    manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
+    return manifest, {digest_of(data): data for data in files.values()}
+
+
+class Store(FileStore):
+    """A store whose blobs are old, and deployments of it."""
+
+    def add(self, text: str) -> str:
+        manifest, blobs = make_package(text)
+        for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
+            self.put(digest_of(data), io.BytesIO(data))
+        self.age()
+        return manifest.digest
+
+    def age(self) -> None:
+        for path in (self.root / "blobs").rglob("*"):
+            os.utime(path, (OLD, OLD))
+
+    def deploy(self, name: str, number: int, digest: str, verdict: str | None = "active") -> None:
+        record_generation(self, Generation(name, number, digest, Spec(), created_at=OLD))
+        if verdict is not None:
+            settle(self, name, number, Outcome(verdict))  # type: ignore[arg-type]
+
+    def is_whole(self, digest: str) -> bool:
+        data = self.get(blob_key(digest))
+        if data is None:
+            return False
+        from shared.packages.manifest import decode_manifest  # noqa: PLC0415
+
+        return all(self.size(each) is not None for each in blobs_of(decode_manifest(data)))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch) -> Store:
+    monkeypatch.setattr("os.fsync", lambda _: None)  # no machine ends here, and disks are slow
+    return Store(tmp_path / "store")
+
+
+def test_what_serves_and_what_may_serve_again_stays(store: Store):
+    digests = [store.add(f"version {number}") for number in range(8)]
+    for number, digest in enumerate(digests[:7], 1):
+        store.deploy("n", number, digest, "active" if number < 3 else "rolled_back")
+    store.deploy("n", 8, digests[7], None)
+    planned = collect(store, num_kept=2, is_dry=True)
+    assert all(store.is_whole(digest) for digest in digests)
+    done = collect(store, num_kept=2)
+    assert {blob.key for blob in planned.blobs} == {blob.key for blob in done.blobs}
+    # The first two served, 7 and 8 are the latest; all share a file and a config.
+    assert [store.is_whole(digest) for digest in digests] == [True] * 2 + [False] * 4 + [True] * 2
+    assert len(done.blobs) == 8
+    assert not collect(store, num_kept=2).blobs
+
+
+def test_what_is_undeployed_goes_and_what_is_young_stays(store: Store):
+    gone, never = store.add("undeployed"), store.add("never deployed")
+    store.deploy("n", 1, gone)
+    store.deploy("n", 2, "")
+    young = Store(store.root)
+    manifest, blobs = make_package("young")
+    for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
+        young.put(digest_of(data), io.BytesIO(data))
+    collect(store)
+    assert [store.is_whole(each) for each in (gone, never, manifest.digest)] == [False, False, True]
+
+
+def test_a_manifest_that_cannot_be_read_stops_it_before_anything_is_removed(store: Store):
+    digest, other = store.add("named"), store.add("not named")
+    store.deploy("n", 1, digest)
+    (store.root / blob_key(digest)).write_bytes(b"{")
+    store.age()
+    with pytest.raises(StoreError, match="may name any blob"):
+        collect(store)
+    assert store.is_whole(other)
+
+
+def test_an_upload_under_way_keeps_what_it_found(store: Store):
+    digest = store.add("found")
+    with hold(store, package=digest):
+        collect(store)
+        assert store.is_whole(digest)
+    manifest, _ = make_package("found")
+    with hold(store, blobs_of(manifest)):
+        collect(store)
+        assert store.is_whole(digest)
+    collect(store)
+    assert not store.is_whole(digest)
+
+
+def test_an_upload_that_comes_during_a_collection_waits_and_then_sees_what_is_gone(
+    store: Store, monkeypatch
+):
+    """Its hold comes after the collector has looked: it must not count on what is about to go."""
+    digest = store.add("about to go")
+    begun, go_on = threading.Event(), threading.Event()
+    original = FileStore.delete
+
+    def slow(self: FileStore, key: str) -> None:
+        if key.startswith("blobs/"):
+            begun.set()
+            assert go_on.wait(60)
+        original(self, key)
+
+    monkeypatch.setattr(FileStore, "delete", slow)
+    with ThreadPoolExecutor(2) as threads:
+        collecting = threads.submit(collect, store)
+        assert begun.wait(60)
+        holding = threads.submit(write_hold, store, package=digest)
+        assert not holding.done()
+        go_on.set()
+        collecting.result()
+        holding.result()
+    assert not store.is_whole(digest)  # as whoever uploads finds out now
+    store.add("about to go")
+    collect(store)
+    assert store.is_whole(digest)
+
+
+def test_two_collectors_and_uploads_at_once_lose_nothing_that_is_named(store: Store):
+    named = [store.add(f"named {number}") for number in range(4)]
+    for number, digest in enumerate(named):
+        store.deploy(f"n{number}", 1, digest)
+    store.add("garbage")
+    stopping = threading.Event()
+
+    def keep_collecting() -> int:
+        num_blobs = 0
+        while not stopping.is_set():
+            num_blobs += len(collect(store, grace_s=0).blobs)
+        return num_blobs
+
+    def keep_deploying(worker: int) -> list[str]:
+        done = []
+        for number in range(6):
+            manifest, blobs = make_package(f"{worker} {number % 2}")
+            with hold(store, blobs_of(manifest)):
+                for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
+                    if store.size(digest_of(data)) is None:
+                        store.put(digest_of(data), io.BytesIO(data))
+                store.deploy(f"app{worker}", number + 1, manifest.digest)
+            assert store.is_whole(manifest.digest)
+            done.append(manifest.digest)
+        return done
+
+    with ThreadPoolExecutor(4) as threads:
+        collectors = [threads.submit(keep_collecting) for _ in range(2)]
+        deployed = [threads.submit(keep_deploying, worker) for worker in range(2)]
+        try:
+            digests = {digest for each in deployed for digest in each.result()}
+        finally:
+            stopping.set()
+        assert sum(each.result() for each in collectors) >= 2
+    assert all(store.is_whole(digest) for digest in [*named, *digests])
+
+
+def _collect_until_killed(root: str, at: int) -> None:
+    store, count, original = FileStore(Path(root)), [0], FileStore.delete
+
+    def delete(self: FileStore, key: str) -> None:
+        if key.startswith("blobs/") and count[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count[0] += key.startswith("blobs/")
+        original(self, key)
+
+    FileStore.delete = delete  # type: ignore[method-assign]
+    collect(store)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_collector_that_is_killed_is_not_waited_for_long_and_the_next_finishes(
+    store: Store, monkeypatch, at
+):
+    named, other = store.add("named"), store.add("other")
+    store.deploy("n", 1, named)
+    process = get_context("fork").Process(target=_collect_until_killed, args=(store.root, at))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert store.is_whole(named)
+    monkeypatch.setattr(garbage, "WAIT_S", 0.2)
+    with hold(store, package=named):
+        pass
+    collect(store)
+    assert store.is_whole(named)
+    assert store.get(blob_key(other)) is None
+    for path in (store.root / "gc").rglob("*.json"):
+        os.utime(path, (OLD, OLD))
+    collect(store)
+    assert not list((store.root / "gc").rglob("*.json"))
