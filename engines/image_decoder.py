@@ -1,19 +1,22 @@
-"""Encoded images to RGB. The bytes come from strangers: three formats, fixed error texts, first frames only.
+"""Encoded images to RGB. The bytes come from strangers: five formats, fixed error texts, first frames only.
 
 Runs in the worker's threads, or in child processes of it that have nothing to lose. It must not know torch or numpy.
 """
 
 import io
 
-from PIL import Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageOps
 
 from engines.base import InvalidImage
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_PIXELS = 128_000_000  # the last defence of memory; gateways allow less
-CANNOT_DECODE = "The image cannot be decoded; PNG, JPEG and WebP are understood."
+FORMAT_NAMES = "PNG, JPEG, WebP, GIF and AVIF"
+CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are understood."
 _OTHER_SIZE = "The image is of another size than its header says."
 _ALPHA_BANDS = frozenset("Aa")
+
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a sandboxed child may start none
 
 
 def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> Image.Image:

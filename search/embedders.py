@@ -103,13 +103,14 @@ def _image_ref(data: bytes) -> Any:
 
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415
 
+    from engines.image_decoder import FORMAT_NAMES, FORMATS  # noqa: PLC0415
     from shared.protocol import ImageRef  # noqa: PLC0415
 
     try:
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             kind, (width, height) = (image.format or "").lower(), image.size
     except (UnidentifiedImageError, OSError):
-        raise OSError(0, "it is no PNG, JPEG or WebP") from None
+        raise OSError(0, f"it is none of {FORMAT_NAMES}") from None
     return ImageRef(hashlib.sha256(data).hexdigest(), len(data), f"image/{kind}", width, height)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif"})
 _MAX_ATTRIBUTES = 16
 _MAX_ATTRIBUTE_CHARS = 512
 _PIECE = 1024 * 1024

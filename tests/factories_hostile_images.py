@@ -130,6 +130,35 @@ def webp_of_size(width: int, height: int) -> bytes:
     return bytes(data)
 
 
+def gif_of_screen(width: int, height: int) -> bytes:
+    """A GIF that tells another size than its frame's."""
+    data = encoded(format="GIF")
+    return data[:6] + struct.pack("<HH", width, height) + data[10:]
+
+
+def gif_with(blocks: bytes) -> bytes:
+    """A GIF with more blocks before its frame."""
+    data = encoded(format="GIF")
+    start = 13 + 3 * 2 ** ((data[10] & 7) + 1) if data[10] & 0x80 else 13
+    return data[:start] + blocks + data[start:]
+
+
+def avif() -> bytes:
+    return saved(make_image(), "AVIF")
+
+
+def avif_of_junk() -> bytes:
+    data = avif()
+    start = data.index(b"mdat") + 4
+    return data[:start] + b"\xff" * (len(data) - start)
+
+
+def avif_of_size(width: int, height: int) -> bytes:
+    data = avif()
+    place = data.index(b"ispe") + 8
+    return data[:place] + struct.pack(">II", width, height) + data[place + 8 :]
+
+
 def text_bomb(kind: bytes) -> bytes:
     """100 MB of text in 100 kB."""
     packed = zlib.compress(bytes(100_000_000), 9)
@@ -172,14 +201,12 @@ NOT_IMAGES = [
     Case("elf", lambda: b"\x7fELF" + bytes(60), UNSUPPORTED),
     Case("zip", zipped, UNSUPPORTED),
     Case("gzip", lambda: gzip.compress(bytes(1000)), UNSUPPORTED),
-    Case("gif", lambda: encoded(format="GIF"), UNSUPPORTED),
-    Case("gif of many frames", lambda: animated("GIF"), UNSUPPORTED),
     Case("tiff", lambda: encoded(format="TIFF"), UNSUPPORTED),
     Case("bmp", lambda: encoded(format="BMP"), UNSUPPORTED),
     Case("ico", lambda: encoded(format="ICO"), UNSUPPORTED),
     Case("ppm", lambda: encoded(format="PPM"), UNSUPPORTED),
     Case("jpeg 2000", lambda: b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(80), UNSUPPORTED),
-    Case("avif", lambda: b"\0\0\0\x20ftypavif" + bytes(80), UNSUPPORTED),
+    Case("heic", lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(80), UNSUPPORTED),
     Case("psd", lambda: b"8BPS\0\1" + bytes(80), UNSUPPORTED),
     Case("fits", lambda: b"SIMPLE  =                    T" + bytes(80), UNSUPPORTED),
     Case("eps", lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n", UNSUPPORTED),
@@ -267,7 +294,36 @@ WEBPS = [
     Case("webp of an unknown kind", lambda: b"RIFF\x40\0\0\0WEBPVP9 " + bytes(60), INVALID),
     Case("webp with orientation", lambda: oriented(3, "WEBP"), size=(32, 16), pixel=RED),
 ]  # fmt: skip
-CASES = [*NOT_IMAGES, *PNGS, *JPEGS, *WEBPS]
+GIFS = [
+    Case("gif", lambda: encoded(format="GIF")),
+    Case("gif animated", lambda: animated("GIF"), pixel=RED),
+    Case("gif of a transparent colour", lambda: saved(hidden(), "GIF"), pixel=WHITE),
+    Case("gif cut in its header", lambda: encoded(format="GIF")[:8], INVALID),
+    Case("gif cut in its pixels", lambda: saved(Image.effect_noise(SIZE, 90), "GIF")[:1000], decodes=False),
+    Case("gif header alone", lambda: gif_of_screen(64, 48)[:13], decodes=False),
+    Case("gif of a screen of 0 x 0", lambda: gif_of_screen(0, 0), INVALID),
+    Case("gif of a huge screen", lambda: gif_of_screen(60_000, 60_000), LARGE),
+    Case("gif of a frame beyond its screen", lambda: gif_of_screen(8, 8), decodes=False),
+    Case("gif of a million empty blocks", lambda: gif_with(b"\x21\xfe\0" * 1_000_000)),
+    Case("gif of 4 MB of comments", lambda: gif_with(b"\x21\xfe" + (b"\xff" + bytes(255)) * 16_000 + b"\0")),
+]  # fmt: skip
+AVIFS = [
+    Case("avif", avif),
+    Case("avif of hidden red", lambda: saved(hidden(), "AVIF"), pixel=WHITE),
+    Case("avif animated", lambda: animated("AVIF"), pixel=(254, 0, 0)),
+    Case("avif with orientation", lambda: oriented(6, "AVIF"), size=(32, 16)),
+    Case("avif brand alone", lambda: b"\0\0\0\x20ftypavif" + bytes(80), INVALID),
+    Case("avif cut in its header", lambda: avif()[:200], INVALID),
+    Case("avif cut in its pixels", lambda: avif()[:-60], decodes=False),
+    Case("avif of junk pixels", avif_of_junk, decodes=False),
+    Case("avif of 60000 x 60000", lambda: avif_of_size(60_000, 60_000), LARGE),
+    Case("avif of 0 x 0", lambda: avif_of_size(0, 0), INVALID),
+    Case("avif of an endless box", lambda: avif().replace(b"\0\0\0\x20ftyp", b"\xff\0\0\x20ftyp"), INVALID),
+    Case("avif of a million boxes", lambda: avif()[:32] + b"\0\0\0\x08free" * 1_000_000, INVALID),
+    Case("avif without its properties", lambda: avif().replace(b"ipma", b"free"), INVALID),
+    Case("avif of another primary item", lambda: avif().replace(b"pitm\0\0\0\0\0\1", b"pitm\0\0\0\0\0\7"), INVALID),
+]  # fmt: skip
+CASES = [*NOT_IMAGES, *PNGS, *JPEGS, *WEBPS, *GIFS, *AVIFS]
 
 
 def write_all(folder: Path) -> Iterator[Path]:

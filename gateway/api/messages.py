@@ -54,7 +54,12 @@ from shared.protocol import (
 from shared.settings.limits import LimitSettings
 
 #: How images begin in base64, by their type: a wrong type is refused, as Anthropic does.
-_BEGINNINGS = {"image/png": "iVBORw0KGgo", "image/jpeg": "/9j/", "image/webp": "UklGR"}
+_BEGINNINGS = {
+    "image/png": "iVBORw0KGgo",
+    "image/jpeg": "/9j/",
+    "image/webp": "UklGR",
+    "image/gif": "R0lGOD",
+}
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens"}
 #: The status and the type of an error, by OpenAI's status.
 _ERRORS = {
@@ -326,7 +331,7 @@ _HINTS = {
     "role": "Supported roles are user and assistant; send system as a field of its own.",
     "type": "Supported blocks are text, image and thinking, supported sources base64 and url; "
     "no model calls functions here.",
-    "media_type": "Supported types are image/png, image/jpeg and image/webp.",
+    "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
 }
 _BODY = JsonBody(MessageRequest, hints=_HINTS)
 _COUNT_BODY = JsonBody(CountTokensRequest, hints=_HINTS)

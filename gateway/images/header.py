@@ -1,12 +1,14 @@
-"""An image's format and size from its first bytes, without decoding it: PNG, JPEG and WebP.
+"""An image's format and size from its first bytes, without decoding it: PNG, JPEG, WebP, GIF and AVIF.
 
 Cheap enough for the event loop and immune to decompression bombs, as it never touches pixel data; the worker's
 decoder has the last word on the rest. Formats are told by content, never by the client's media type.
 
-Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2.
+Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2; GIF89a section 18;
+ISO/IEC 14496-12 section 4 (boxes) and 23008-12 sections 8.11.4, 9.3 and 6.5.3 (pitm, iprp, ispe).
 """
 
 import re
+from collections.abc import Iterator
 from struct import error as StructError
 from struct import unpack_from
 
@@ -14,6 +16,7 @@ from msgspec import Struct
 
 from shared.settings.limits import LimitSettings
 
+FORMAT_NAMES = "PNG, JPEG, WebP, GIF or AVIF"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_PNG_CHUNKS = 10_000
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
@@ -22,6 +25,7 @@ _JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker and som
 _JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # data have 0 behind each 255
 _MAX_JPEG_SEGMENTS = 4096
 _MAX_JPEG_SCANS = 100  #: encoders write about ten
+_MAX_AVIF_BOXES = 1000  #: within one box
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 
@@ -51,9 +55,14 @@ def read_header(data: bytes) -> ImageHeader:
             return _read_jpeg(data)
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return _read_webp(data)
+        if data[:6] in (b"GIF87a", b"GIF89a"):
+            width, height = unpack_from("<HH", data, 6)
+            return ImageHeader("image/gif", width, height)
+        if data[4:8] == b"ftyp" and _is_avif(data):
+            return _read_avif(data)
     except (IndexError, ValueError, StructError):
         raise ImageRefused("The image is damaged: its size cannot be read.") from None
-    raise ImageRefused("Unsupported image: send PNG, JPEG or WebP.", code="unsupported_image")
+    raise ImageRefused(f"Unsupported image: send {FORMAT_NAMES}.", code="unsupported_image")
 
 
 def check_header(header: ImageHeader, limits: LimitSettings) -> None:
@@ -153,3 +162,65 @@ def _read_webp(data: bytes) -> ImageHeader:
     else:
         raise ValueError
     return ImageHeader("image/webp", width, height)
+
+
+def _is_avif(data: bytes) -> bool:
+    brands = data[8 : min(unpack_from(">I", data)[0], 256)]
+    return any(brands[at : at + 4] in (b"avif", b"avis") for at in range(0, len(brands), 4))
+
+
+def _read_avif(data: bytes) -> ImageHeader:
+    """The size that the properties of the primary item tell."""
+    start, end = _find_box(data, b"meta", 0, len(data))
+    meta = (start + 4, end)
+    pitm, _ = _find_box(data, b"pitm", *meta)
+    primary = unpack_from(">I" if data[pitm] else ">H", data, pitm + 4)[0]
+    properties = _find_box(data, b"iprp", *meta)
+    found = list(_boxes(data, *_find_box(data, b"ipco", *properties)))
+    for index in _properties_of(data, primary, _find_box(data, b"ipma", *properties)[0]):
+        name, position, _ = found[index - 1]
+        if index and name == b"ispe":
+            width, height = unpack_from(">II", data, position + 4)
+            return ImageHeader("image/avif", width, height)
+    raise ValueError
+
+
+def _properties_of(data: bytes, item: int, position: int) -> Iterator[int]:
+    """The indices, from 1, of an item's properties, by the associations at a position."""
+    version, is_wide, count = data[position], data[position + 3] & 1, position + 4
+    position += 8
+    for _ in range(min(unpack_from(">I", data, count)[0], _MAX_AVIF_BOXES)):
+        (found,) = unpack_from(">I" if version else ">H", data, position)
+        position += 4 if version else 2
+        num_properties = data[position]
+        position += 1
+        for _ in range(num_properties):
+            index = (
+                unpack_from(">H", data, position)[0] & 0x7FFF if is_wide else data[position] & 0x7F
+            )
+            position += 2 if is_wide else 1
+            if found == item:
+                yield index
+
+
+def _find_box(data: bytes, name: bytes, start: int, end: int) -> tuple[int, int]:
+    for found, position, its_end in _boxes(data, start, end):
+        if found == name:
+            return position, its_end
+    raise ValueError
+
+
+def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Name, start and end of what each box holds, as far as they are whole. Raises: ValueError."""
+    for _ in range(_MAX_AVIF_BOXES):
+        if start + 8 > end:
+            return
+        size, position = unpack_from(">I", data, start)[0], start + 8
+        if size == 1:
+            size, position = unpack_from(">Q", data, start + 8)[0], start + 16
+        its_end = start + size if size else end
+        if not position <= its_end <= end:
+            raise ValueError
+        yield data[start + 4 : start + 8], position, its_end
+        start = its_end
+    raise ValueError

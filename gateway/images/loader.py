@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from gateway.http.errors import InvalidRequest
 from gateway.images.fetch import ImageFetcher
-from gateway.images.header import ImageRefused, check_header, read_header
+from gateway.images.header import FORMAT_NAMES, ImageRefused, check_header, read_header
 from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.settings.limits import LimitSettings
@@ -123,7 +123,7 @@ class ImageLoader:
 
     def _check(self, data: bytes) -> LoadedImage:
         if not data:
-            raise ImageRefused("The image is empty: send PNG, JPEG or WebP.")
+            raise ImageRefused(f"The image is empty: send {FORMAT_NAMES}.")
         if len(data) > self.limits.max_image_bytes:
             raise self._too_many_bytes()
         header = read_header(data)

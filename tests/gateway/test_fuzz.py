@@ -111,7 +111,7 @@ async def test_no_request_about_vectors_is_too_much(ends, redis_server, tmp_path
         assert (await gateway.client.put(f"{STORES}/{again}/items", json=items)).is_success
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
 async def test_no_image_is_too_much(gateway: RunningGateway, worker, form):
     """Changed bytes and changed base64, through the whole door."""
     url = data_url(format=form)

@@ -62,7 +62,8 @@ def load_decoders() -> None:
     exif[0x0112] = 3
     for form in FORMATS:
         file = io.BytesIO()
-        Image.new("RGBA" if form == "PNG" else "RGB", (8, 8)).save(file, form, exif=exif)
+        options = {} if form == "GIF" else {"exif": exif}
+        Image.new("RGBA" if form == "PNG" else "RGB", (8, 8)).save(file, form, **options)
         decode_image(file.getvalue(), (8, 8))
 
 

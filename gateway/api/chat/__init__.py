@@ -20,6 +20,7 @@ from gateway.api.structured import StructuredFields
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
+from gateway.images.header import FORMAT_NAMES
 from shared.protocol import ModelCard
 from shared.settings.limits import LimitSettings
 
@@ -106,7 +107,7 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
     branch(properties["logit_bias"], "object")["maxProperties"] = limits.max_logit_bias
     properties["messages"]["description"] = (
         f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
-        f"together. An image: PNG, JPEG or WebP of at most {limits.max_image_bytes} bytes, "
+        f"together. An image: {FORMAT_NAMES} of at most {limits.max_image_bytes} bytes, "
         f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
         f"of at most {limits.max_image_aspect:g}:1."
     )

@@ -30,6 +30,8 @@ from tests.factories_images import data_url, encoded, ignore
         ("WEBP", {}),
         ("WEBP", {"lossless": True}),
         ("WEBP", {"exif": b"Exif\0\0" + bytes(20)}),
+        ("GIF", {}),
+        ("AVIF", {"speed": 10}),
     ],
 )
 def test_the_header_says_what_a_decoder_says(size, format, options):
@@ -47,9 +49,12 @@ def test_pixels_may_spell_the_name_of_a_header():
     assert read_header(data[:33] + chunk + data[33:]) == read_header(data)
 
 
+AVIF = encoded(format="AVIF")[:150]
+
+
 @given(
     st.binary(max_size=200),
-    st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF0000WEBP", b""]),
+    st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF0000WEBP", b"GIF89a", AVIF, b""]),
 )
 def test_no_bytes_break_the_reader(data, start):
     try:
