@@ -11,7 +11,7 @@ from io import BytesIO
 from random import Random
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
 from engines.packages.shapes.training.world import PLACES, Scene, Shape
 
@@ -31,6 +31,13 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
 }  # fmt: skip
 DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the picture's shorter side
 SMALLEST = 10  # pixels of diameter, below which nobody can tell a star from a circle
+_FRAME_COLORS: tuple[Rgb, ...] = (
+    (0, 0, 0),
+    (0, 0, 0),
+    (128, 128, 128),
+    (255, 255, 255),
+    (139, 69, 19),
+)
 FARTHEST = 0.28  # from the border to a shape of an outer place; the next place begins at a third
 
 
@@ -52,6 +59,12 @@ class Style:
     noise: float = 0.0  # standard deviation in levels of 255
     blur: float = 0.0  # pixels
     jpeg_quality: int | None = None
+    background_gradient: float = 0.0  # share of white or black that is mixed in at the far end
+    shape_gradient: float = 0.0  # likewise; one light falls on all shapes
+    shadow: float = 0.0  # how dark a shape's shadow is
+    frame: float = 0.0  # of the shorter side, around the picture
+    frame_color: Rgb = (0, 0, 0)
+    mat: float = 0.0  # of the shorter side: background between frame and border
 
 
 PLAIN = Style()
@@ -62,8 +75,10 @@ def sample_style(rng: Random) -> Style:
     width = height = rng.choice(
         (96, 128, 200, 224, 256, 336, 512, *[round(2 ** rng.uniform(6, 8)) for _ in range(9)])
     )
-    if rng.random() < 0.3:
-        height = max(64, round(width * rng.uniform(0.72, 1.35)))
+    if rng.random() < 0.4:
+        height = max(
+            64, round(width * rng.choice((rng.uniform(0.72, 1.35), 2 ** rng.uniform(-1.1, 1.1))))
+        )
     margin = rng.choice((1 / 6, 1 / 6, 0.2, 0.22, 0.25, rng.uniform(0.16, 0.26)))
     return Style(
         width=width,
@@ -80,13 +95,22 @@ def sample_style(rng: Random) -> Style:
         noise=rng.choice((0, 0, 0, 0, 0, 0, 3, 8)),
         blur=rng.uniform(0.3, 0.9) if rng.random() < 0.08 else 0.0,
         jpeg_quality=rng.choice((None, None, None, 50, 75, 85, 92)),
+        background_gradient=rng.uniform(0.06, 0.3) if rng.random() < 0.2 else 0.0,
+        shape_gradient=rng.uniform(0.06, 0.35) if rng.random() < 0.2 else 0.0,
+        shadow=rng.uniform(0.15, 0.5) if rng.random() < 0.06 else 0.0,
+        frame=rng.uniform(0.008, 0.05) if rng.random() < 0.25 else 0.0,
+        frame_color=rng.choice([*_FRAME_COLORS, SHADES[rng.choice(list(SHADES))][0]]),
+        mat=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.03))),
     )
 
 
 def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
     """An RGB picture of the scene, `style.width` by `style.height` pixels."""
     scale = style.supersampling
-    size = (style.width * scale, style.height * scale)
+    shorter = min(style.width, style.height) * scale
+    line = max(1, round(style.frame * shorter)) if style.frame else 0
+    mat = round(style.mat * shorter) if line else 0
+    size = (style.width * scale - 2 * (line + mat), style.height * scale - 2 * (line + mat))
     background = _shade(scene.background, style, rng)
     picture = Image.new("RGB", size, background)
     pen = ImageDraw.Draw(picture)
@@ -99,7 +123,19 @@ def render(scene: Scene, rng: Random, style: Style = PLAIN) -> Image.Image:
         diameter = max(min(diameter, _room(style)) * min(size), SMALLEST * scale)
         radius = 0.5 * diameter
         center = _center(shape.place, size, radius, style, drift, rng)
-        _draw(pen, shape, center, radius, background, style, rng)
+        fill = _shade(shape.color, style, rng)
+        if style.shadow:
+            state = rng.getstate()
+            below = center[0] + 0.1 * radius, center[1] + 0.16 * radius
+            _draw(pen, shape, below, radius, _darker(background, style.shadow), style, rng)
+            rng.setstate(state)
+        _draw(pen, shape, center, radius, fill, style, rng)
+    if style.background_gradient or style.shape_gradient:
+        picture = _light(picture, background, style, rng)
+    if line:
+        picture = ImageOps.expand(
+            ImageOps.expand(picture, mat, background), line, style.frame_color
+        )
     if scale > 1:
         picture = picture.resize(
             (style.width, style.height),
@@ -142,11 +178,10 @@ def _draw(
     shape: Shape,
     center: Point,
     radius: float,
-    background: Rgb,
+    fill: Rgb,
     style: Style,
     rng: Random,
 ) -> None:
-    fill = _shade(shape.color, style, rng)
     x, y = center
     box = (x - radius, y - radius, x + radius, y + radius)
     line = (
@@ -221,6 +256,32 @@ def _on_circle(angle: float, radius: float) -> Point:
 def _turned(polygon: list[Point], angle: float, stretch: float = 1.0) -> list[Point]:
     cos, sin = stretch * math.cos(math.radians(angle)), stretch * math.sin(math.radians(angle))
     return [(x * cos - y * sin, x * sin + y * cos) for x, y in polygon]
+
+
+def _darker(color: Rgb, share: float) -> Rgb:
+    red, green, blue = (round(level * (1 - share)) for level in color)
+    return red, green, blue
+
+
+def _light(picture: Image.Image, background: Rgb, style: Style, rng: Random) -> Image.Image:
+    """Gradients: along a line or from a point, towards white or black."""
+    levels = np.asarray(picture, dtype=np.float32)
+    height, width = levels.shape[:2]
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    y, x = y / height - 0.5, x / width - 0.5
+    is_shape = (levels != background).any(-1, keepdims=True)
+    for share, where in (
+        (style.background_gradient, ~is_shape),
+        (style.shape_gradient, is_shape),
+    ):
+        angle = rng.uniform(0, 2 * math.pi)
+        distance = x * math.cos(angle) + y * math.sin(angle) + 0.5
+        if rng.random() < 0.3:
+            distance = np.hypot(x, y) * 1.4
+        end = rng.choice((0.0, 255.0))
+        mixed = share * distance.clip(0, 1)[..., None] * where
+        levels = levels * (1 - mixed) + end * mixed
+    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
 
 
 def _degrade(picture: Image.Image, style: Style, rng: Random) -> Image.Image:

@@ -36,6 +36,7 @@ class VisionStudent(nn.Module):
         config: Any = model.config  # whose parts have no types
         self.vision_tower = model.model.vision_tower
         self.projector = model.model.multi_modal_projector
+        self.silhouette_weight = SILHOUETTE_WEIGHT
         self.silhouette = nn.Linear(config.vision_config.hidden_size, SILHOUETTE_SIZE**2)
         self.code_book = CodeBook.of_width(config.text_config.hidden_size)
         self.patches_per_side = config.vision_config.image_size // config.vision_config.patch_size
@@ -56,7 +57,7 @@ class VisionStudent(nn.Module):
         """How far what `forward` gives is from what it should."""
         features, silhouette = outputs
         covered = F.binary_cross_entropy_with_logits(silhouette, targets.silhouette)
-        return self.code_book.loss(features, targets) + SILHOUETTE_WEIGHT * covered
+        return self.code_book.loss(features, targets) + self.silhouette_weight * covered
 
     @torch.no_grad()
     def accuracy(self, gallery: Gallery) -> dict[str, float]:
@@ -92,7 +93,12 @@ def main(
     batch_size: int = 64,
     learning_rate: float = 1e-3,
     num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 32,
+    crowds: Annotated[bool, typer.Option(help="half of the pictures of up to nine shapes")] = True,
+    start: Annotated[
+        Path | None, typer.Option(help="a checkpoint whose eye learns on; else a fresh one")
+    ] = None,
     resume: bool = False,
+    report_every: Annotated[int, typer.Option(help="steps")] = 250,
     num_threads: int = 2,
     compile: bool = False,
     autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
@@ -100,12 +106,20 @@ def main(
     """Train the eye."""
     torch.set_num_threads(num_threads)
     gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
-    crowds = load_gallery(cache / "crowds", num_shards // 2, IMAGE_SIZE, crowded=True)
-    student = VisionStudent(make_model())
+    galleries = [gallery]
+    if crowds:
+        galleries.append(load_gallery(cache / "crowds", num_shards // 2, IMAGE_SIZE, crowded=True))
+    if start is None:
+        student = VisionStudent(make_model())
+    else:
+        student = VisionStudent(
+            LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+        )
+        student.silhouette_weight = 0.0  # it helps only at the beginning
     forward = torch.compile(student) if compile else student
 
     def loss_at(step: int) -> Tensor:
-        array, codes = draw_pictures([gallery, crowds], batch_size, np.random.default_rng(step))
+        array, codes = draw_pictures(galleries, batch_size, np.random.default_rng(step))
         pictures = torch.from_numpy(array)
         return student.loss(forward(pictures), student.targets(pictures, codes))
 
@@ -117,7 +131,7 @@ def main(
     )
     if resume:
         trainer.load(cache / "vision")
-    trainer.run(cache / "vision", report, report_every=250, max_seconds=60 * minutes)
+    trainer.run(cache / "vision", report, report_every, max_seconds=60 * minutes)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Pictures show what their scene says, whatever program draws them."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_a_ring_shows_the_background_through_its_middle():
 def test_in_any_style_shapes_stay_in_their_places(seed):
     rng = Random(seed)
     scene = sample_scene(rng, num_shapes=3)
-    style = sample_style(rng)
+    style = replace(sample_style(rng), frame=0.0, background_gradient=0.0, shadow=0.0)
     picture = render(scene, rng, style)
     assert picture.size == (style.width, style.height)
     mask = np.asarray(
@@ -67,6 +68,21 @@ def test_in_any_style_shapes_stay_in_their_places(seed):
             assert covered < 0.12, place
         else:
             assert covered > 0.015, place
+
+
+@pytest.mark.parametrize("supersampling", [1, 3])
+def test_frames_and_gradients_leave_shapes_where_they_are(supersampling):
+    scene = make_scene("white", ("blue", "square", "top right"), ("red", "circle", "bottom left"))
+    style = Style(
+        width=300, height=150, supersampling=supersampling, shade=0, frame=0.04, mat=0.02,
+        frame_color=(139, 69, 19), background_gradient=0.2, shape_gradient=0.2, shadow=0.4,
+    )  # fmt: skip
+    picture = render(scene, Random(0), style)
+    assert picture.size == (300, 150)
+    assert picture.getpixel((1, 1)) == style.frame_color
+    assert nearest_color(picture.getpixel((250, 30)), COLORS) == "blue"
+    assert nearest_color(picture.getpixel((50, 120)), COLORS) == "red"
+    assert nearest_color(picture.getpixel((150, 75)), SHADES) in ("white", "gray")
 
 
 @pytest.mark.parametrize("size", DIAMETERS)
