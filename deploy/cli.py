@@ -4,6 +4,7 @@ They end with 0, or 1: wrong arguments, 2: no package can be made, 3: it cannot 
 refuses, 5: the rollout failed.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -79,7 +80,11 @@ def deploy(
     idle_s: Annotated[float, typer.Option(help="Without work, before an instance stops.")] = 300,
     retry_limit: Annotated[int, typer.Option(min=0, help="Failed starts that it may have.")] = 3,
     store: Annotated[
-        str | None, typer.Option(help="Where packages go.", show_default="the gateway's")
+        str | None,
+        typer.Option(help="Where packages go.", show_default="the gateway's, and through it"),
+    ] = None,
+    sign: Annotated[
+        Path | None, typer.Option(help="An SSH key that signs the package.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     output: Annotated[Literal["yaml", "json"], typer.Option("-o", help="Of --dry-run.")] = "yaml",
@@ -97,7 +102,8 @@ def deploy(
         settings = dict(_assignment(each) for each in engine or ())
         commands.run_deploy(
             _client(url, api_key), name, application, spec, engine=settings, entry=entry,
-            command=shlex.split(command), store_url=store, dry_run=output if dry_run else None,
+            command=shlex.split(command), store_url=store,
+            signing_key=sign, dry_run=output if dry_run else None,
             wait_s=wait,
         )  # fmt: skip
 

@@ -1,13 +1,21 @@
 """The gateway's `/v1/applications`, as the commands call it."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from shared.packages.manifest import MANIFEST_TYPE, Manifest
+from shared.packages.part import Report
+
 _TIMEOUT_S = 60.0
+_UPLOAD_S = 600.0
+_TRIES = 4
+_PIECE_BYTES = 256 * 1024
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
@@ -27,30 +35,110 @@ class Client:
 
     def call(self, method: str, path: str = "", body: dict[str, Any] | None = None) -> Any:
         """Raises: ApiFailed."""
+        return _content(self.send(method, f"/v1/applications{path}", json=body))
+
+    def send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """An answer of the gateway, whatever it says. Raises: ApiFailed if there is none."""
         try:
-            answer = self._http.request(method, f"/v1/applications{path}", json=body)
+            return self._http.request(method, path, **more)
         except httpx.HTTPError as error:
             raise ApiFailed(f"{self.url} does not answer: {error}") from None
-        try:
-            content = answer.json()
-        except ValueError:
-            raise ApiFailed(f"{self.url} answers {answer.status_code}, and no JSON") from None
-        if answer.is_success:
-            return content
-        message = content.get("error", {}).get("message", "")
-        if answer.status_code in (401, 403):
-            message += " Give --api-key or DEPLOY_KEY; `vlm serve` keeps one in deploy.key in its data folder."
-        raise ApiFailed(message or f"{self.url} answers {answer.status_code}")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the gateway is on this machine."""
+        return urlsplit(self.url).hostname in _LOOPBACK
 
     def close(self) -> None:
         """Hang up."""
         self._http.close()
 
 
+class GatewayStore:
+    """The gateway's store, for who cannot reach it: takes packages, gives nothing."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.url = client.url
+        self._there: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+
+    def begin(self, manifest: Manifest) -> None:
+        """Ask what is missing of a package, which is kept from being collected. Raises: ApiFailed."""
+        headers = {"content-type": MANIFEST_TYPE}
+        plan = self._client.send("POST", "/v1/packages", content=manifest.encode(), headers=headers)
+        missing = _content(plan)["missing"]
+        self._starts = {each["digest"]: each["start"] for each in missing}
+        sizes = {layer.digest: layer.size for layer in manifest.layers}
+        self._there = {d: size for d, size in sizes.items() if d not in self._starts}
+
+    def size(self, digest: str) -> int | None:
+        """See `PackageStore.size`. Raises: ApiFailed."""
+        return self._there.get(digest)
+
+    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
+        """See `PackageStore.put`; tries again from where a broken connection left it. Raises: ApiFailed."""
+        size = file.seek(0, os.SEEK_END)
+        start = self._starts.get(digest, 0)
+        for is_last in (*[False] * (_TRIES - 1), True):
+            file.seek(start)
+            if report is not None:
+                report(start)
+            try:
+                sent = self._send(digest, file, start, size, report)
+                if sent.status_code != 409 or is_last:
+                    _content(sent)
+                    return
+            except ApiFailed:
+                if is_last or (start := self._start(digest)) == 0:
+                    raise
+            else:
+                start = self._start(digest)
+            if report is not None:
+                report(-file.tell())
+
+    def _send(
+        self, digest: str, file: IO[bytes], start: int, size: int, report: Report | None
+    ) -> httpx.Response:
+        def pieces() -> Iterator[bytes]:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+                if report is not None:
+                    report(len(piece))
+
+        headers = {"content-length": str(size - start), "content-type": "application/octet-stream"}
+        if start:
+            headers["content-range"] = f"bytes {start}-{size - 1}/{size}"
+        content = pieces() if size > start else b""
+        return self._client.send(
+            "PUT", f"/v1/blobs/{digest}", content=content, headers=headers, timeout=_UPLOAD_S
+        )
+
+    def _start(self, digest: str) -> int:
+        found = self._client.send("HEAD", f"/v1/blobs/{digest}")
+        return int(found.headers.get("upload-offset", "0"))
+
+
+def _content(answer: httpx.Response) -> Any:
+    """What a successful answer says. Raises: ApiFailed."""
+    try:
+        content = answer.json() if answer.content else {}
+    except ValueError:
+        raise ApiFailed(f"the gateway answers {answer.status_code}, and no JSON") from None
+    if answer.is_success:
+        return content
+    message = content.get("error", {}).get("message", "")
+    if answer.status_code in (401, 403):
+        message += (
+            " Give --api-key or DEPLOY_KEY; `vlm serve` keeps one in deploy.key in its data folder."
+        )
+    raise ApiFailed(message or f"the gateway answers {answer.status_code}")
+
+
 def _own_key(url: str) -> str | None:
     """The key that `vlm serve` made on this machine, for its own port alone."""
     parts = urlsplit(url)
-    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+    if parts.hostname not in _LOOPBACK:
         return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     try:

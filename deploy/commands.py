@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,11 +18,12 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from deploy.client import ApiFailed, Client
+from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.pack import Packed, pack
 from shared.packages.deployments import Resources, Spec
 from shared.packages.garbage import blobs_of, collect, hold
 from shared.packages.manifest import BadPackage, config_bytes, digest_of
+from shared.packages.signature import BadSignature, sign
 from shared.packages.store import PackageStore, StoreError, open_store
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as Flame's
@@ -81,6 +84,7 @@ def run_deploy(
     entry: str,
     command: Sequence[str],
     store_url: str | None,
+    signing_key: Path | None,
     dry_run: str | None,
     wait_s: float,
 ) -> None:
@@ -95,15 +99,13 @@ def run_deploy(
             _show(_plan(name, packed, spec), dry_run)
             return
         digest = packed.manifest.digest
-        url = store_url or find_store(client)
-        body = {"digest": digest, "spec": msgspec.to_builtins(spec)}
-        try:
-            store = open_store(url)
-            with hold(store, blobs_of(packed.manifest)):
-                upload(packed, store)
-                found = _ask(lambda: client.call("PUT", f"/{name}", body))
-        except StoreError as error:
-            raise CommandFailed(f"{url}: {error}", UPLOAD) from None
+        body: dict[str, Any] = {"digest": digest, "spec": msgspec.to_builtins(spec)}
+        if signing_key is not None:
+            body["signature"] = sign(signing_key, digest)
+        with _uploaded(packed, client, store_url):
+            found = _ask(lambda: client.call("PUT", f"/{name}", body))
+    except BadSignature as error:
+        raise CommandFailed(str(error), PACKAGING) from None
     finally:
         packed.close()
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
@@ -133,7 +135,32 @@ def _show(content: Any, form: str) -> None:
         print(yaml.safe_dump(content, sort_keys=False), end="")
 
 
-def upload(packed: Packed, store: PackageStore) -> int:
+@contextmanager
+def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator[None]:
+    """A package that is in the store, and stays there in the block. Raises: CommandFailed."""
+    url = store_url or find_store(client)
+    try:
+        if store_url is None and not _is_reachable(url, client):
+            target = GatewayStore(client)
+            _ask(lambda: target.begin(packed.manifest))
+            upload(packed, target)
+            yield
+            return
+        store = open_store(url)
+        with hold(store, blobs_of(packed.manifest)):
+            upload(packed, store)
+            yield
+    except (StoreError, ApiFailed) as error:
+        raise CommandFailed(f"{url}: {error}", UPLOAD) from None
+
+
+def _is_reachable(url: str, client: Client) -> bool:
+    """Whether the gateway's store is a directory of this machine that we may write."""
+    path = url.removeprefix("file://")
+    return client.is_here and path != url and os.access(path, os.W_OK)
+
+
+def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
     """Put what the store lacks; the manifest last, so that what it names is there. Returns the blobs. Raises: StoreError."""
     manifest, config = packed.manifest.encode(), config_bytes(packed.manifest)
     sizes = {layer.digest: layer.size for layer in packed.manifest.layers}

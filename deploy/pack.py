@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO
 
+from deploy.hashes import HashCache
 from shared.packages.manifest import (
     MAX_PACKAGE_BYTES,
     BadPackage,
@@ -27,7 +28,6 @@ from shared.packages.manifest import (
     PackageConfig,
     check_content,
     check_path,
-    digest_of_file,
     make_manifest,
 )
 
@@ -253,12 +253,14 @@ def _hash(
     for name in files:
         check_path(name)  # before gigabytes are read
 
+    hashes = HashCache()
+
     def read(name: str) -> Layer:
         path = files[name]
         with path.open("rb") as file:
             check_content(name, file)
         before = path.stat()
-        digest = digest_of_file(path)
+        digest = hashes.digest(path)
         if path.stat().st_mtime_ns != before.st_mtime_ns or path.stat().st_size != before.st_size:
             raise BadPackage(f"{name}: it changed while it was read; try again")
         if report is not None:
@@ -271,5 +273,6 @@ def _hash(
             layers = list(threads.map(read, files))
         except OSError as error:
             raise BadPackage(f"{error.filename}: it cannot be read: {error.strerror}") from None
+    hashes.save()
     manifest = make_manifest(config, layers)
     return Packed(manifest, {layer.digest: files[layer.path] for layer in layers}, folder)

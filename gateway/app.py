@@ -20,6 +20,7 @@ from gateway.api.applications import create_application_routes
 from gateway.api.models import create_model_routes
 from gateway.api.openapi import create_openapi
 from gateway.api.operator_access import OperatorAccess
+from gateway.api.packages import create_package_routes
 from gateway.api.probes import create_probes
 from gateway.api.routes import create_routes, schemas_of
 from gateway.calls.resume import STREAM_PATH
@@ -128,7 +129,10 @@ def _create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) ->
         create_model_routes(models, settings.limits),
         create_adapter_routes(models, access(keys.check_admin), settings.limits.max_loras),
         create_application_routes(
-            models, services.board, access(keys.check_deployer), settings.deploy.store
+            models, services.board, access(keys.check_deployer), settings.deploy
+        ),
+        create_package_routes(
+            access(keys.check_deployer), settings.deploy.store, settings.gateway.body_timeout_s
         ),
         create_probes(services.admission, models, services.queue, services.metrics),
     ]

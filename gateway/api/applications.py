@@ -8,8 +8,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -40,8 +41,15 @@ from shared.packages.deployments import (
 from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest
 from shared.packages.rollout import App
+from shared.packages.signature import (
+    MAX_SIGNATURE_CHARS,
+    BadSignature,
+    check_signed,
+    keep_signature,
+)
 from shared.packages.store import PackageStore, StoreError, open_store, read_manifest
 from shared.queue.api import QueueUnavailable
+from shared.settings.tree import DeploySettings
 
 _TRIES = 20  # of a change that others are always ahead of
 
@@ -54,6 +62,8 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest  #: of the package's manifest, whose blobs are in the store
     spec: Spec = Spec()
     if_generation: Annotated[int, Meta(ge=0)] | None = None  #: the latest that the caller knows
+    #: of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; kept beside the package
+    signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,8 +149,9 @@ class ApplicationList(msgspec.Struct):
 class Applications:
     """Changes deployments, and tells how they are."""
 
-    def __init__(self, store_url: str, board: Board, models: ModelDirectory) -> None:
-        self._url = store_url
+    def __init__(self, deploy: DeploySettings, board: Board, models: ModelDirectory) -> None:
+        self._url = deploy.store
+        self._signers = deploy.signers
         self._store: PackageStore | None = None
         self._board = board
         self._models = models
@@ -166,7 +177,7 @@ class Applications:
         """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
         if name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
-        async with self._held(wanted.digest):
+        async with self._held(wanted.digest, wanted.signature):
             return await self._deploy(name, wanted)
 
     async def _deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
@@ -261,12 +272,13 @@ class Applications:
         return self._store
 
     @asynccontextmanager
-    async def _held(self, digest: str) -> AsyncIterator[None]:
-        """A package that is whole and stays in the block. Raises: ApiError, StoreError."""
+    async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[None]:
+        """A package that is whole, signed and stays in the block. Raises: ApiError, StoreError."""
         store = await self._open()
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
             await asyncio.to_thread(_check_package, store, digest)
+            await asyncio.to_thread(_check_signature, store, digest, signature, self._signers)
             yield
         finally:
             await asyncio.to_thread(store.delete, key)
@@ -341,6 +353,20 @@ def _check_package(store: PackageStore, digest: str) -> None:
         raise _invalid("digest", f"packages of kind {manifest.config.kind} are not run yet")
 
 
+def _check_signature(
+    store: PackageStore, digest: str, signature: str | None, signers: Path | None
+) -> None:
+    """Keep a signature, and see that there is one that counts. Raises: InvalidRequest, StoreError."""
+    try:
+        if signature is not None:
+            keep_signature(store, digest, signature)
+        if signers is not None:
+            name = check_signed(store, digest, signers)
+            logger.info("the package %s is signed by %s", digest, name)
+    except BadSignature as error:
+        raise InvalidRequest(f"{error}.", param="signature", code="invalid_signature") from None
+
+
 def _to_object(app: App) -> Application:
     def to_revision(revision: rollout.Revision | None) -> RevisionObject | None:
         if revision is None:
@@ -383,10 +409,10 @@ def _conflict(message: str) -> InvalidRequest:
 
 
 def create_application_routes(
-    models: ModelDirectory, board: Board, access: OperatorAccess, store: str
+    models: ModelDirectory, board: Board, access: OperatorAccess, deploy: DeploySettings
 ) -> APIRouter:
     """The operations."""
-    apps = Applications(store, board, models)
+    apps = Applications(deploy, board, models)
     router = APIRouter(prefix="/v1/applications", tags=["applications"])
 
     @router.get("", operation_id="list_applications", openapi_extra=_describe())
@@ -451,11 +477,11 @@ def _check_name(name: str) -> str:
     return name
 
 
-async def _asked(operation: Awaitable[Any]) -> Any:
+@contextmanager
+def store_unavailable() -> Iterator[None]:
+    """Have a failure of the store be a 503 that does not show it."""
     try:
-        return await operation
-    except Conflict as error:
-        raise _conflict(f"{error}.") from None
+        yield
     except StoreError as error:
         logger.error("%s", error)
         raise ServerError(
@@ -464,6 +490,14 @@ async def _asked(operation: Awaitable[Any]) -> Any:
             code="store_unavailable",
             retry_after_s=5,
         ) from None
+
+
+async def _asked(operation: Awaitable[Any]) -> Any:
+    try:
+        with store_unavailable():
+            return await operation
+    except Conflict as error:
+        raise _conflict(f"{error}.") from None
     except ApiError:
         raise
     except (QueueUnavailable, RedisError, OSError):

@@ -6,7 +6,7 @@ from fastapi import Request
 
 from gateway.http.admission import Admission
 from gateway.http.auth import WrongKey
-from gateway.http.body import JsonBody, T, read_body
+from gateway.http.body import JSON, JsonBody, T, read_body
 from gateway.http.context import SCOPE_KEY
 from gateway.http.wrong_keys import WrongKeys
 from shared.settings.tree import Settings
@@ -38,10 +38,14 @@ class OperatorAccess:
 
     async def read(self, request: Request, body: JsonBody[T]) -> T:
         """The body, once the key is checked. Raises: ApiError."""
+        return body.decode(await self.read_bytes(request, JSON))
+
+    async def read_bytes(self, request: Request, media_type: bytes) -> bytes:
+        """The body as it came, once the key is checked. Raises: ApiError."""
         self.check(request)
         with self._admission.hold_body() as held:
             timeout_s = self._settings.gateway.body_timeout_s
             context, limits = request.scope[SCOPE_KEY], self._settings.limits
-            return body.decode(
-                await read_body(request.receive, context, held, limits, timeout_s=timeout_s)
+            return await read_body(
+                request.receive, context, held, limits, timeout_s=timeout_s, media_type=media_type
             )

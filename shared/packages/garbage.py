@@ -14,7 +14,14 @@ from secrets import token_hex
 import msgspec
 
 from shared.packages.deployments import History, last_numbers, read_history
-from shared.packages.manifest import BadPackage, Digest, Manifest, config_digest, decode_manifest
+from shared.packages.manifest import (
+    BadPackage,
+    Digest,
+    Manifest,
+    config_digest,
+    decode_manifest,
+    is_digest,
+)
 from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 
 GRACE_S = 24 * 3600.0  #: what is younger stays, whether it is named or not
@@ -117,13 +124,17 @@ def collect(
 
 
 def _clean_up(store: PackageStore, garbage: Garbage) -> None:
-    """Remove what killed uploads and collectors left a day ago."""
+    """Remove what killed uploads and collectors left a day ago, and signatures of nothing."""
     before = time.time() - GRACE_S  # noqa: TID251
     garbage.part_bytes = store.delete_parts(before)
     for folder in (_HOLDS, _COLLECTORS):
         for entry in list(store.entries(folder)):
             if entry.modified_at < before:
                 store.delete(entry.key)
+    for entry in list(store.entries("signatures")):
+        package = f"sha256:{entry.key.split('/')[1]}"
+        if entry.modified_at < before and is_digest(package) and store.size(package) is None:
+            store.delete(entry.key)
 
 
 class _Roots:

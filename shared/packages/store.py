@@ -23,6 +23,10 @@ class StoreError(Exception):
     """The store does not do what it is asked; the message says why and what to do."""
 
 
+class WrongStart(StoreError):
+    """An upload cannot go on there: another had a part of the blob, or still has it."""
+
+
 class BadBlob(StoreError):
     """Bytes that are not those that their digest names."""
 
@@ -54,7 +58,7 @@ class PackageStore(Protocol):
         """Keep a blob; there is all of it afterwards, or nothing. Raises: BadBlob.
 
         A file that can be sought is read from what is there already; another begins at `start`, which is
-        `partial`.
+        `partial`, else WrongStart is raised.
         """
         ...
 
@@ -129,7 +133,7 @@ class FileStore:
             if file.seekable():
                 file.seek(place - start)
             elif place != start:
-                raise StoreError(f"of {digest} there are {place} bytes: go on from there")
+                raise WrongStart(f"of {digest} there are {place} bytes: go on from there")
             yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
         try:
@@ -276,7 +280,7 @@ class ObjectStore:
     ) -> None:
         """See `PackageStore.put`."""
         if start:
-            raise StoreError(f"of {digest} there are 0 bytes: go on from there")
+            raise WrongStart(f"of {digest} there are 0 bytes: go on from there")
         found = hashlib.sha256()
 
         def pieces() -> Iterator[bytes]:
@@ -297,7 +301,7 @@ class ObjectStore:
 
     def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
         """See `PackageStore.read`."""
-        options = {"range": {"offset": start}} if start else None
+        options: Any = {"range": {"offset": start}} if start else None
         try:
             found = self._obstore.get(self._store, blob_key(digest), options=options)
             for piece in found.stream(PIECE_BYTES):
@@ -396,6 +400,6 @@ def _first_line(error: Exception) -> str:
 
 
 __all__ = [
-    "BadBlob", "BadPackage", "Entry", "FileStore", "ObjectStore", "PackageStore", "StoreError", "blob_key",
-    "open_store", "read_manifest",
+    "BadBlob", "BadPackage", "Entry", "FileStore", "ObjectStore", "PackageStore", "StoreError", "WrongStart",
+    "blob_key", "open_store", "read_manifest",
 ]  # fmt: skip

@@ -346,6 +346,15 @@ class DeploySettings(Group):
     memory_bytes: int = Field(
         default=0, ge=0, description="Memory that they may share; 0: the machine's."
     )
+    allowed_signers: str = Field(
+        default="",
+        description="File of SSH keys, one of which must have signed a package, as OpenSSH's `allowed_signers`; empty: none.",
+    )
+
+    @property
+    def signers(self) -> Path | None:
+        """That file."""
+        return Path(self.allowed_signers).expanduser() if self.allowed_signers else None
 
 
 class LogSettings(Group):

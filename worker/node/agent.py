@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from zlib import crc32
@@ -29,6 +28,7 @@ from shared.packages.deployments import (
     read_history,
     settle,
 )
+from shared.packages.manifest import Manifest
 from shared.packages.rollout import App, Load, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
 from shared.protocol import ModelCard
@@ -254,9 +254,13 @@ class NodeAgent:
         logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
         self._instances[name, slot.id] = Instance(
             app=name, slot=slot.id, digest=slot.digest, spec=revision.spec, gpus=gpus,
-            settings=self._settings, install=partial(install, self._store, cache=self._cache),
+            settings=self._settings, install=self._install,
             find_card=self._find_card,
         )  # fmt: skip
+
+    def _install(self, digest: str) -> tuple[Manifest, Path]:
+        signers = self._settings.deploy.signers
+        return install(self._store, digest, self._cache, signers=signers)
 
     async def _find_card(self, worker_id: str) -> ModelCard | None:
         try:

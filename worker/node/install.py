@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
 from shared.packages.part import Part, Report, WrongDigest
+from shared.packages.signature import BadSignature, check_signed
 from shared.packages.store import BadBlob, PackageStore, StoreError, read_manifest
 
 _THREADS = 4
@@ -24,16 +25,25 @@ class InstallError(Exception):
 
 
 def install(
-    store: PackageStore, digest: str, cache: Path, report: Report | None = None
+    store: PackageStore,
+    digest: str,
+    cache: Path,
+    report: Report | None = None,
+    signers: Path | None = None,
 ) -> tuple[Manifest, Path]:
-    """A package and its folder; fetches what the cache lacks. Blocks. Raises: InstallError."""
+    """A package and its folder; fetches what the cache lacks. Blocks.
+
+    `signers`: the file of those of whom one must have signed it. Raises: InstallError.
+    """
     try:
         manifest = read_manifest(store, digest)
+        if signers is not None:
+            check_signed(store, digest, signers)
         folder = cache / "packages" / digest.removeprefix("sha256:")
         if not folder.is_dir():
             _fetch_all(store, manifest, cache, report)
             _link(manifest, cache, folder)
-    except (StoreError, BadPackage) as error:
+    except (StoreError, BadPackage, BadSignature) as error:
         raise InstallError(str(error)) from None
     except OSError as error:
         raise InstallError(f"{error.filename or cache}: {error.strerror}") from None

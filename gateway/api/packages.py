@@ -1,0 +1,232 @@
+"""`/v1/packages` and `/v1/blobs`: packages for the store, from who cannot reach it. For keys that may deploy.
+
+A blob is streamed to the store while it is received; one that was cut goes on where it was.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive
+
+from gateway.api.applications import store_unavailable
+from gateway.api.operator_access import OperatorAccess
+from gateway.http.errors import InvalidRequest, NotFound
+from shared.packages.garbage import blobs_of, write_hold
+from shared.packages.manifest import (
+    MANIFEST_TYPE,
+    MAX_PACKAGE_BYTES,
+    BadPackage,
+    decode_manifest,
+    is_digest,
+)
+from shared.packages.part import PIECE_BYTES
+from shared.packages.store import BadBlob, PackageStore, StoreError, WrongStart, open_store
+
+#: At a time: each takes a thread.
+_MAX_UPLOADS = 4
+_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
+
+
+class MissingBlob(msgspec.Struct):
+    """A file that the store lacks. `start`: bytes of it that are there."""
+
+    digest: str
+    size: int
+    start: int
+
+
+class Plan(msgspec.Struct):
+    """What is to be uploaded; it and what is there already stay for a day."""
+
+    digest: str
+    missing: list[MissingBlob]
+
+
+class _Body:
+    """A request's body as the store reads it, in a thread of its own. Not to be sought."""
+
+    def __init__(self, receive: Receive, size: int, timeout_s: float) -> None:
+        self._receive = receive
+        self._left = size
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._has_more = True
+        self.problem = ""  #: why the body has no more to read
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int = -1) -> bytes:
+        """Raises: OSError; `problem` says why."""
+        return asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
+
+    def _fail(self, problem: str) -> OSError:
+        self.problem = problem
+        return OSError(0, problem)
+
+    async def _next(self) -> bytes:
+        pieces = bytearray()
+        while self._has_more and len(pieces) < PIECE_BYTES:
+            try:
+                message = await asyncio.wait_for(self._receive(), self._timeout_s)
+            except TimeoutError:
+                raise self._fail(f"nothing came for {self._timeout_s:g} s") from None
+            if message["type"] == "http.disconnect":
+                raise self._fail("the client has left")
+            pieces += message.get("body", b"")
+            self._has_more = message.get("more_body", False)
+        self._left -= len(pieces)
+        if self._left < 0 or (self._left and not self._has_more):
+            raise self._fail("its length is not that of Content-Length")
+        return bytes(pieces)
+
+
+class Uploads:
+    """Keeps what is sent."""
+
+    def __init__(self, store_url: str, body_timeout_s: float) -> None:
+        self._url = store_url
+        self._store: PackageStore | None = None
+        self._timeout_s = body_timeout_s
+        self._places = asyncio.Semaphore(_MAX_UPLOADS)
+
+    async def open(self) -> PackageStore:
+        """Raises: NotFound, StoreError."""
+        if not self._url:
+            raise NotFound(
+                "Deployments are off: set VLM_DEPLOY__STORE for gateways and nodes.",
+                code="deployments_off",
+            )
+        if self._store is None:
+            self._store = await asyncio.to_thread(open_store, self._url)
+        return self._store
+
+    async def plan(self, manifest: bytes) -> Plan:
+        """What the store lacks of a package. Raises: ApiError, StoreError."""
+        store = await self.open()
+        try:
+            package = decode_manifest(manifest)
+        except BadPackage as error:
+            raise InvalidRequest(f"{error}.", param="manifest", code="invalid_value") from None
+        sizes = {layer.digest: layer.size for layer in package.layers}
+
+        def look() -> Iterator[MissingBlob]:
+            write_hold(store, blobs_of(package))
+            for digest, size in sizes.items():
+                if store.size(digest) != size:
+                    yield MissingBlob(digest, size, store.partial(digest))
+
+        return Plan(package.digest, await asyncio.to_thread(lambda: list(look())))
+
+    async def put(self, digest: str, receive: Receive, start: int, size: int) -> None:
+        """Keep a blob, from `start` on. Raises: ApiError, StoreError."""
+        store = await self.open()
+        body = _Body(receive, size, self._timeout_s)
+        async with self._places:
+            try:
+                await asyncio.to_thread(store.put, digest, cast(IO[bytes], body), None, start)
+            except BadBlob as error:
+                raise InvalidRequest(f"{error}.", code="digest_mismatch") from None
+            except WrongStart:
+                raise InvalidRequest(
+                    "The upload cannot go on there: HEAD says from where.",
+                    status=409,
+                    code="conflict",
+                ) from None
+            except StoreError:
+                if not body.problem:
+                    raise
+                raise InvalidRequest(
+                    f"The upload was cut: {body.problem}.", status=408, code="timeout"
+                ) from None
+
+
+def create_package_routes(access: OperatorAccess, store_url: str, timeout_s: float) -> APIRouter:
+    """The operations."""
+    uploads = Uploads(store_url, timeout_s)
+    router = APIRouter(prefix="/v1", tags=["applications"])
+
+    @router.post("/packages", operation_id="plan_upload", openapi_extra=_MANIFEST)
+    async def plan_upload(request: Request) -> Response:
+        """Say which files of a package the store lacks, and keep it from being collected for a day."""
+        body = await access.read_bytes(request, MANIFEST_TYPE.encode())
+        with store_unavailable():
+            found = await uploads.plan(body)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    @router.head("/blobs/{digest}", operation_id="has_blob", openapi_extra=_RESPONSES)
+    async def has_blob(request: Request, digest: str) -> Response:
+        """Whether the store has a file; else `upload-offset` says how much of it there is."""
+        access.check(request)
+        _check_digest(digest)
+        with store_unavailable():
+            store = await uploads.open()
+            size = await asyncio.to_thread(store.size, digest)
+            if size is not None:
+                return Response(status_code=200, headers={"content-length": str(size)})
+            start = await asyncio.to_thread(store.partial, digest)
+        return Response(status_code=404, headers={"upload-offset": str(start)})
+
+    @router.put("/blobs/{digest}", operation_id="upload_blob", openapi_extra=_BLOB)
+    async def upload_blob(request: Request, digest: str) -> Response:
+        """Keep a file, or with `Content-Range` the rest of one whose upload was cut."""
+        access.check(request)
+        _check_digest(digest)
+        start, size = _extent(request)
+        with store_unavailable():
+            await uploads.put(digest, request.receive, start, size)
+        return Response(status_code=201)
+
+    return router
+
+
+def _extent(request: Request) -> tuple[int, int]:
+    """Where the body begins in the blob, and its size. Raises: InvalidRequest."""
+    length = request.headers.get("content-length", "")
+    if not length.isascii() or not length.isdigit() or int(length) > MAX_PACKAGE_BYTES:
+        raise InvalidRequest(
+            f"Send Content-Length: at most {MAX_PACKAGE_BYTES} bytes.",
+            status=411,
+            code="invalid_http",
+        )
+    size, given = int(length), request.headers.get("content-range")
+    if given is None:
+        return 0, size
+    match = _RANGE.fullmatch(given)
+    if match is None or int(match[2]) + 1 != int(match[3]) or int(match[3]) - int(match[1]) != size:
+        raise InvalidRequest(
+            "Invalid value for Content-Range: send `bytes START-LAST/SIZE` up to the blob's end.",
+            code="invalid_value",
+        )
+    return int(match[1]), size
+
+
+def _check_digest(digest: str) -> None:
+    if not is_digest(digest):
+        raise InvalidRequest(
+            "Invalid value for digest: send sha256: and 64 hex digits.",
+            param="digest",
+            code="invalid_value",
+        )
+
+
+_RESPONSES: dict[str, Any] = {
+    "responses": {
+        "400": {"description": "The bytes are of another digest, or a field cannot be."},
+        "403": {"description": "The key may not deploy."},
+        "404": {"description": "There is no such file, or deployments are off."},
+        "409": {"description": "An upload cannot go on where it is asked to."},
+        "411": {"description": "The body has no length."},
+        "503": {"description": "The store of packages is away."},
+    }
+}
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_MANIFEST = {**_RESPONSES, "requestBody": {"required": True, "content": {MANIFEST_TYPE: _BINARY}}}
+_BLOB = {
+    **_RESPONSES,
+    "requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}},
+}

@@ -1,0 +1,99 @@
+"""Who vouches for a package: SSH signatures of its digest, and a file of the keys that count.
+
+Source: OpenSSH, PROTOCOL.sshsig; ssh-keygen(1), ALLOWED SIGNERS.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shared.packages.manifest import digest_of
+from shared.packages.store import PackageStore, StoreError
+
+NAMESPACE = "vlm-fleet"
+MAX_SIGNATURE_CHARS = 16 * 1024
+_MAX_SIGNATURES = 16  # of one package
+_TIMEOUT_S = 20.0
+
+
+class BadSignature(Exception):
+    """Nobody who may has signed the package; the message says which."""
+
+
+def sign(key: Path, digest: str) -> str:
+    """An SSH key's signature; asks for a passphrase on the terminal. Raises: BadSignature."""
+    done = _run("-Y", "sign", "-f", str(key), "-n", NAMESPACE, stdin=digest, timeout_s=None)
+    if done.returncode:
+        raise BadSignature(f"{key} cannot sign: {_last_line(done.stderr)}")
+    return done.stdout
+
+
+def keep_signature(store: PackageStore, digest: str, signature: str) -> None:
+    """Put a signature beside the package. Raises: BadSignature, StoreError."""
+    if len(signature) > MAX_SIGNATURE_CHARS:
+        raise BadSignature(f"the signature has more than {MAX_SIGNATURE_CHARS} characters")
+    name = digest_of(signature.encode()).removeprefix("sha256:")[:16]
+    store.put_if_absent(f"{signatures_key(digest)}/{name}.sig", signature.encode())
+
+
+def signatures_key(digest: str) -> str:
+    """The folder of a package's signatures."""
+    return f"signatures/{digest.removeprefix('sha256:')}"
+
+
+def check_signed(store: PackageStore, digest: str, signers: Path) -> str:
+    """See that one of `signers`, an `allowed_signers` of OpenSSH, has signed. Returns who.
+
+    Raises: BadSignature, StoreError.
+    """
+    if not signers.is_file():
+        raise BadSignature(f"{signers}: there is no such file of allowed signers")
+    keys = store.list(signatures_key(digest))
+    problem = "it has no signature"
+    for key in keys[:_MAX_SIGNATURES]:
+        data = store.get(key) or b""
+        try:
+            return _verify(data[: MAX_SIGNATURE_CHARS + 1], digest, signers)
+        except BadSignature as error:
+            problem = str(error)
+    raise BadSignature(f"the package {digest} is refused: {problem}")
+
+
+def _verify(signature: bytes, digest: str, signers: Path) -> str:
+    """Raises: BadSignature."""
+    with TemporaryDirectory(prefix="vlm-signature-") as folder:
+        file = Path(folder) / "signature"
+        file.write_bytes(signature)
+        known = ("-s", str(file), "-f", str(signers))
+        found = _run("-Y", "find-principals", *known)
+        names = found.stdout.splitlines()
+        if found.returncode or not names:
+            raise BadSignature(f"no allowed signer has signed it: {_last_line(found.stderr)}")
+        problem = ""
+        for name in names:
+            checked = _run("-Y", "verify", "-n", NAMESPACE, "-I", name, *known, stdin=digest)
+            if checked.returncode == 0:
+                return name
+            problem = _last_line(checked.stderr or checked.stdout)
+    raise BadSignature(f"its signature is wrong: {problem}")
+
+
+def _run(
+    *arguments: str, stdin: str = "", timeout_s: float | None = _TIMEOUT_S
+) -> "subprocess.CompletedProcess[str]":
+    program = shutil.which("ssh-keygen")
+    if program is None:
+        raise StoreError("signatures need ssh-keygen of OpenSSH, and it is not installed")
+    try:
+        return subprocess.run(
+            [program, *arguments], input=stdin, capture_output=True, timeout=timeout_s,
+            check=False, text=True, errors="replace",
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StoreError(f"ssh-keygen does not answer: {error}") from None
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else "ssh-keygen does not say why"

@@ -1,0 +1,180 @@
+"""Packages that come through the gateway: whose key it is, what is refused, and what is sent again."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.client import ApiFailed, Client, GatewayStore
+from deploy.commands import upload
+from deploy.pack import pack
+from shared.packages.manifest import digest_of
+from shared.packages.part import PIECE_BYTES
+from shared.packages.signature import sign
+from shared.packages.store import PackageStore, open_store, read_manifest
+from shared.settings.tree import DeploySettings
+from tests.factories_gateway import RunningGateway, make_settings, run_gateway_on_socket
+
+DEPLOY = {"authorization": "Bearer may-deploy"}
+
+
+@asynccontextmanager
+async def run(redis_server: str, prefix: str, folder: Path, **deploy) -> AsyncIterator["Fleet"]:
+    gateway = {"deploy_keys": ("may-deploy",), "api_keys": ("asks",), "admin_keys": ("operates",)}
+    settings = make_settings(redis_server, prefix, gateway=gateway)
+    deploy = {"store": f"file://{folder}/store", **deploy}
+    settings = settings.model_copy(update={"deploy": DeploySettings(**deploy)})
+    async with run_gateway_on_socket(settings, refresh=False) as running:
+        fleet = Fleet(running, open_store(deploy["store"]))
+        try:
+            yield fleet
+        finally:
+            fleet.client.close()
+
+
+class Fleet:
+    """A gateway, its store, and a client in another thread."""
+
+    def __init__(self, gateway: RunningGateway, store: PackageStore) -> None:
+        self.store = store
+        self.http = gateway.client
+        self.client = Client(str(gateway.client.base_url), "may-deploy")
+
+    async def upload(self, folder: Path) -> tuple[str, int]:
+        """The digest, and how many files were sent."""
+
+        def run() -> tuple[str, int]:
+            packed = pack(str(folder), engine={"kind": "mock"})
+            target = GatewayStore(self.client)
+            target.begin(packed.manifest)
+            return packed.manifest.digest, upload(packed, target)
+
+        return await asyncio.to_thread(run)
+
+    async def put(self, data: bytes, digest: str = "", **headers: str) -> httpx.Response:
+        url = f"/v1/blobs/{digest or digest_of(data)}"
+        return await self.http.put(url, content=data, headers={**DEPLOY, **headers})
+
+
+@pytest.fixture
+async def fleet(redis_server, redis_prefix, tmp_path) -> AsyncIterator[Fleet]:
+    async with run(redis_server, redis_prefix, tmp_path) as fleet:
+        yield fleet
+
+
+def make_folder(folder: Path, version: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(f'{{"version": {version}}}')
+    (folder / "empty").write_bytes(b"")
+    for number in range(6):
+        (folder / f"weights-{number}.safetensors").write_bytes(bytes([number]) * 100_000)
+    return folder
+
+
+async def test_one_changed_file_of_a_package_is_sent_alone(fleet, tmp_path):
+    first, num_sent = await fleet.upload(make_folder(tmp_path / "package", 1))
+    assert num_sent == 8
+    manifest = read_manifest(fleet.store, first)
+    assert all(fleet.store.size(layer.digest) == layer.size for layer in manifest.layers)
+    second, num_sent = await fleet.upload(make_folder(tmp_path / "package", 2))
+    assert (num_sent, first != second) == (1, True)
+    again, num_sent = await fleet.upload(tmp_path / "package")
+    assert (again, num_sent) == (second, 0)
+    deployed = await fleet.http.put("/v1/applications/n", json={"digest": second}, headers=DEPLOY)
+    assert deployed.status_code == 202, deployed.text
+
+
+async def test_an_upload_that_was_cut_goes_on_where_it_was(fleet):
+    """A connection that ends within the body leaves what had come; the next sends the rest alone."""
+    data = os.urandom(3 * PIECE_BYTES)
+    digest, held = digest_of(data), asyncio.Event()
+
+    async def pieces(end: int):
+        for start in range(0, end, 1 << 20):
+            yield data[start : start + (1 << 20)]
+        await held.wait()  # which nobody sets
+
+    headers = {**DEPLOY, "content-length": str(len(data))}
+    sending = asyncio.create_task(
+        fleet.http.put(f"/v1/blobs/{digest}", content=pieces(2 * PIECE_BYTES), headers=headers)
+    )
+    while fleet.store.partial(digest) < PIECE_BYTES:
+        await asyncio.sleep(0.01)
+        assert not sending.done()
+    sending.cancel()
+    await asyncio.wait({sending})
+
+    async def offset() -> int:
+        found = await fleet.http.head(f"/v1/blobs/{digest}", headers=DEPLOY)
+        return int(found.headers["upload-offset"])
+
+    while (start := await offset()) < PIECE_BYTES:
+        await asyncio.sleep(0.01)
+    size = len(data)
+    while True:  # until the gateway has seen that the first client is gone
+        rest = f"bytes {start}-{size - 1}/{size}"
+        sent = await fleet.put(data[start:], digest, **{"content-range": rest})
+        if sent.status_code != 409:
+            break
+        start = await offset()
+    assert sent.status_code == 201, sent.text
+    assert fleet.store.size(digest) == size
+
+
+async def test_what_is_no_such_blob_is_refused_by_its_field(fleet):
+    data, other = b"data", digest_of(b"other")
+    wrong = await fleet.put(data, other)
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "digest_mismatch")
+    assert fleet.store.size(other) is None
+    assert (await fleet.put(data, "sha256:..%2F..%2Fx")).status_code in (400, 404)
+    for value in ("bytes 1-2/3", "bytes 0-3/9", "lines 0-3/4", "bytes 9-3/4"):
+        answer = await fleet.put(data, **{"content-range": value})
+        assert (answer.status_code, "Content-Range" in answer.text) == (400, True), value
+    late = await fleet.put(data, **{"content-range": "bytes 96-99/100"})
+    assert late.status_code == 409
+    kind = {**DEPLOY, "content-type": "application/vnd.oci.image.manifest.v1+json"}
+    for content in (b"{", b"[]", b"x" * 100):
+        planned = await fleet.http.post("/v1/packages", content=content, headers=kind)
+        assert (planned.status_code, "manifest" in planned.text) == (400, True)
+
+
+async def test_only_keys_that_deploy_may_upload(fleet):
+    expected = {None: 401, "wrong": 401, "asks": 403, "operates": 403, "may-deploy": 201}
+    for key, status in expected.items():
+        headers = {"authorization": f"Bearer {key}" if key else ""}
+        answer = await fleet.put(b"data", **headers)
+        assert answer.status_code == status
+        planned = await fleet.http.post("/v1/packages", content=b"{}", headers=headers)
+        assert planned.status_code == (415 if status == 201 else status)
+        there = await fleet.http.head(f"/v1/blobs/{digest_of(b'no')}", headers=headers)
+        assert there.status_code == (404 if status == 201 else status)
+    wrong = Client(fleet.client.url, "wrong")
+    with pytest.raises(ApiFailed, match="DEPLOY_KEY"):
+        await asyncio.to_thread(wrong.call, "GET")
+    wrong.close()
+
+
+@pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-keygen")
+async def test_a_package_that_no_allowed_signer_signed_is_refused(
+    redis_server, redis_prefix, tmp_path
+):
+    key, signers = tmp_path / "key", tmp_path / "allowed"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    signers.write_text(f"me@example.com {key.with_suffix('.pub').read_text()}")
+    async with run(redis_server, redis_prefix, tmp_path, allowed_signers=str(signers)) as fleet:
+        digest, _ = await fleet.upload(make_folder(tmp_path / "package", 1))
+        good = sign(key, digest)
+        for signature, status in ((None, 400), (good[:90], 400), (good, 202), (None, 200)):
+            body = {"digest": digest, **({"signature": signature} if signature else {})}
+            answer = await fleet.http.put("/v1/applications/n", json=body, headers=DEPLOY)
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                error = answer.json()["error"]
+                assert (error["code"], error["param"]) == ("invalid_signature", "signature")
+                assert digest in error["message"]

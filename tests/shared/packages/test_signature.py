@@ -1,0 +1,83 @@
+"""Who may sign is a file of SSH keys; what nobody of them has signed is refused by gateway and node."""
+
+import io
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
+from shared.packages.signature import BadSignature, check_signed, keep_signature, sign
+from shared.packages.store import FileStore
+from worker.node.install import InstallError, install
+
+pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-keygen")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> Path:
+    """Two keys, of whom one may sign."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("known", "stranger"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]
+        subprocess.run(command, check=True)
+    public = (folder / "known.pub").read_text()
+    (folder / "allowed").write_text(f'release@example.com namespaces="vlm-fleet" {public}')
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def add(store: FileStore) -> str:
+    data = b"{}"
+    layers = (Layer("config.json", digest_of(data), len(data)),)
+    manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
+    for each in (data, manifest.encode()):
+        store.put(digest_of(each), io.BytesIO(each))
+    return manifest.digest
+
+
+def test_a_signed_package_is_installed_and_the_signer_is_named(store, keys, tmp_path):
+    digest = add(store)
+    keep_signature(store, digest, sign(keys / "stranger", digest))
+    keep_signature(store, digest, sign(keys / "known", digest))
+    assert check_signed(store, digest, keys / "allowed") == "release@example.com"
+    install(store, digest, tmp_path / "cache", signers=keys / "allowed")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (None, None, "has no signature"),
+        ("stranger", None, "no allowed signer"),
+        ("known", lambda text: text[: len(text) // 2], "no allowed signer"),
+        ("known", lambda text: "", "no allowed signer"),
+        ("other digest", None, "wrong"),
+    ],
+)
+def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
+    store, keys, tmp_path, name, damage, says
+):
+    digest = add(store)
+    if name is not None:
+        signed = "sha256:" + 64 * "0" if name == "other digest" else digest
+        text = sign(keys / ("stranger" if name == "stranger" else "known"), signed)
+        keep_signature(store, digest, damage(text) if damage else text)
+    with pytest.raises(InstallError, match=rf"{digest} is refused: .*{says}"):
+        install(store, digest, tmp_path / "cache", signers=keys / "allowed")
+    assert not (tmp_path / "cache").exists()
+    install(store, digest, tmp_path / "cache")  # where nobody need sign
+
+
+def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
+    digest = add(store)
+    with pytest.raises(BadSignature, match="cannot sign"):
+        sign(tmp_path / "none", digest)
+    with pytest.raises(BadSignature, match="no such file of allowed signers"):
+        check_signed(store, digest, tmp_path / "none")
+    with pytest.raises(BadSignature, match="characters"):
+        keep_signature(store, digest, "x" * 20_000)
