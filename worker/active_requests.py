@@ -8,8 +8,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import msgspec
 from msgspec import Struct
@@ -271,7 +271,8 @@ class ActiveRequests:
         while self._parked and self._may_start(self._parked[0].claim):
             active = self._parked.popleft()
             active.started_at = time.monotonic()
-            active.preparation = asyncio.create_task(self._prepare(active))
+            if active.claim.is_suspect or not self._prepare_at_once(active):
+                active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
         """A suspect starts alone or beside cleared ones: it kills no other's first attempt."""
@@ -282,24 +283,40 @@ class ActiveRequests:
             return not started
         return not claim.is_suspect or all(active.claim.is_suspect for active in started)
 
+    def _prepare_at_once(self, active: ActiveRequest) -> bool:
+        """Hand a request to the engine that waits for nothing. Returns False for one that does."""
+        with self._refusing(active):
+            request = self._preprocessor.prepare_at_once(
+                active.call, active.engine_id, active.output_token_ids, active.num_told
+            )
+            if request is None:
+                return False
+            self._engine.add(request, is_patient=not active.call.wants_stream)
+        return True
+
     async def _prepare(self, active: ActiveRequest) -> None:
-        try:
+        with self._refusing(active):
             if active.claim.is_suspect and not await self._begin(active.claim):
                 self.drop(active, "taken back before it began")
                 return
             request = await self._preprocessor.prepare(
                 active.call, active.engine_id, active.output_token_ids, active.num_told
             )
+            if isinstance(request, Tokenization):
+                self._answer(active, request)
+            else:
+                self._engine.add(request, is_patient=not active.call.wants_stream)
+
+    @contextmanager
+    def _refusing(self, active: ActiveRequest) -> Iterator[None]:
+        """End a request that cannot be prepared."""
+        try:
+            yield
         except RequestError as error:
             self._refuse(active, error)
         except Exception:
             logger.exception("could not prepare request %s", active.request_id)
             self.fail(active, ErrorCode.ENGINE_FAILURE, "the request could not be prepared")
-        else:
-            if isinstance(request, Tokenization):
-                self._answer(active, request)
-            else:
-                self._engine.add(request, is_patient=not active.call.wants_stream)
 
     def _answer(self, active: ActiveRequest, made: Tokenization) -> None:
         """End a request that only its prompt was asked for."""

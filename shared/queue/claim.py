@@ -128,8 +128,7 @@ class RedisWorkerQueue:
         if not isinstance(answers, list):  # each call of its own teaches Redis the script
             return await self._claim_entries(entries, "new", count)
         # There may be answers without entries: the reply of an earlier read was lost.
-        claimed = [(entry_id, [b"id", request_id]) for entry_id, request_id, _ in answers]
-        replies = {entry_id: reply for entry_id, _, reply in answers}
+        claimed, replies = split_replies(answers)
         others = [entry for entry in entries if entry[0] not in replies]
         return await self._claim_entries([*claimed, *others], "new", count, replies)
 
@@ -480,7 +479,8 @@ class ClaimScript:
     def of_read(self, last_id: bytes, count: int) -> Command:
         """Claim up to `count` requests that the read before this command brings; `last_id` came before.
 
-        Answered by triples of entry, request id and reply, or by an error if Redis has forgotten the script.
+        Answered by entry, request id, length of the reply and the reply of each, in one flat list, or by an error if
+        Redis has forgotten the script.
         """
         arguments = self._arguments(
             last_id,
@@ -524,11 +524,23 @@ class GatewayLiveness:
         return {g for g, since in self._missing_since.items() if now - since >= GONE_AFTER_S}
 
 
+def split_replies(answers: Sequence[Any]) -> tuple[list[Entry], dict[bytes, list[Any]]]:
+    """The entries that one call of the claim script has claimed, and what it says of each."""
+    entries: list[Entry] = []
+    replies: dict[bytes, list[Any]] = {}
+    at = 0
+    while at < len(answers):
+        entry_id, request_id, length = answers[at : at + 3]
+        entries.append((entry_id, [b"id", request_id]))
+        replies[entry_id] = list(answers[at + 3 : (at := at + 3 + length)])
+    return entries, replies
+
+
 def read_claim(
     reply: list[Any], entry_id: bytes, request_id: str, max_attempts: int
 ) -> tuple[bytes, Claim]:
     """The verdict and the claim of a reply. Verdicts: ok, expired, kills_workers or exhausted."""
-    verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms = reply
+    verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, *log = reply
     claim = Claim(
         id=request_id,
         reply_to=reply_to.decode(),

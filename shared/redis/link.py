@@ -314,6 +314,7 @@ class _Call(NamedTuple):
 class RedisSender:
     """Gathers the commands of many callers: those of one loop turn, or of one round trip, share a write.
 
+    Where the last command was alone, the next one does not wait for its turn's end: it is likely to be alone, too.
     A command that is still to be sent when its caller leaves is not sent.
     """
 
@@ -322,6 +323,7 @@ class RedisSender:
         self._waiting: deque[_Call] = deque()
         self._sent: deque[_Call] = deque()
         self._is_sending = False
+        self._was_alone = False  # what was sent last was one command
         self._connecting: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Part) -> Any:
@@ -331,7 +333,10 @@ class RedisSender:
         self._waiting.append(_Call(command, future, loop.time()))
         if not self._is_sending:
             self._is_sending = True
-            loop.call_soon(self._send)
+            if self._was_alone:
+                self._send()
+            else:
+                loop.call_soon(self._send)
         return await future
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
@@ -358,6 +363,8 @@ class RedisSender:
                 packed.append(_pack(tuple(call.command)))
                 num_bytes += len(packed[-1])
                 self._sent.append(call)
+        if packed:
+            self._was_alone = len(packed) == 1
         return packed
 
     async def _connect_and_send(self, packed: Sequence[bytes]) -> None:

@@ -92,9 +92,41 @@ class Preprocessor:
 
         Raises: RequestError. `num_told` output tokens went out before, of which some may have no id.
         """
+        ready = self.prepare_at_once(request, engine_id, output_token_ids, num_told)
+        if ready is not None:
+            return ready
         task, tenant = request.task, request.tenant
-        can_continue = self._engine.capabilities().can_continue
-        if num_told and not (can_continue and num_told == len(output_token_ids)):
+        images = await asyncio.gather(
+            *(self._image(index, image, tenant) for index, image in enumerate(task.images))
+        )
+        if request.adapter and self._hold_adapter is not None:
+            await self._hold_adapter(request.adapter)
+        if isinstance(task, Tokenize):
+            return await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
+        call = _to_engine_call(request, engine_id, output_token_ids)
+        if self._is_quick(task):
+            return self._engine.prepare(call, images)
+        return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
+
+    def prepare_at_once(
+        self,
+        request: Call,
+        engine_id: str,
+        output_token_ids: tuple[int, ...] = (),
+        num_told: int = 0,
+    ) -> EngineInput | None:
+        """What `prepare` makes where that is quick and waits for nothing, else None. Raises: RequestError."""
+        self._check(request, len(output_token_ids), num_told)
+        task = request.task
+        waits = task.images or request.adapter or isinstance(task, Tokenize)
+        if waits or not self._is_quick(task):
+            return None
+        return self._engine.prepare(_to_engine_call(request, engine_id, output_token_ids), [])
+
+    def _check(self, request: Call, num_output_tokens: int, num_told: int) -> None:
+        """Whether this engine may and can run it. Raises: RequestError."""
+        task, engine = request.task, self._engine.capabilities()
+        if num_told and not (engine.can_continue and num_told == num_output_tokens):
             raise CannotContinue(
                 "The worker was lost in the middle of the answer, and this model's engine cannot "
                 "continue it: send the request again."
@@ -102,24 +134,15 @@ class Preprocessor:
         tag = type(task).__struct_config__.tag
         if tag not in self._tasks:
             raise InvalidRequest(f"this model's engine does not offer the task {tag}", "model")
-        num_chars = check_limits(task, self._limits)
-        grammar = task.grammar if isinstance(task, Generate) else None
-        if grammar is not None:
-            check_grammar(grammar, self._engine.capabilities(), self._limits)
-        images = await asyncio.gather(
-            *(self._image(index, image, tenant) for index, image in enumerate(task.images))
-        )
-        if request.adapter and self._hold_adapter is not None:
-            await self._hold_adapter(request.adapter)
-        call = EngineCall(
-            engine_id, task, tenant, request.priority, output_token_ids, request.adapter
-        )
-        if isinstance(task, Tokenize):
-            return await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
-        is_short = grammar is None and num_chars <= MAX_INLINE_CHARS
-        if self._prepares_quickly and is_short:
-            return self._engine.prepare(call, images)
-        return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
+        check_limits(task, self._limits)
+        if isinstance(task, Generate) and task.grammar is not None:
+            check_grammar(task.grammar, engine, self._limits)
+
+    def _is_quick(self, task: Task) -> bool:
+        """Whether the engine prepares it in less time than a thread would be told of it."""
+        if not self._prepares_quickly or (isinstance(task, Generate) and task.grammar is not None):
+            return False
+        return sum(len(text) for text in task.texts()) <= MAX_INLINE_CHARS
 
     async def _image(self, index: int, image: ImageRef, tenant: str) -> PreparedImage:
         """An image as the engine wants it. Raises: ImageRefused."""
@@ -162,6 +185,17 @@ class Preprocessor:
         self._text_threads.close()
 
 
+def _to_engine_call(request: Call, engine_id: str, output_token_ids: tuple[int, ...]) -> EngineCall:
+    return EngineCall(
+        engine_id,
+        request.task,
+        request.tenant,
+        request.priority,
+        output_token_ids,
+        request.adapter,
+    )
+
+
 def salted_hash(sha256: str, tenant: str) -> str:
     """An image's identity in the caches: tenants with different salts share nothing."""
     if not tenant:
@@ -194,16 +228,12 @@ def check_grammar(grammar: Grammar, engine: Capabilities, limits: LimitSettings)
         raise InvalidRequest(f"send at most {most} bytes", grammar.param)
 
 
-def check_limits(task: Task, limits: LimitSettings) -> int:
-    """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest.
-
-    Returns the characters of all texts.
-    """
+def check_limits(task: Task, limits: LimitSettings) -> None:
+    """Look again at what a gateway with other settings may have let through. Raises: InvalidRequest."""
     num_chars = sum(len(text) for text in task.texts())
     for what, count, most in _bounds(task, num_chars, limits):
         if count > most:
             raise InvalidRequest(f"the request has {count} {what}: send at most {most}")
-    return num_chars
 
 
 def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[str, int, int], ...]:

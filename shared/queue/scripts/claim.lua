@@ -2,11 +2,12 @@
 -- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
 -- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, and of the one: read_nonce (of this
 --   worker's reads); of all: count, requests and logs (the beginnings of their keys); `entry` is the last one read before
--- Returns of the one {verdict, attempt, failures, payload, reply_to, log, waited_ms, remaining_ms} where the verdict
--- is
+-- Returns of the one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...} where
+-- the verdict is
 --   ok | expired (deadline passed) | kills_workers (max_attempts failed) | exhausted (max_losses workers were lost),
 -- or {stray}: no such live request belongs to this entry, which is removed.
--- Returns of all a list of {entry, id, answer}, without those that somebody has claimed before.
+-- Returns of all one flat list of entry, id, length of the answer, answer..., without those that somebody has claimed
+-- before: before version 7, Redis sends each table of a reply by a write of its own.
 -- A lost worker counts as a failure of the request, as evidence that it kills workers: at first wherever it ran, later
 -- only within the `cleared_after` tokens for which a suspect runs alone. What ends beyond them ends for other reasons.
 -- An attempt that neither finished nor was given back counts as a failure of the request, if it has begun: the
@@ -54,8 +55,11 @@ local function claim(entry, request, log, is_new, read_nonce)
   elseif losses >= args.max_losses then
     verdict = 'exhausted'
   end
-  return {verdict, tonumber(attempt), tonumber(failures), r[8], r[9],
-    is_first and {} or redis.call('LRANGE', log, 0, -1), now_ms - tonumber(r[7]), remaining_ms}
+  local answer = {verdict, tonumber(attempt), tonumber(failures), r[8], r[9], now_ms - tonumber(r[7]), remaining_ms}
+  if not is_first then
+    for _, piece in ipairs(redis.call('LRANGE', log, 0, -1)) do answer[#answer + 1] = piece end
+  end
+  return answer
 end
 
 local function claim_new(after, count, requests, logs)
@@ -65,7 +69,12 @@ local function claim_new(after, count, requests, logs)
     local entry = redis.call('XRANGE', queue, pending[1], pending[1])[1]
     if entry and entry[2][1] == 'id' then
       local answer = claim(pending[1], requests .. entry[2][2], logs .. entry[2][2], true)
-      if answer then answers[#answers + 1] = {pending[1], entry[2][2], answer} end
+      if answer then
+        answers[#answers + 1] = pending[1]
+        answers[#answers + 1] = entry[2][2]
+        answers[#answers + 1] = #answer
+        for _, part in ipairs(answer) do answers[#answers + 1] = part end
+      end
     end
   end
   return answers

@@ -32,7 +32,7 @@ from redis import Redis as SyncRedis
 import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, DuplicateRequest, QueueRefused
-from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue
+from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.scripts import CLAIM, SUBMIT, named
 from shared.queue.submit import RedisGatewayQueue
@@ -266,9 +266,10 @@ class QueueMachine(RuleBasedStateMachine):
         _, sha, _, queue, *arguments = worker._script.of_read(worker._last_read_id, count)
         if not self.eye.script_exists(sha)[0]:
             self.eye.script_load(CLAIM.source)
-        for _, request_id, reply in self.eye.evalsha(sha, 1, queue, *arguments):
+        entries, replies = split_replies(self.eye.evalsha(sha, 1, queue, *arguments))
+        for entry_id, (_, request_id) in entries:
             request = self.requests.get(request_id.decode())
-            if request is not None and reply[0] != b"stray":
+            if request is not None and replies[entry_id][0] != b"stray":
                 request.claim(worker)
                 request.lost_by = worker
 
