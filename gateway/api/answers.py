@@ -1,13 +1,14 @@
-"""What answers of several APIs have in common: OpenAI's usage, and events made fewer."""
+"""What answers of several APIs have in common: events made fewer, blocks of one kind, OpenAI's usage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Totals
-from shared.protocol import Tokens, Usage, join_calls
+from gateway.calls.surface import Frame, Totals
+from shared.protocol import OutputLogprob, Tokenized, Tokens, ToolCall, Usage, join_calls
 from shared.version import package_version
 
 SYSTEM_FINGERPRINT = f"vlm-fleet-{package_version()}"
@@ -98,3 +99,132 @@ def _merge(first: Tokens, second: Tokens) -> Tokens:
         first.reasoning + second.reasoning,
         join_calls((*first.calls, *second.calls)) if second.calls else first.calls,
     )
+
+
+class Block(msgspec.Struct):
+    """What is of one kind in an answer. `pieces` are its text; of a call, its arguments."""
+
+    index: int
+    kind: Literal["thought", "text", "call"]
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = msgspec.field(default_factory=list)
+    logprobs: list[OutputLogprob] = msgspec.field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+    @property
+    def json(self) -> msgspec.Raw:
+        """A call's arguments as an object; an empty one where the answer was cut within them."""
+        arguments = self.text.encode()
+        try:
+            msgspec.json.decode(arguments, type=dict)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.Raw(b"{}")
+        return msgspec.Raw(arguments)
+
+
+Addition = tuple[Block, str, tuple[OutputLogprob, ...]]
+
+
+class Blocks:
+    """One choice's answer: what the model thought, then what it said, then what it calls.
+
+    `with_thought`: whether its client wants to see the first.
+    """
+
+    def __init__(self, answer_id: str, choice: int = 0, *, with_thought: bool = True) -> None:
+        self.all: list[Block] = []
+        self._answer_id = answer_id
+        self._choice = choice
+        self._with_thought = with_thought
+        self._num_calls = 0
+        self._held: tuple[OutputLogprob, ...] = ()  # of tokens that complete no text yet
+
+    def add(self, event: Tokens) -> list[Addition]:
+        """Take the next tokens: what is added to which block. A block that begins may be added nothing."""
+        added: list[Addition] = []
+        if event.reasoning and self._with_thought:
+            added.append(self._grow("thought", event.reasoning))
+        self._held += event.logprobs
+        if event.text or (self._held and self.all and self.all[-1].kind == "text"):
+            added.append(self._grow("text", event.text, self._release()))
+        for piece in event.calls:
+            if piece.index == self._num_calls:
+                name = call_id(self._answer_id, self._choice, self._num_calls)
+                self.all.append(Block(len(self.all), "call", name, piece.name))
+                self._num_calls += 1
+            added.append(self._grow("call", piece.arguments))
+        if self._num_calls:
+            self._held = ()
+        return added
+
+    def add_all(self, events: Sequence[ChoiceEvent]) -> None:
+        """Take all events of an answer that has one choice."""
+        for _, event in events:
+            if isinstance(event, Tokens):
+                self.add(event)
+
+    def complete(self) -> Block:
+        """The last block; an answer that neither says nor calls anything has an empty text."""
+        if not self.all or self.all[-1].kind == "thought":
+            self._grow("text", "", self._release())
+        return self.all[-1]
+
+    def _release(self) -> tuple[OutputLogprob, ...]:
+        held, self._held = self._held, ()
+        return held
+
+    def _grow(self, kind: str, text: str, logprobs: tuple[OutputLogprob, ...] = ()) -> Addition:
+        if not self.all or self.all[-1].kind != kind:
+            self.all.append(Block(len(self.all), kind))  # type: ignore[arg-type]
+        block = self.all[-1]
+        block.pieces.append(text)
+        block.logprobs.extend(logprobs)
+        return block, text, logprobs
+
+    @property
+    def text(self) -> str:
+        """What the model said."""
+        return self._join("text")
+
+    @property
+    def thought(self) -> str:
+        """What it thought."""
+        return self._join("thought")
+
+    @property
+    def calls(self) -> list[Block]:
+        """What it calls."""
+        return [block for block in self.all if block.kind == "call"]
+
+    def to_calls(self) -> tuple[ToolCall, ...]:
+        """Its calls as a later request's history has them."""
+        return tuple(ToolCall(call.call_id, call.name, call.text) for call in self.calls)
+
+    def _join(self, kind: str) -> str:
+        return "".join(block.text for block in self.all if block.kind == kind)
+
+
+def call_id(answer_id: str, choice: int, index: int) -> str:
+    """The id of a call in an answer: the same for every reader of a stream."""
+    return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
+
+
+class TokenizedAnswer:
+    """What the worker's tokenizer made, in the words of an API; it is never streamed."""
+
+    def __init__(self, to_body: Callable[[Tokenized], msgspec.Struct]) -> None:
+        self._to_body = to_body
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """The body."""
+        [made] = [event for _, event in events if isinstance(event, Tokenized)]
+        return encode(self._to_body(made))
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """There are none."""
+        return []

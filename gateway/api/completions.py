@@ -26,7 +26,7 @@ from gateway.api.fields import (
     Timings,
     TokenId,
     UserName,
-    asks_for_something,
+    check_neutral,
     check_stream_options,
     find_priority,
     find_service_tier,
@@ -34,7 +34,7 @@ from gateway.api.fields import (
     timings_of,
     wants_timings,
 )
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch, describe_operation, write_neutral
 from gateway.api.sampling import (
     check_max_tokens,
     check_model,
@@ -47,7 +47,7 @@ from gateway.api.structured import StructuredFields, check_with_grammar, find_gr
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http import sse
-from gateway.http.body import JsonBody, unsupported
+from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
 from shared.protocol import (
     Finished,
@@ -151,9 +151,7 @@ class Completions(Surface):
     def read(self, body: bytes, context: RequestContext) -> CompletionRequest:
         """The checked body. Raises: InvalidRequest."""
         request = _BODY.decode(body)
-        for name, neutral in _NEUTRAL.items():
-            if asks_for_something(getattr(request, name), neutral):
-                raise unsupported(name)
+        check_neutral(request, _NEUTRAL)
         if request.echo and request.logprobs is not None:
             raise invalid("echo", "logprobs of a prompt are not computed; send echo or logprobs")
         check_stream_options(request.stream_options, request.stream)
@@ -259,9 +257,7 @@ class Completions(Surface):
         )
         branch(properties["max_tokens"], "integer")["maximum"] = limits.max_output_tokens
         branch(properties["logprobs"], "integer")["maximum"] = limits.max_top_logprobs
-        for name, neutral in _NEUTRAL.items():
-            allowed = [None, *map(msgspec.json.decode, neutral)]
-            properties[name] = {"enum": allowed, "default": None, "description": "Unsupported."}
+        write_neutral(properties, _NEUTRAL)
         return operation, schemas
 
 

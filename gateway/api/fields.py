@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.calls.surface import Totals
+from gateway.http.body import unsupported
 from gateway.http.errors import InvalidRequest
 from shared.protocol import Priority
 from shared.settings.limits import MAX_MODEL_CHARS, MAX_USER_CHARS
@@ -25,6 +26,10 @@ _MAX_NEUTRAL_BYTES = 256
 
 class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all that clients send: immutable, without unknown fields."""
+
+
+class EchoedStruct(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what clients also send back as an answer had it: further members change nothing."""
 
 
 class IgnoredStreamFields(RequestStruct, frozen=True, kw_only=True):
@@ -57,6 +62,18 @@ def asks_for_something(value: Neutral, neutral: tuple[bytes, ...] = ()) -> bool:
     except msgspec.DecodeError:  # a number out of range
         return True
     return compact not in (b"null", *neutral)
+
+
+def check_neutral(
+    request: object, neutral: Mapping[str, tuple[bytes, ...]], prefix: str = ""
+) -> None:
+    """Refuse what would change the answer and is not done here.
+
+    `neutral`: JSON that asks for nothing, by field; null always does. Raises: InvalidRequest.
+    """
+    for name, values in neutral.items():
+        if asks_for_something(getattr(request, name, UNSET), values):
+            raise unsupported(prefix + name)
 
 
 def find_priority(service_tier: str | None, headers: Mapping[bytes, bytes]) -> Priority:

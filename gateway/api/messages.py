@@ -7,51 +7,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import encode, merge_tokens
-from gateway.api.chat.schemas import ChatCompletionRequest
-from gateway.api.chat.translate import translate_template_options
-from gateway.api.conversation import Conversation
+from gateway.api.answers import Block, Blocks, TokenizedAnswer, encode, merge_tokens
+from gateway.api.conversation import Conversation, Part, Role, switch_thinking
 from gateway.api.fields import (
+    EchoedStruct,
     Ignored,
     ModelName,
     Neutral,
     RequestStruct,
     UserName,
-    asks_for_something,
+    check_neutral,
     find_priority,
     invalid,
+    missing,
     wants_timings,
 )
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch, describe_operation, write_neutral
 from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
 from gateway.api.structured import check_grammar, schema_grammar
-from gateway.api.tokenize import made_of
+from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
 from gateway.http import sse
-from gateway.http.body import JsonBody, unsupported
+from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError
 from shared.protocol import (
     THINKING_SWITCHES,
-    ChatMessage,
     Finished,
     FinishReason,
     Generate,
     Grammar,
-    ImagePart,
     ModelCard,
     SamplingParams,
     Started,
     TemplateOption,
-    TextPart,
     Tokenize,
     Tokens,
+    ToolCall,
+    Tools,
     Usage,
 )
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
 
 #: How images begin in base64, by their type: a wrong type is refused, as Anthropic does.
 _BEGINNINGS = {
@@ -60,7 +59,7 @@ _BEGINNINGS = {
     "image/webp": "UklGR",
     "image/gif": "R0lGOD",
 }
-_STOP_REASONS = {FinishReason.LENGTH: "max_tokens"}
+_STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 #: The status and the type of an error, by OpenAI's status.
 _ERRORS = {
     401: (401, "authentication_error"),
@@ -71,23 +70,16 @@ _ERRORS = {
     503: (529, "overloaded_error"),
     504: (504, "timeout_error"),
 }
-_TOOL_CHOICES = tuple(
-    msgspec.json.encode({"type": kind, **more})
-    for kind in ("auto", "none")
-    for more in ({}, {"disable_parallel_tool_use": True}, {"disable_parallel_tool_use": False})
-)
 #: JSON that asks for nothing, by field that is not supported; null always does.
 _NEUTRAL: dict[str, tuple[bytes, ...]] = {
     "container": (),
     "context_management": (b"{}", b'{"edits":[]}'),
     "fallbacks": (b"[]",),
     "mcp_servers": (b"[]",),
-    "tool_choice": _TOOL_CHOICES,
 }
 
 
-class EchoedStruct(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what clients also send back as an answer had it: further members change nothing."""
+CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class Base64Source(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="base64"):
@@ -110,7 +102,7 @@ class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="image"):
-    """An image, of a user's turn."""
+    """An image, of a user's turn or of a tool's result."""
 
     source: Base64Source | UrlSource
 
@@ -127,17 +119,34 @@ class RedactedThinkingBlock(
     """What another server hides of it."""
 
 
-Block = TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock
+class ToolUseBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call of the assistant's."""
+
+    id: CallName
+    name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
+    input: msgspec.Raw | UnsetType = UNSET
+
+
+class ToolResultBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
+    """What came of a call. Whether it is an error is for its text to say."""
+
+    tool_use_id: CallName
+    content: str | list[TextBlock | ImageBlock] | None = None
+
+
+InputBlock = (
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+)
 
 
 class MessageParam(EchoedStruct, frozen=True, kw_only=True):
     """One turn."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | list[InputBlock]
 
 
-class Metadata(EchoedStruct, frozen=True, kw_only=True):
+class MessageMetadata(EchoedStruct, frozen=True, kw_only=True):
     """Who asks."""
 
     user_id: UserName | None = None
@@ -149,7 +158,7 @@ class Thinking(EchoedStruct, frozen=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class SchemaFormat(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+class MessageFormat(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
     """JSON that conforms to a schema."""
 
     schema: msgspec.Raw
@@ -158,7 +167,25 @@ class SchemaFormat(EchoedStruct, frozen=True, kw_only=True, tag_field="type", ta
 class OutputConfig(EchoedStruct, frozen=True, kw_only=True):
     """How the text is to be."""
 
-    format: SchemaFormat | None = None
+    format: MessageFormat | None = None
+
+
+class MessageTool(EchoedStruct, frozen=True, kw_only=True):
+    """A function; tools of other types are Anthropic's own, and are skipped."""
+
+    name: str
+    description: str | None = None
+    input_schema: msgspec.Raw | UnsetType = UNSET
+    strict: bool | None = None
+    type: str | None = None
+
+
+class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
+    """Whether the model may call, has to, and what."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class PromptFields(RequestStruct, frozen=True, kw_only=True):
@@ -169,7 +196,8 @@ class PromptFields(RequestStruct, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    tools: Ignored = UNSET
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
     cache_control: Ignored = UNSET
     betas: Ignored = UNSET
     speed: Ignored = UNSET
@@ -177,7 +205,6 @@ class PromptFields(RequestStruct, frozen=True, kw_only=True):
     context_management: Neutral = UNSET
     fallbacks: Neutral = UNSET
     mcp_servers: Neutral = UNSET
-    tool_choice: Neutral = UNSET
 
 
 class CountTokensRequest(PromptFields, frozen=True, kw_only=True):
@@ -197,7 +224,7 @@ class MessageRequest(PromptFields, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
-    metadata: Metadata | None = None
+    metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Ignored = UNSET
     inference_geo: Ignored = UNSET
@@ -208,18 +235,34 @@ class MessageRequest(PromptFields, frozen=True, kw_only=True):
         return None if self.metadata is None else self.metadata.user_id
 
 
-class TextContent(msgspec.Struct, tag_field="type", tag="text"):
+class MessageText(msgspec.Struct, tag_field="type", tag="text"):
     """What the model said."""
 
     text: str
     citations: None = None
 
 
-class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
     """What the model thought before it."""
 
     thinking: str
     signature: str = ""
+
+
+class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
+    """The model itself calls."""
+
+
+class MessageToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A function that the model calls."""
+
+    id: str
+    name: str
+    input: msgspec.Raw
+    caller: DirectCaller = DirectCaller()
+
+
+Content = MessageText | MessageThinking | MessageToolUse
 
 
 class MessageUsage(msgspec.Struct):
@@ -254,7 +297,7 @@ class MessageObject(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
     id: str
     role: str = "assistant"
     model: str
-    content: Sequence[TextContent | ThinkingContent] = ()
+    content: Sequence[Content] = ()
     stop_reason: str | None = None
     stop_sequence: str | None = None
     stop_details: None = None
@@ -274,6 +317,12 @@ class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
     thinking: str
 
 
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    """More of a call's input."""
+
+    partial_json: str
+
+
 class StopDelta(msgspec.Struct):
     """Why a message ended."""
 
@@ -289,8 +338,8 @@ class MessageEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     message: MessageObject | None = None
     index: int | None = None
-    content_block: TextContent | ThinkingContent | None = None
-    delta: Any = None  #: `TextDelta`, `ThinkingDelta` or `StopDelta`
+    content_block: Content | None = None
+    delta: Any = None  #: `TextDelta`, `ThinkingDelta`, `InputJsonDelta` or `StopDelta`
     usage: MessageUsage | None = None
 
 
@@ -329,8 +378,9 @@ class CountTokensOptions(msgspec.Struct, frozen=True):
 
 _HINTS = {
     "role": "Supported roles are user and assistant; send system as a field of its own.",
-    "type": "Supported blocks are text, image and thinking, supported sources base64 and url; "
-    "no model calls functions here.",
+    "type": "Supported blocks are text, image, thinking, tool_use and tool_result, supported "
+    "sources base64 and url.",
+    "tool_choice.type": "Send auto, any, tool or none.",
     "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
 }
 _BODY = JsonBody(MessageRequest, hints=_HINTS)
@@ -342,15 +392,6 @@ class _Anthropic(Surface):
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
-
-    def _check(self, request: PromptFields) -> None:
-        """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
-        for name, neutral in _NEUTRAL.items():
-            if asks_for_something(getattr(request, name), neutral):
-                if name == "tool_choice":
-                    problem = "no model calls functions here; send auto or none, or leave it out"
-                    raise invalid(name, problem, code="unsupported_parameter")
-                raise unsupported(name)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
         """Anthropic's shape."""
@@ -380,7 +421,7 @@ class Messages(_Anthropic):
     def read(self, body: bytes, context: RequestContext) -> MessageRequest:
         """The checked body. Raises: InvalidRequest."""
         request = _BODY.decode(body)
-        self._check(request)
+        check_neutral(request, _NEUTRAL)
         return request
 
     def plan(self, request: MessageRequest, context: RequestContext, card: ModelCard) -> Plan:
@@ -408,6 +449,7 @@ class Messages(_Anthropic):
             sampling,
             template_options=_thinking(request, card),
             grammar=_grammar(request, card, self.limits),
+            tools=_tools(request, card, self.limits),
         )
         return Plan(
             [task],
@@ -444,6 +486,7 @@ class Messages(_Anthropic):
             answer=MessageObject,
             chunk=MessageEvent,
             error=AnthropicError,
+            statuses={"503": "529"},
             limits=self.limits,
         )
         properties = schemas["MessageRequest"]["properties"]
@@ -451,7 +494,7 @@ class Messages(_Anthropic):
         stops = branch(properties["stop_sequences"], "array")
         stops["maxItems"] = self.limits.max_stop_strings
         stops["items"].update(minLength=1, maxLength=self.limits.max_stop_chars)
-        _write_neutral(properties)
+        write_neutral(properties, _NEUTRAL)
         return operation, schemas
 
 
@@ -467,7 +510,7 @@ class CountTokens(_Anthropic):
     def read(self, body: bytes, context: RequestContext) -> CountTokensRequest:
         """The checked body. Raises: InvalidRequest."""
         request = _COUNT_BODY.decode(body)
-        self._check(request)
+        check_neutral(request, _NEUTRAL)
         return request
 
     def plan(self, request: CountTokensRequest, context: RequestContext, card: ModelCard) -> Plan:
@@ -477,13 +520,14 @@ class CountTokens(_Anthropic):
             tuple(conversation.messages),
             SamplingParams(),
             template_options=_thinking(request, card),
+            tools=_tools(request, card, self.limits),
         )
         task = Tokenize(of, with_ids=False)
         return Plan([task], CountTokensOptions(), conversation.sources)
 
     def answer(self, options: CountTokensOptions, head: AnswerHead) -> Answer:
         """A `TokenCount`."""
-        return CountAnswer()
+        return TokenizedAnswer(lambda made: TokenCount(made.num_tokens))
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request."""
@@ -494,16 +538,11 @@ class CountTokens(_Anthropic):
             request=CountTokensRequest,
             answer=TokenCount,
             error=AnthropicError,
+            statuses={"503": "529"},
             limits=self.limits,
         )
-        _write_neutral(schemas["CountTokensRequest"]["properties"])
+        write_neutral(schemas["CountTokensRequest"]["properties"], _NEUTRAL)
         return operation, schemas
-
-
-def _write_neutral(properties: dict[str, Any]) -> None:
-    for name, neutral in _NEUTRAL.items():
-        allowed = [None, *map(msgspec.json.decode, neutral)]
-        properties[name] = {"enum": allowed, "default": None, "description": "Unsupported."}
 
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
@@ -514,39 +553,66 @@ def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
     if request.system:
         texts = request.system
         blocks = [texts] if isinstance(texts, str) else [block.text for block in texts]
-        parts = tuple(conversation.text(text) for text in blocks)
-        conversation.messages.append(ChatMessage("system", parts))
+        conversation.add("system", [conversation.text(text) for text in blocks])
     for index, message in enumerate(request.messages):
-        _add_message(conversation, message, f"messages.[{index}]")
-    conversation.check_chars("messages", limits)
-    if request.messages[-1].role == "assistant":
-        raise invalid(
-            f"messages.[{len(request.messages) - 1}].role",
-            "the last message must not be the assistant's; end with a user message",
-        )
+        if isinstance(message.content, str):
+            conversation.add(message.role, [conversation.text(message.content)])
+        else:
+            _add_blocks(conversation, message.role, message.content, f"messages.[{index}].content")
+    conversation.check("messages", limits, f"messages.[{len(request.messages) - 1}].role")
     return conversation
 
 
-def _add_message(conversation: Conversation, message: MessageParam, param: str) -> None:
-    if isinstance(message.content, str):
-        parts: list[TextPart | ImagePart] = [conversation.text(message.content)]
-        conversation.messages.append(ChatMessage(message.role, tuple(parts)))
-        return
-    parts, thought = [], ""
-    for index, block in enumerate(message.content):
-        place = f"{param}.content.[{index}]"
+def _add_blocks(
+    conversation: Conversation,
+    role: Literal["user", "assistant"],
+    blocks: Sequence[InputBlock],
+    param: str,
+) -> None:
+    """A turn, and the results of calls before it, each of which is one."""
+    parts: list[Part] = []
+    calls: list[ToolCall] = []
+    thought = ""
+    for index, block in enumerate(blocks):
+        place = f"{param}.[{index}]"
         match block:
-            case TextBlock():
-                parts.append(conversation.text(block.text))
-            case ThinkingBlock() if message.role == "assistant":
-                thought += conversation.text(block.thinking).text
-            case ImageBlock() if message.role == "user":
-                parts.append(conversation.image(_url(block, place), f"{place}.source"))
-            case ImageBlock():
-                raise invalid(place, "images are only allowed in user messages")
+            case TextBlock() | ImageBlock():
+                parts.append(_part(conversation, block, role, place))
+            case ThinkingBlock() if role == "assistant":
+                thought += block.thinking
+            case ToolUseBlock() if role == "assistant":
+                given = b"{}" if block.input is UNSET else bytes(block.input)
+                calls.append(ToolCall(block.id, block.name, given.decode()))
+            case ToolUseBlock():
+                raise invalid(f"{place}.type", "tool_use is the assistant's; send tool_result")
+            case ToolResultBlock() if role == "user":
+                _add_result(conversation, block, place)
+            case ToolResultBlock():
+                raise invalid(f"{place}.type", "tool_result is the user's; send tool_use")
             case _:
                 pass
-    conversation.messages.append(ChatMessage(message.role, tuple(parts), thought))
+    if parts or calls or not any(isinstance(block, ToolResultBlock) for block in blocks):
+        conversation.add(role, parts or [conversation.text("")], thought, calls)
+
+
+def _add_result(conversation: Conversation, block: ToolResultBlock, place: str) -> None:
+    content = block.content or ""
+    if isinstance(content, str):
+        parts: list[Part] = [conversation.text(content)]
+    else:
+        parts = [
+            _part(conversation, part, "tool", f"{place}.content.[{index}]")
+            for index, part in enumerate(content)
+        ]
+    conversation.add("tool", parts, call_id=block.tool_use_id)
+
+
+def _part(
+    conversation: Conversation, block: TextBlock | ImageBlock, role: Role, place: str
+) -> Part:
+    if isinstance(block, TextBlock):
+        return conversation.text(block.text)
+    return conversation.image(_url(block, place), f"{place}.source", role)
 
 
 def _url(block: ImageBlock, place: str) -> str:
@@ -570,6 +636,29 @@ def _grammar(request: MessageRequest, card: ModelCard, limits: LimitSettings) ->
     return grammar
 
 
+def _tools(request: PromptFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
+    """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
+    choice = request.tool_choice or MessageToolChoice(type="auto")
+    if choice.type == "tool" and choice.name is None:
+        raise missing("tool_choice.name")
+    offer = Offer(
+        functions=[
+            (
+                f"tools.[{index}]",
+                FunctionField(tool.name, tool.description, tool.input_schema, tool.strict),
+            )
+            for index, tool in enumerate(request.tools or ())
+            if tool.type in (None, "custom")
+        ],
+        names=frozenset((choice.name,)) if choice.type == "tool" and choice.name else None,
+        may_call=choice.type != "none",
+        must_call=choice.type in ("any", "tool"),
+        is_parallel=not choice.disable_parallel_tool_use,
+        schema_field="input_schema",
+    )
+    return find_tools(offer, card, limits)
+
+
 def _thinking(request: PromptFields, card: ModelCard) -> dict[str, TemplateOption]:
     """The switch of the chat template. Raises: InvalidRequest for a model that cannot think."""
     thinking = request.thinking
@@ -578,14 +667,7 @@ def _thinking(request: PromptFields, card: ModelCard) -> dict[str, TemplateOptio
     has_switch = not THINKING_SWITCHES.isdisjoint(card.template_options)
     if thinking.type == "disabled" and not has_switch:
         return {}  # what it thinks all the same is not shown
-    wish = ChatCompletionRequest(
-        model=request.model, messages=[], enable_thinking=thinking.type == "enabled"
-    )
-    try:
-        return translate_template_options(wish, card)
-    except ApiError as error:
-        error.rename("enable_thinking", "thinking")
-        raise
+    return switch_thinking(card, thinking.type == "enabled", "thinking")
 
 
 class MessageAnswer:
@@ -594,20 +676,16 @@ class MessageAnswer:
     def __init__(self, options: MessageOptions, head: AnswerHead) -> None:
         self.options = options
         self.head = head
+        self._blocks = Blocks(head.id, with_thought=options.with_thinking)
         self._has_begun = False
-        self._index = -1  # of the block that is open
-        self._is_thinking = False
+        self._open: Block | None = None
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `MessageObject`."""
-        pieces = [event for _, event in events if isinstance(event, Tokens)]
-        content: list[TextContent | ThinkingContent] = []
-        thought = "".join(event.reasoning for event in pieces)
-        if thought and self.options.with_thinking:
-            content.append(ThinkingContent(thought))
-        content.append(TextContent("".join(event.text for event in pieces)))
+        self._blocks.add_all(events)
+        self._blocks.complete()
         message = self._message(MessageUsage.of(totals.prompt, totals.num_output_tokens))
-        message.content = content
+        message.content = [_to_content(block) for block in self._blocks.all]
         message.stop_reason, message.stop_sequence = _stop(totals.finished[0])
         return encode(message)
 
@@ -630,36 +708,31 @@ class MessageAnswer:
 
     def _add(self, event: Tokens) -> Iterator[bytes]:
         """The events of the next tokens; none where they complete no text."""
-        if event.reasoning and self.options.with_thinking:
-            if self._index < 0:
-                yield from self._open_block(ThinkingContent(""))
-            delta = ThinkingDelta(event.reasoning)
-            yield _event("content_block_delta", index=self._index, delta=delta)
-        if event.text:
-            yield from self._open_text()
-            delta = TextDelta(event.text)
-            yield _event("content_block_delta", index=self._index, delta=delta)
+        for block, text, _ in self._blocks.add(event):
+            yield from self._open_block(block)
+            if text:
+                delta = _DELTAS[block.kind](text)
+                yield _event("content_block_delta", index=block.index, delta=delta)
 
-    def _open_text(self) -> Iterator[bytes]:
-        if self._index < 0 or self._is_thinking:
-            yield from self._close_block()
-            yield from self._open_block(TextContent(""))
-
-    def _open_block(self, block: TextContent | ThinkingContent) -> Iterator[bytes]:
-        self._index += 1
-        self._is_thinking = isinstance(block, ThinkingContent)
-        yield _event("content_block_start", index=self._index, content_block=block)
-        if self._index == 0:
+    def _open_block(self, block: Block) -> Iterator[bytes]:
+        """Begin a block, unless it has begun; the one before it ends."""
+        if self._open is block:
+            return
+        yield from self._close_block()
+        self._open = block
+        content = _to_content(block, is_empty=True)
+        yield _event("content_block_start", index=block.index, content_block=content)
+        if block.index == 0:
             yield _event("ping")
 
     def _close_block(self) -> Iterator[bytes]:
-        if self._index >= 0:
-            yield _event("content_block_stop", index=self._index)
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._open.index)
 
     def _end(self, totals: Totals) -> Iterator[bytes]:
         if not self._has_begun:
             yield self._begin(totals.prompt)
-        yield from self._open_text()
+        yield from self._open_block(self._blocks.complete())
         yield from self._close_block()
         usage = MessageUsage.of(totals.prompt, totals.num_output_tokens)
         delta = StopDelta(*_stop(totals.finished[0]))
@@ -668,6 +741,19 @@ class MessageAnswer:
 
     def _message(self, usage: MessageUsage) -> MessageObject:
         return MessageObject(id=self.head.id, model=self.head.model, usage=usage)
+
+
+#: What is added to a block, by its kind.
+_DELTAS = {"thought": ThinkingDelta, "text": TextDelta, "call": InputJsonDelta}
+
+
+def _to_content(block: Block, *, is_empty: bool = False) -> Content:
+    """A block; `is_empty`: as it begins."""
+    if block.kind == "call":
+        given = msgspec.Raw(b"{}") if is_empty else block.json
+        return MessageToolUse(block.call_id, block.name, given)
+    text = "" if is_empty else block.text
+    return MessageThinking(text) if block.kind == "thought" else MessageText(text)
 
 
 def _event(type_: str, **fields: Any) -> bytes:
@@ -679,15 +765,3 @@ def _stop(event: Finished) -> tuple[str, str | None]:
     if event.stopped_by:
         return "stop_sequence", event.stopped_by
     return _STOP_REASONS.get(event.finish_reason, "end_turn"), None
-
-
-class CountAnswer:
-    """A `TokenCount`; it is never streamed."""
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body."""
-        return encode(TokenCount(made_of(events).num_tokens))
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """There are none."""
-        return []

@@ -13,17 +13,15 @@ import msgspec
 from fastapi import Response
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.api.answers import encode
-from gateway.api.chat.schemas import ChatCompletionRequest
-from gateway.api.chat.translate import translate_template_options
-from gateway.api.conversation import Conversation
+from gateway.api.answers import Block, Blocks, encode
+from gateway.api.conversation import Conversation, Part, Role, find_effort, switch_thinking
 from gateway.api.fields import (
     Ignored,
     ModelName,
     Neutral,
     RequestStruct,
     UserName,
-    asks_for_something,
+    check_neutral,
     find_priority,
     invalid,
 )
@@ -37,15 +35,16 @@ from gateway.api.sampling import (
     seed_of,
     translate_sampling,
 )
-from gateway.api.structured import any_object, check_grammar, schema_grammar
+from gateway.api.structured import any_object, check_grammar, schema_grammar, unquoted
+from gateway.api.tools import ToolField, find_tools, read_offer
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.body import JsonBody, unsupported
+from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
 from gateway.http.errors import ApiError, Headers, NotFound
 from shared.protocol import (
-    ChatMessage,
+    FinishReason,
     Generate,
     Grammar,
     ModelCard,
@@ -53,12 +52,16 @@ from shared.protocol import (
     TemplateOption,
     TextPart,
     Tokens,
+    ToolCall,
+    Tools,
 )
-from shared.settings.limits import LimitSettings
+from shared.settings.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, LimitSettings
 from shared.version import package_version
 
 _LATEST = ":latest"
 _NS = 1_000_000_000
+#: Calls are no reason of their own.
+_DONE_REASONS = {FinishReason.LENGTH: "length"}
 _LINES: Headers = [
     (b"content-type", b"application/x-ndjson"),
     (b"cache-control", b"no-cache"),
@@ -79,6 +82,9 @@ _NEUTRAL_OPTIONS: dict[str, tuple[bytes, ...]] = {
 }
 
 
+CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+
+
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample. Other options, of how a model is loaded and how much of it, change nothing."""
 
@@ -97,14 +103,30 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     typical_p: Neutral = UNSET
 
 
-class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn; images are base64."""
+class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What the assistant has called; arguments are an object."""
 
-    role: Literal["system", "user", "assistant"]
+    name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)]
+    arguments: msgspec.Raw | UnsetType = UNSET
+
+
+class OllamaCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call in the history."""
+
+    function: OllamaFunction
+    id: CallName | None = None
+
+
+class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn; images are base64. What came of a call names its function, or the call's id."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     images: list[str] | None = None
     thinking: str | None = None
-    tool_calls: Neutral = UNSET
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: CallName | None = None
+    tool_call_id: CallName | None = None
 
 
 class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
@@ -127,7 +149,7 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     """The body of `POST /api/chat`."""
 
     messages: Annotated[list[OllamaMessage], Meta(min_length=1)]
-    tools: Ignored = UNSET
+    tools: list[ToolField] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
@@ -142,12 +164,28 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     context: Neutral = UNSET
 
 
+class OllamaCalled(msgspec.Struct):
+    """A function that the model calls."""
+
+    index: int
+    name: str
+    arguments: msgspec.Raw
+
+
+class OllamaSaidCall(msgspec.Struct):
+    """One call, always whole."""
+
+    id: str
+    function: OllamaCalled
+
+
 class OllamaSaid(msgspec.Struct):
     """What the model says, or a piece of it."""
 
     role: str
     content: str
     thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaSaidCall] | UnsetType = UNSET
 
 
 class OllamaLine(msgspec.Struct, kw_only=True):
@@ -200,9 +238,11 @@ class _Ollama(Surface):
         context: RequestContext,
         card: ModelCard,
         *,
+        tools: Tools | None = None,
         is_raw: bool = False,
     ) -> Plan:
-        conversation.check_chars("messages", self.limits)
+        last = f"messages.[{len(conversation.messages) - 1}].role"
+        conversation.check("messages", self.limits, last)
         sampling = self._sampling(request.options or OllamaOptions(), context, card)
         messages, prompt = tuple(conversation.messages), None
         if is_raw:
@@ -214,6 +254,7 @@ class _Ollama(Surface):
             template_options=_thinking(request, card),
             prompt=prompt,
             grammar=_grammar(request, card, self.limits),
+            tools=tools,
         )
         return Plan(
             [task],
@@ -228,9 +269,7 @@ class _Ollama(Surface):
         self, options: OllamaOptions, context: RequestContext, card: ModelCard
     ) -> SamplingParams:
         """Raises: InvalidRequest."""
-        for name, neutral in _NEUTRAL_OPTIONS.items():
-            if asks_for_something(getattr(options, name), neutral):
-                raise unsupported(f"options.{name}")
+        check_neutral(options, _NEUTRAL_OPTIONS, "options.")
         most = options.num_predict if (options.num_predict or 0) > 0 else None
         fields = SamplingFields(
             temperature=options.temperature,
@@ -267,28 +306,15 @@ def _encode_error(error: ApiError) -> bytes:
 
 def _read(request: Any) -> Any:
     """Without the tag that Ollama puts behind each name. Raises: InvalidRequest."""
-    for name, neutral in _NEUTRAL.items():
-        if asks_for_something(getattr(request, name, UNSET), neutral):
-            raise unsupported(name)
+    check_neutral(request, _NEUTRAL)
     return msgspec.structs.replace(request, model=request.model.removesuffix(_LATEST))
 
 
 def _thinking(request: OllamaRequest, card: ModelCard) -> dict[str, TemplateOption]:
     """The switch of the chat template. Raises: InvalidRequest for a model that has none."""
-    if request.think is None:
-        return {}
-    is_level = isinstance(request.think, str)
-    wish = ChatCompletionRequest(
-        model=request.model,
-        messages=[],
-        enable_thinking=None if is_level else bool(request.think),
-        reasoning_effort=request.think if isinstance(request.think, str) else None,
-    )
-    try:
-        return translate_template_options(wish, card)
-    except ApiError as error:
-        error.rename("reasoning_effort" if is_level else "enable_thinking", "think")
-        raise
+    if isinstance(request.think, str):
+        return find_effort(card, request.think, "think")
+    return {} if request.think is None else switch_thinking(card, request.think, "think")
 
 
 def _grammar(request: OllamaRequest, card: ModelCard, limits: LimitSettings) -> Grammar | None:
@@ -303,14 +329,37 @@ def _grammar(request: OllamaRequest, card: ModelCard, limits: LimitSettings) -> 
 
 
 def _parts(
-    conversation: Conversation, text: str, images: Sequence[str] | None, param: str
-) -> tuple[Any, ...]:
+    conversation: Conversation,
+    text: str,
+    images: Sequence[str] | None,
+    param: str,
+    role: Role = "user",
+) -> tuple[Part, ...]:
     """Images before the text, as Ollama's templates have them."""
     shown = [
-        conversation.image(f"data:image;base64,{image}", f"{param}images.[{index}]")
+        conversation.image(f"data:image;base64,{image}", f"{param}images.[{index}]", role)
         for index, image in enumerate(images or ())
     ]
     return (*shown, conversation.text(text))
+
+
+def _read_calls(message: OllamaMessage) -> list[ToolCall]:
+    calls = []
+    for place, call in enumerate(message.tool_calls or ()):
+        given = call.function.arguments
+        arguments = b"{}" if given is UNSET else unquoted(bytes(given))
+        calls.append(ToolCall(call.id or f"call_{place}", call.function.name, arguments.decode()))
+    return calls if message.role == "assistant" else []
+
+
+def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
+    """The id of the call that a result is of; by its function's name, or else in their order."""
+    if message.tool_call_id is not None:
+        return message.tool_call_id
+    for place, call in enumerate(called):
+        if message.tool_name in (None, "", call.name):
+            return called.pop(place).id
+    return ""
 
 
 class OllamaChat(_Ollama):
@@ -320,7 +369,7 @@ class OllamaChat(_Ollama):
     path = "/api/chat"
     id_prefix = "ollama-"
     _body = JsonBody(
-        OllamaChatRequest, hints={"role": "Supported roles are system, user and assistant."}
+        OllamaChatRequest, hints={"role": "Supported roles are system, user, assistant and tool."}
     )
 
     def read(self, body: bytes, context: RequestContext) -> OllamaChatRequest:
@@ -333,21 +382,19 @@ class OllamaChat(_Ollama):
         if len(messages) > self.limits.max_messages:
             raise invalid("messages", f"send at most {self.limits.max_messages} messages")
         conversation = Conversation()
+        called: list[ToolCall] = []  # and not answered yet
         for index, message in enumerate(messages):
             param = f"messages.[{index}]."
-            if asks_for_something(message.tool_calls, (b"[]",)):
-                problem = "no model calls functions here; send the turn as text"
-                raise invalid(param + "tool_calls", problem, code="unsupported_parameter")
-            if message.images and message.role != "user":
-                raise invalid(param + "images", "images are only allowed in user messages")
-            parts = _parts(conversation, message.content, message.images, param)
-            conversation.messages.append(ChatMessage(message.role, parts, message.thinking or ""))
-        if messages[-1].role == "assistant":
-            raise invalid(
-                f"messages.[{len(messages) - 1}].role",
-                "the last message must not be the assistant's; end with a user message",
-            )
-        return self._plan(request, conversation, context, card)
+            parts = _parts(conversation, message.content, message.images, param, message.role)
+            if message.role == "tool":
+                conversation.add("tool", parts, call_id=_answered(message, called))
+                continue
+            calls = _read_calls(message)
+            called = calls or called
+            conversation.add(message.role, parts, message.thinking or "", calls)
+        offer = read_offer(request.tools, None, None)
+        tools = find_tools(offer, card, self.limits)
+        return self._plan(request, conversation, context, card, tools=tools)
 
     def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
         """Lines, of which the last is the whole answer's end."""
@@ -386,10 +433,8 @@ class OllamaGenerate(_Ollama):
         if request.raw and (request.images or request.system):
             raise invalid("raw", "a raw prompt has no system text and no images; leave it out")
         if request.system:
-            system = (conversation.text(request.system),)
-            conversation.messages.append(ChatMessage("system", system))
-        parts = _parts(conversation, request.prompt, request.images, "")
-        conversation.messages.append(ChatMessage("user", parts))
+            conversation.add("system", [conversation.text(request.system)])
+        conversation.add("user", _parts(conversation, request.prompt, request.images, ""))
         return self._plan(request, conversation, context, card, is_raw=bool(request.raw))
 
     def answer(self, options: OllamaAnswerOptions, head: AnswerHead) -> Answer:
@@ -416,41 +461,52 @@ class OllamaAnswer:
         self.options = options
         self.head = head
         self.is_chat = is_chat
+        self._blocks = Blocks(head.id, with_thought=options.with_thinking)
+        self._num_told = 0  # of the calls
+        self._num_tokens = 0
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """One object."""
-        pieces = [event for _, event in events if isinstance(event, Tokens)]
-        text = "".join(event.text for event in pieces)
-        return encode(self._end(totals, text, "".join(event.reasoning for event in pieces)))
+        self._blocks.add_all(events)
+        blocks = self._blocks
+        return encode(self._end(totals, blocks.text, blocks.thought, blocks.calls))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """A line for what came together."""
+        """A line for what came together; a call comes when it is complete."""
         frames: list[Frame] = []
         pieces = [event for _, event in events if isinstance(event, Tokens)]
-        text = "".join(event.text for event in pieces)
-        thought = "".join(event.reasoning for event in pieces) if self.options.with_thinking else ""
-        if text or thought:
-            position = pieces[-1].index + pieces[-1].num_tokens
-            frames.append((position, encode(self._line(text, thought)) + b"\n"))
+        if pieces:
+            self._num_tokens = pieces[-1].index + pieces[-1].num_tokens
+        added = [each for event in pieces for each in self._blocks.add(event)]
+        text, thought = (
+            "".join(piece for block, piece, _ in added if block.kind == kind)
+            for kind in ("text", "thought")
+        )
+        calls = self._blocks.calls
+        complete = calls[self._num_told : len(calls) - 1 if totals is None else len(calls)]
+        self._num_told += len(complete)
+        if text or thought or complete:
+            frames.append((self._num_tokens, encode(self._line(text, thought, complete)) + b"\n"))
         if totals is not None:
-            end = encode(self._end(totals, "", "")) + b"\n"
+            end = encode(self._end(totals, "", "", ())) + b"\n"
             frames.append((totals.num_output_tokens + 1, end))
         return frames
 
-    def _line(self, text: str, thought: str) -> OllamaLine:
+    def _line(self, text: str, thought: str, calls: Sequence[Block]) -> OllamaLine:
         line = OllamaLine(model=self.head.model, created_at=_time(self.head.created))
-        shown = thought if thought and self.options.with_thinking else UNSET
         if self.is_chat:
-            line.message = OllamaSaid("assistant", text, shown)
+            line.message = OllamaSaid("assistant", text, thought or UNSET)
+            if calls:
+                line.message.tool_calls = [_to_call(call, self._blocks) for call in calls]
         else:
-            line.response, line.thinking = text, shown
+            line.response, line.thinking = text, thought or UNSET
         return line
 
-    def _end(self, totals: Totals, text: str, thought: str) -> OllamaLine:
-        line = self._line(text, thought)
+    def _end(self, totals: Totals, text: str, thought: str, calls: Sequence[Block]) -> OllamaLine:
+        line = self._line(text, thought, calls)
         timings = totals.timings or {}
         line.done = True
-        line.done_reason = totals.finished[0].finish_reason.value
+        line.done_reason = _DONE_REASONS.get(totals.finished[0].finish_reason, "stop")
         line.total_duration = _ns(timings.get("e2e_s", 0.0))
         line.load_duration = 0
         line.prompt_eval_count = totals.prompt.num_prompt_tokens
@@ -460,6 +516,11 @@ class OllamaAnswer:
         line.eval_count = totals.num_output_tokens
         line.eval_duration = _ns(timings.get("decode_s", 0.0))
         return line
+
+
+def _to_call(call: Block, blocks: Blocks) -> OllamaSaidCall:
+    called = OllamaCalled(blocks.calls.index(call), call.name, call.json)
+    return OllamaSaidCall(call.call_id, called)
 
 
 def _ns(seconds: float) -> int:
@@ -591,6 +652,7 @@ class OllamaRoutes:
             "embedding": "embed" in card.tasks,
             "vision": card.supports_images,
             "thinking": bool(card.reasoning),
+            "tools": card.supports_grammars,
         }
         return OllamaShown(
             details=_details(card),

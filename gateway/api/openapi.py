@@ -1,6 +1,6 @@
 """The OpenAPI document: FastAPI's of the plain routes, and each surface's own part."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -62,11 +62,13 @@ def describe_operation(
     limits: LimitSettings,
     chunk: type | None = None,
     error: type = ErrorBody,
+    statuses: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A surface's operation and schemas, from the structs of its wire.
 
-    `chunk`: of a stream's events.
+    `chunk`: of a stream's events. `statuses`: what the API calls a status of the others.
     """
+    renamed = statuses or {}
     answers = {"application/json": {"schema": _reference(answer)}}
     if chunk is not None:
         answers["text/event-stream"] = {"schema": _reference(chunk)}
@@ -85,7 +87,9 @@ def describe_operation(
         },
         "responses": {
             "200": {"description": "The answer", "content": answers},
-            **{status: _error(text, error) for status, text in _ERRORS.items()},
+            **{
+                renamed.get(status, status): _error(text, error) for status, text in _ERRORS.items()
+            },
         },
     }
     types = [request, answer, error] if chunk is None else [request, answer, error, chunk]
@@ -123,6 +127,13 @@ def _describe_streams() -> dict[str, Any]:
 def branch(schema: dict[str, Any], kind: str) -> dict[str, Any]:
     """The alternative of a union that has this JSON type."""
     return next(branch for branch in schema["anyOf"] if branch.get("type") == kind)
+
+
+def write_neutral(properties: dict[str, Any], neutral: Mapping[str, tuple[bytes, ...]]) -> None:
+    """Describe fields that are accepted only where they ask for nothing."""
+    for name in neutral.keys() & properties.keys():
+        allowed = [None, *map(msgspec.json.decode, neutral[name])]
+        properties[name] = {"enum": allowed, "default": None, "description": "Unsupported."}
 
 
 def _schemas(*types: type) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
     for prefix, source in (("structured_outputs.", asked), ("guided_", fields)):
         of = {name: getattr(source, _attribute(prefix, name)) for name in _KINDS}
         if of["json"] is not UNSET and bytes(of["json"]) != b"null":
-            yield schema_grammar(_unquoted(bytes(of["json"])), prefix + "json", limits)
+            yield schema_grammar(unquoted(bytes(of["json"])), prefix + "json", limits)
         if of["regex"] is not None:
             yield _regex_grammar(of["regex"], prefix + "regex", limits)
         if of["choice"] is not None:
@@ -150,8 +150,8 @@ def _attribute(prefix: str, name: str) -> str:
     return prefix + name if prefix.endswith("_") else name
 
 
-def _unquoted(data: bytes) -> bytes:
-    """A schema that came as a string with JSON in it, as vLLM takes it too."""
+def unquoted(data: bytes) -> bytes:
+    """JSON that may have come as a string with JSON in it, as some clients send it."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
 
 

@@ -11,23 +11,23 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta
 
+from gateway.api.answers import TokenizedAnswer
 from gateway.api.chat.schemas import ChatCompletionRequest, ChatMessageParam
 from gateway.api.chat.translate import translate
 from gateway.api.conversation import check_text_chars
 from gateway.api.fields import (
-    Ignored,
     ModelName,
     Neutral,
     RequestStruct,
     TokenId,
     UserName,
-    asks_for_something,
+    check_neutral,
     invalid,
 )
 from gateway.api.openapi import describe_operation
-from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
-from gateway.http.body import JsonBody, unsupported
+from gateway.api.tools import ToolField
+from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
+from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
 from gateway.http.errors import InvalidRequest
 from shared.protocol import (
@@ -60,7 +60,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None  #: each token as the vocabulary spells it
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     user: UserName | None = None
-    tools: Ignored = UNSET
+    tools: list[ToolField] | None = None
     add_generation_prompt: Neutral = UNSET
     chat_template: Neutral = UNSET
     continue_final_message: Neutral = UNSET
@@ -120,9 +120,7 @@ class Tokenizing(Surface):
     def read(self, body: bytes, context: RequestContext) -> TokenizeRequest:
         """The checked body. Raises: InvalidRequest."""
         request = _TOKENIZE_BODY.decode(body)
-        for name, neutral in _NEUTRAL.items():
-            if asks_for_something(getattr(request, name), neutral):
-                raise unsupported(name)
+        check_neutral(request, _NEUTRAL)
         if request.prompt is None and request.messages is None:
             message = "Missing required field: prompt, or messages."
             raise InvalidRequest(message, param="prompt", code="missing_field")
@@ -149,6 +147,7 @@ class Tokenizing(Surface):
                 ChatCompletionRequest(
                     model=request.model,
                     messages=request.messages,
+                    tools=request.tools,
                     chat_template_kwargs=request.chat_template_kwargs,
                 ),
                 context,
@@ -166,7 +165,12 @@ class Tokenizing(Surface):
 
     def answer(self, options: TokenizeOptions, head: AnswerHead) -> Answer:
         """A `TokenList`."""
-        return TokenizeAnswer(options)
+
+        def to_list(made: Tokenized) -> TokenList:
+            strings = made.strings if options.with_strings else None
+            return TokenList(made.num_tokens, options.max_model_len, made.token_ids, strings)
+
+        return TokenizedAnswer(to_list)
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request."""
@@ -205,7 +209,7 @@ class Detokenizing(Surface):
 
     def answer(self, options: DetokenizeOptions, head: AnswerHead) -> Answer:
         """A `DetokenizedPrompt`."""
-        return DetokenizeAnswer()
+        return TokenizedAnswer(lambda made: DetokenizedPrompt(made.text))
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request."""
@@ -217,40 +221,3 @@ class Detokenizing(Surface):
             answer=DetokenizedPrompt,
             limits=self.limits,
         )
-
-
-def made_of(events: Sequence[ChoiceEvent]) -> Tokenized:
-    """What the worker's tokenizer made."""
-    [made] = [event for _, event in events if isinstance(event, Tokenized)]
-    return made
-
-
-class TokenizeAnswer:
-    """A `TokenList`; it is never streamed."""
-
-    def __init__(self, options: TokenizeOptions) -> None:
-        self.options = options
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body."""
-        made = made_of(events)
-        strings = made.strings if self.options.with_strings else None
-        return msgspec.json.encode(
-            TokenList(made.num_tokens, self.options.max_model_len, made.token_ids, strings)
-        )
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """There are none."""
-        return []
-
-
-class DetokenizeAnswer:
-    """A `DetokenizedPrompt`; it is never streamed."""
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body."""
-        return msgspec.json.encode(DetokenizedPrompt(made_of(events).text))
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """There are none."""
-        return []

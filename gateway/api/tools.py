@@ -4,6 +4,7 @@ Pure. Source: OpenAI API reference, "Function calling".
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.api.fields import invalid, missing
 from gateway.api.structured import schema_grammar
-from shared.protocol import CallPiece, Function, ModelCard, ToolCall, Tools
+from shared.protocol import Function, ModelCard, ToolCall, Tools
 from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}", re.ASCII)
@@ -81,72 +82,100 @@ class CallField(msgspec.Struct, frozen=True):
     type: str = "function"
 
 
-def find_tools(
-    tools: list[ToolField] | None,
-    choice: ToolChoice | None,
-    is_parallel: bool | None,
-    card: ModelCard,
-    limits: LimitSettings,
-) -> Tools | None:
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of tools, in whatever words.
+
+    `functions`: by their places in the request. `names`: of those that may be called; None: all.
+    """
+
+    functions: Sequence[tuple[str, FunctionField]]
+    names: frozenset[str] | None = None
+    may_call: bool = True
+    must_call: bool = False
+    is_parallel: bool = True
+    schema_field: str = "parameters"  #: what the API calls a function's schema
+
+
+def find_tools(offer: Offer, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
-    names, must_call = _read_choice(choice)
-    if choice == "none" or not (tools or must_call):
+    if not offer.may_call or not (offer.functions or offer.must_call):
         return None
     if not card.supports_grammars:
-        if must_call:
+        if offer.must_call:
             problem = "this model's engine cannot make it call functions; send auto or none, or leave it out"
             raise invalid("tool_choice", problem, code="unsupported_parameter")
         return None
-    functions = _read_functions(tools or [], limits)
-    if names is not None:
+    functions = _read_functions(offer, limits)
+    if offer.names is not None:
         known = {function.name for function in functions}
-        if not names <= known:
+        if not offer.names <= known:
             raise invalid("tool_choice", "it names a function that is not among tools")
-        functions = [function for function in functions if function.name in names]
+        functions = [function for function in functions if function.name in offer.names]
     if not functions:
-        if must_call:
+        if offer.must_call:
             raise invalid("tool_choice", "there are no functions to call; send tools")
         return None
-    return Tools(tuple(functions), must_call, is_parallel is not False)
+    return Tools(tuple(functions), offer.must_call, offer.is_parallel)
 
 
-def _read_choice(choice: ToolChoice | None) -> tuple[set[str] | None, bool]:
+def read_offer(
+    tools: list[ToolField] | None, choice: ToolChoice | None, is_parallel: bool | None
+) -> Offer:
+    """As chat says it. Raises: InvalidRequest."""
+    functions: list[tuple[str, FunctionField]] = []
+    for index, tool in enumerate(tools or ()):
+        if tool.type != "function":
+            continue
+        if tool.function is None:
+            raise missing(f"tools.[{index}].function")
+        functions.append((f"tools.[{index}].function", tool.function))
+    names, must_call = _read_choice(choice)
+    return Offer(
+        functions=functions,
+        names=names,
+        may_call=choice != "none",
+        must_call=must_call,
+        is_parallel=is_parallel is not False,
+    )
+
+
+def _read_choice(choice: ToolChoice | None) -> tuple[frozenset[str] | None, bool]:
     """Names of functions that may be called, None for all; and whether one must be."""
     if choice is None or isinstance(choice, str):
         return None, choice == "required"
     if choice.type == "function":
         if choice.function is None:
             raise missing("tool_choice.function")
-        return {choice.function.name}, True
+        return frozenset((choice.function.name,)), True
     if choice.allowed_tools is None:
         raise missing("tool_choice.allowed_tools")
     named = [tool.function for tool in choice.allowed_tools.tools if tool.function is not None]
-    return {function.name for function in named}, choice.allowed_tools.mode == "required"
+    names = frozenset(function.name for function in named)
+    return names, choice.allowed_tools.mode == "required"
 
 
-def _read_functions(tools: list[ToolField], limits: LimitSettings) -> list[Function]:
-    if len(tools) > limits.max_tools:
+def _read_functions(offer: Offer, limits: LimitSettings) -> list[Function]:
+    if len(offer.functions) > limits.max_tools:
         raise invalid("tools", f"send at most {limits.max_tools}")
     functions: dict[str, Function] = {}
     num_bytes = 0
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
-            continue
-        param = f"tools.[{index}].function"
-        if tool.function is None:
-            raise missing(param)
-        function = _read_function(tool.function, param, limits)
+    for param, field in offer.functions:
+        function = _read_function(field, param, offer.schema_field, limits)
         if function.name in functions:
             raise invalid(f"{param}.name", "it is the name of an earlier one")
         functions[function.name] = function
         num_bytes += len(function.parameters)
     if num_bytes > limits.max_schema_bytes:
         most = limits.max_schema_bytes
-        raise invalid("tools", f"send at most {most} bytes of parameters in all functions")
+        raise invalid(
+            "tools", f"send at most {most} bytes of {offer.schema_field} in all functions"
+        )
     return list(functions.values())
 
 
-def _read_function(field: FunctionField, param: str, limits: LimitSettings) -> Function:
+def _read_function(
+    field: FunctionField, param: str, schema_field: str, limits: LimitSettings
+) -> Function:
     if not _NAME.fullmatch(field.name):
         problem = f"send 1 to {MAX_TOOL_NAME_CHARS} letters, digits, _, -, ., : and /"
         raise invalid(f"{param}.name", problem)
@@ -154,40 +183,10 @@ def _read_function(field: FunctionField, param: str, limits: LimitSettings) -> F
     parameters = _NO_PARAMETERS
     if schema not in (b"", _NULL, b"{}"):
         strict = bool(field.strict)  # what others ask for is kept where it can be
-        parameters = schema_grammar(schema, f"{param}.parameters", limits, strict=strict).source
+        parameters = schema_grammar(schema, f"{param}.{schema_field}", limits, strict=strict).source
     return Function(field.name, parameters, field.description or "", bool(field.strict))
 
 
 def read_call(call: CallField, place: int) -> ToolCall:
     """A call of the history; `place` stands for an id that it lacks."""
     return ToolCall(call.id or f"call_{place}", call.function.name, call.function.arguments)
-
-
-def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a call in an answer: the same for every reader of a stream."""
-    return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
-
-
-class CallAnswer(msgspec.Struct):
-    """A call in an answer."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-class GatheredCalls:
-    """The calls of one choice so far, for answers that are whole."""
-
-    def __init__(self, answer_id: str, choice: int) -> None:
-        self._answer_id = answer_id
-        self._choice = choice
-        self.calls: list[CallAnswer] = []
-
-    def add(self, pieces: tuple[CallPiece, ...]) -> None:
-        """Take what comes next."""
-        for piece in pieces:
-            if piece.index == len(self.calls):
-                made = call_id(self._answer_id, self._choice, piece.index)
-                self.calls.append(CallAnswer(made, piece.name, ""))
-            self.calls[piece.index].arguments += piece.arguments

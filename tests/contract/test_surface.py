@@ -4,6 +4,7 @@ of one file.
 
 import asyncio
 import json
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,18 @@ from gateway.api import SURFACES
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.services import Services
-from shared.protocol import Embed, ErrorCode, Rerank, Scores, Tokenize, Tokenized, Vectors
+from shared.protocol import (
+    CallPiece,
+    Embed,
+    ErrorCode,
+    FinishReason,
+    Function,
+    Rerank,
+    Scores,
+    Tokenize,
+    Tokenized,
+    Vectors,
+)
 from shared.settings.limits import LimitSettings
 from tests.contract.toys.surface import Echo, EchoAnswer, EchoOptions
 from tests.factories_gateway import (
@@ -40,6 +52,22 @@ TOKEN_IDS = [5, 8]
 
 
 @dataclass(frozen=True)
+class Calling:
+    """How functions are offered and called in the words of one surface.
+
+    `calls_of`: ids, names and arguments of calls in the bodies or events of one answer.
+    """
+
+    tools: Json
+    must: Json
+    one: Json
+    calls_of: Callable[[list[Json]], list[tuple[str, str, Json]]]
+    #: The fields of a request behind a call with this id, whose result is a text and an image.
+    after: Callable[[str], Json]
+    reason: tuple[str, str]
+
+
+@dataclass(frozen=True)
 class Dialect:
     """How the suite speaks to one surface.
 
@@ -58,6 +86,9 @@ class Dialect:
     stream_type: str = "text/event-stream"
     #: What makes it another request.
     other: Json = field(default_factory=lambda: {"user": "somebody else"})
+    calling: Calling | None = None
+    #: What too much at a time is here.
+    overload: str = "503"
 
     @property
     def is_streamed(self) -> bool:
@@ -95,7 +126,7 @@ def tokenized(answer: Json) -> str:
 def response_text(answer: Json) -> str:
     """Of a whole answer, or of an event."""
     items = answer.get("output", ())
-    whole = "".join(part["text"] for item in items for part in item["content"])
+    whole = "".join(part["text"] for item in items for part in item.get("content", ()))
     return answer["delta"] if answer.get("type") == "response.output_text.delta" else whole
 
 
@@ -107,8 +138,8 @@ def response_error(answer: Json) -> tuple[str, str | None]:
 
 def message_text(answer: Json) -> str:
     if answer["type"] == "content_block_delta":
-        return answer["delta"]["text"]
-    return "".join(block["text"] for block in answer.get("content", ()))
+        return answer["delta"].get("text", "")
+    return "".join(block.get("text", "") for block in answer.get("content", ()))
 
 
 def counted(answer: Json) -> str:
@@ -124,6 +155,140 @@ def openai_error(answer: Json) -> tuple[str, str | None]:
     return answer["error"]["code"], answer["error"]["param"]
 
 
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+NAMED = {"name": "look", "description": "Look.", "parameters": CITY}
+ANSWER_TEXT = "rain"
+
+
+def chat_calls(answers: list[Json]) -> list[tuple[str, str, Json]]:
+    found: dict[int, list[str]] = {}
+    for answer in answers:
+        for choice in answer["choices"]:
+            told = choice.get("message", choice.get("delta")).get("tool_calls") or ()
+            for place, call in enumerate(told):
+                parts = found.setdefault(call.get("index", place), ["", "", ""])
+                parts[0] += call.get("id", "")
+                parts[1] += call["function"].get("name", "")
+                parts[2] += call["function"]["arguments"]
+    return [(id_, name, json.loads(text)) for id_, name, text in found.values()]
+
+
+def response_calls(answers: list[Json]) -> list[tuple[str, str, Json]]:
+    whole = answers[-1].get("response", answers[-1])
+    deltas: dict[str, str] = {}
+    for event in answers:
+        if event.get("type") == "response.function_call_arguments.delta":
+            deltas[event["item_id"]] = deltas.get(event["item_id"], "") + event["delta"]
+    items = [item for item in whole["output"] if item["type"] == "function_call"]
+    assert [item["arguments"] for item in items] == list(deltas.values()) or len(answers) == 1
+    return [(item["call_id"], item["name"], json.loads(item["arguments"])) for item in items]
+
+
+def message_calls(answers: list[Json]) -> list[tuple[str, str, Json]]:
+    if answers[0]["type"] == "message":
+        blocks = [block for block in answers[0]["content"] if block["type"] == "tool_use"]
+        return [(block["id"], block["name"], block["input"]) for block in blocks]
+    found: dict[int, list[str]] = {}
+    for event in answers:
+        if event["type"] == "content_block_start":
+            block = event["content_block"]
+            if block["type"] == "tool_use":
+                assert block["input"] == {}
+                found[event["index"]] = [block["id"], block["name"], ""]
+        elif event["type"] == "content_block_delta":
+            found.get(event["index"], [""])[-1] += event["delta"].get("partial_json", "")
+    return [(id_, name, json.loads(text)) for id_, name, text in found.values()]
+
+
+def ollama_calls(answers: list[Json]) -> list[tuple[str, str, Json]]:
+    calls = [call for line in answers for call in line["message"].get("tool_calls", ())]
+    assert [call["function"]["index"] for call in calls] == list(range(len(calls)))
+    return [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
+
+
+def png() -> str:
+    return data_url().partition(",")[2]
+
+
+def chat_result(call_id: str) -> Json:
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": data_url()}}
+    parts = [{"type": "text", "text": ANSWER_TEXT}, image]
+    return {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "content": parts},
+        ]
+    }
+
+
+def response_result(call_id: str) -> Json:
+    image = {"type": "input_image", "image_url": data_url()}
+    output = [{"type": "input_text", "text": ANSWER_TEXT}, image]
+    call = {"type": "function_call", "call_id": call_id, "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": call_id, "output": output}
+    return {"input": [{"role": "user", "content": "hello"}, call, result]}
+
+
+def message_result(call_id: str) -> Json:
+    source = {"type": "base64", "media_type": "image/png", "data": png()}
+    content = [{"type": "text", "text": ANSWER_TEXT}, {"type": "image", "source": source}]
+    call = {"type": "tool_use", "id": call_id, "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": content}
+    return {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+    }
+
+
+def ollama_result(call_id: str) -> Json:
+    call = {"id": call_id, "function": {"name": "look", "arguments": {}}}
+    result = {"role": "tool", "tool_name": "look", "content": ANSWER_TEXT, "images": [png()]}
+    return {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            result,
+        ]
+    }
+
+
+CHAT_CALLING = Calling(
+    tools={"tools": [{"type": "function", "function": NAMED}]},
+    must={"tool_choice": "required"},
+    one={"parallel_tool_calls": False},
+    calls_of=chat_calls,
+    after=chat_result,
+    reason=("finish_reason", "tool_calls"),
+)
+RESPONSE_CALLING = Calling(
+    tools={"tools": [{"type": "function", **NAMED}]},
+    must={"tool_choice": {"type": "function", "name": "look"}},
+    one={"parallel_tool_calls": False},
+    calls_of=response_calls,
+    after=response_result,
+    reason=("status", "completed"),
+)
+MESSAGE_CALLING = Calling(
+    tools={"tools": [{"name": "look", "description": "Look.", "input_schema": CITY}]},
+    must={"tool_choice": {"type": "any"}},
+    one={"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    calls_of=message_calls,
+    after=message_result,
+    reason=("stop_reason", "tool_use"),
+)
+OLLAMA_CALLING = Calling(
+    tools=CHAT_CALLING.tools,
+    must={},
+    one={},
+    calls_of=ollama_calls,
+    after=ollama_result,
+    reason=("done_reason", "stop"),
+)
 DIALECTS = {
     "/v1/chat/completions": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}]},
@@ -131,6 +296,7 @@ DIALECTS = {
         error_of=openai_error,
         wrong=("temperature", "warm"),
         end="[DONE]",
+        calling=CHAT_CALLING,
     ),
     "/v1/completions": Dialect(
         body={"prompt": "hello"},
@@ -159,6 +325,7 @@ DIALECTS = {
         error_of=response_error,
         wrong=("temperature", "warm"),
         end="[DONE]",
+        calling=RESPONSE_CALLING,
     ),
     "/v1/responses/input_tokens": Dialect(
         body={"input": "hello"},
@@ -174,6 +341,8 @@ DIALECTS = {
         wrong=("temperature", "warm"),
         end='{"type":"message_stop"}',
         other={"metadata": {"user_id": "somebody else"}},
+        calling=MESSAGE_CALLING,
+        overload="529",
     ),
     "/v1/messages/count_tokens": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}]},
@@ -182,6 +351,7 @@ DIALECTS = {
         wrong=("messages", 5),
         task="tokenize",
         other={"system": "another"},
+        overload="529",
     ),
     "/api/chat": Dialect(
         body={"messages": [{"role": "user", "content": "hello"}]},
@@ -191,6 +361,7 @@ DIALECTS = {
         wrong=("messages", 5),
         end='"done":true',
         stream_type="application/x-ndjson",
+        calling=OLLAMA_CALLING,
     ),
     "/api/generate": Dialect(
         body={"prompt": "hello"},
@@ -231,6 +402,7 @@ DIALECTS = {
     ),
 }
 ALL = (*SURFACES, Echo)
+CALLING = [path for path, dialect in DIALECTS.items() if dialect.calling]
 STREAMED = [path for path, dialect in DIALECTS.items() if dialect.is_streamed]
 NUMBERED = [path for path in STREAMED if DIALECTS[path].stream_type == "text/event-stream"]
 TASKS = ("generate", "embed", "rerank", "tokenize")
@@ -243,6 +415,7 @@ SIBLINGS = (
     "/api/generate",
 )
 once_a_kind = pytest.mark.parametrize("path", [path for path in DIALECTS if path not in SIBLINGS])
+only_calling = pytest.mark.parametrize("path", CALLING)
 only_streamed = pytest.mark.parametrize("path", STREAMED)
 only_numbered = pytest.mark.parametrize("path", NUMBERED)
 
@@ -289,8 +462,14 @@ def changes() -> dict[str, Json]:
 
 
 @pytest.fixture
-async def worker(redis_server, redis_prefix):
-    async with run_worker(redis_server, redis_prefix, replace(CARD, tasks=TASKS)) as worker:
+def can_call() -> bool:
+    return True
+
+
+@pytest.fixture
+async def worker(redis_server, redis_prefix, can_call):
+    card = replace(CARD, tasks=TASKS, supports_grammars=can_call)
+    async with run_worker(redis_server, redis_prefix, card) as worker:
         worker.script = say_hello
         yield worker
 
@@ -574,6 +753,88 @@ async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     assert told + speaker.text_of_stream(rest.text) == TOLD
 
 
+# Functions that are called
+
+
+async def call_twice(answer: Answer) -> None:
+    """Words and two calls, the arguments of the first in pieces."""
+    await answer.start()
+    pieces = [
+        ("Well.", ()),
+        ("", (CallPiece(0, "look"), CallPiece(0, "", '{"city"'))),
+        ("", (CallPiece(0, "", ': "Oslo"}'),)),
+        ("", (CallPiece(1, "look", "{}"),)),
+    ]
+    for text, calls in pieces:
+        [event] = answer.deltas(text)
+        await answer.publish(replace(event, calls=calls))
+    await answer.finish(reason=FinishReason.TOOL_CALLS)
+
+
+def told_reasons(answers: list[Json], name: str) -> set[str]:
+    """What stands under a name, wherever it stands."""
+    found = re.findall(f'"{name}": "([^"]*)"', json.dumps(answers[-2:]))
+    return set(found)
+
+
+@only_calling
+async def test_calls_are_the_same_whole_and_streamed(speaker, worker):
+    calling = speaker.dialect.calling
+    worker.script = call_twice
+    whole = [(await speaker.ask(**calling.tools)).json()]
+    streamed = speaker.events((await speaker.ask(**calling.tools, stream=True)).text)
+    for answers in (whole, streamed):
+        (first, name, city), (second, other, nothing) = calling.calls_of(answers)
+        assert (name, city, other, nothing) == ("look", {"city": "Oslo"}, "look", {})
+        assert first != second
+        said = "".join(map(speaker.dialect.text_of, answers))
+        assert said == "Well."
+        field_, value = calling.reason
+        assert value in told_reasons(answers, field_)
+
+
+@only_calling
+async def test_functions_reach_the_worker_alike(speaker, worker):
+    calling = speaker.dialect.calling
+    for wish in ({}, calling.must, calling.one):
+        assert (await speaker.ask(**{**calling.tools, **wish})).status_code == 200
+    function = Function("look", json.dumps(CITY), "Look.")
+    tools = [request.task.tools for request in worker.requests]
+    for each, wish in zip(tools, (None, calling.must, calling.one), strict=True):
+        [told] = each.functions
+        assert (told.name, told.description) == (function.name, function.description)
+        assert json.loads(told.parameters) == CITY
+        assert each.is_required is bool(wish and wish is calling.must)
+        assert each.is_parallel is not (wish and wish is calling.one)
+
+
+@only_calling
+async def test_what_came_of_a_call_may_hold_an_image(speaker, worker):
+    calling = speaker.dialect.calling
+    assert (await speaker.ask(**calling.tools, **calling.after("call_7"))).status_code == 200
+    [request] = worker.requests
+    user, called, result = request.task.messages
+    assert user.role == "user"
+    assert [(call.id, call.name, call.arguments) for call in called.tool_calls] == [
+        ("call_7", "look", "{}")
+    ]
+    assert (result.role, result.tool_call_id) == ("tool", "call_7")
+    assert sorted(type(part).__name__ for part in result.parts) == ["ImagePart", "TextPart"]
+    assert len(request.task.images) == 1
+
+
+@only_calling
+@pytest.mark.parametrize("can_call", [False])
+async def test_a_model_that_cannot_be_held_to_functions_answers_in_words(speaker, worker):
+    calling = speaker.dialect.calling
+    assert (await speaker.ask(**calling.tools)).status_code == 200
+    assert worker.requests[0].task.tools is None
+    if calling.must:
+        refused = await speaker.ask(**calling.tools, **calling.must)
+        assert refused.status_code == 400
+        assert speaker.error_of(refused) == ("unsupported_parameter", "tool_choice")
+
+
 LINES_HEADERS = [(b"content-type", b"application/x-ndjson")]
 
 
@@ -630,7 +891,8 @@ async def test_a_retry_under_the_same_key_gets_the_same_answer(speaker, worker):
 async def test_the_openapi_document_describes_it(speaker):
     document = (await speaker.client.get("/openapi.json")).json()
     operation = document["paths"][speaker.path]["post"]
-    assert {"200", "400", "401", "404", "429", "503", "504"} <= set(operation["responses"])
+    known = {"200", "400", "401", "404", "429", "504", speaker.dialect.overload}
+    assert known <= set(operation["responses"])
     content = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][content.rpartition("/")[2]]
     assert {"model", *speaker.dialect.body} <= set(schema["properties"])

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from gateway.api.chat.answer import ChatAnswer
 from gateway.api.chat.schemas import (
     IGNORED_FIELDS,
@@ -15,7 +13,7 @@ from gateway.api.chat.schemas import (
 )
 from gateway.api.chat.translate import ChatOptions, check_supported, translate
 from gateway.api.fields import check_stream_options
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.openapi import branch, describe_operation, write_neutral
 from gateway.api.structured import StructuredFields
 from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http.body import JsonBody
@@ -121,9 +119,4 @@ def _write_limits(properties: dict[str, Any], limits: LimitSettings) -> None:
     for name in IGNORED_FIELDS:
         if name in properties:
             properties[name]["description"] = "Accepted; changes nothing."
-    for name, neutral in NEUTRAL_VALUES.items():
-        properties[name] = {
-            "enum": [None, *map(msgspec.json.decode, neutral)],
-            "default": None,
-            "description": "Unsupported.",
-        }
+    write_neutral(properties, NEUTRAL_VALUES)

@@ -12,7 +12,9 @@ from msgspec import UNSET, UnsetType
 
 from gateway.api.answers import (
     SYSTEM_FINGERPRINT,
+    Blocks,
     CompletionUsage,
+    call_id,
     encode,
     merge_tokens,
     to_usage,
@@ -33,7 +35,6 @@ from gateway.api.chat.schemas import (
 )
 from gateway.api.chat.translate import ChatOptions
 from gateway.api.fields import Timings, timings_of
-from gateway.api.tools import GatheredCalls, call_id
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http import sse
@@ -63,7 +64,10 @@ class ChatAnswer:
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `ChatCompletion`."""
-        choices = [_GatheredChoice(self.head.id, index) for index in range(len(totals.finished))]
+        choices = [
+            _GatheredChoice(self.head.id, index, self.options)
+            for index in range(len(totals.finished))
+        ]
         for index, event in events:
             choices[index].add(event)
         completion = ChatCompletion(
@@ -71,7 +75,7 @@ class ChatAnswer:
             created=self.head.created,
             model=self.head.model,
             system_fingerprint=self.head.package or SYSTEM_FINGERPRINT,
-            choices=[choice.to_choice(index, self.options) for index, choice in enumerate(choices)],
+            choices=[choice.to_choice(index) for index, choice in enumerate(choices)],
             usage=to_usage(totals),
             service_tier=self.options.service_tier,
             timings=timings_of(totals),
@@ -169,36 +173,33 @@ class ChatAnswer:
 
 
 class _GatheredChoice:
-    """One choice's text so far."""
+    """One choice so far."""
 
-    def __init__(self, answer_id: str, index: int) -> None:
-        self._calls = GatheredCalls(answer_id, index)
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
+    def __init__(self, answer_id: str, index: int, options: ChatOptions) -> None:
+        self._options = options
+        self._blocks = Blocks(answer_id, index, with_thought=options.with_reasoning)
         self._logprobs: list[OutputLogprob] = []
         self._finish_reason = ""
 
     def add(self, event: object) -> None:
         """Take the next event."""
         if isinstance(event, Tokens):
-            self._texts.append(event.text)
-            self._thoughts.append(event.reasoning)
+            self._blocks.add(event)
             self._logprobs.extend(event.logprobs)
-            self._calls.add(event.calls)
         elif isinstance(event, Finished):
             self._finish_reason = event.finish_reason.value
 
-    def to_choice(self, index: int, options: ChatOptions) -> Choice:
+    def to_choice(self, index: int) -> Choice:
         """The choice as it stands."""
-        logprobs = to_choice_logprobs(self._logprobs) if options.with_logprobs else None
-        message = AnswerMessage("".join(self._texts))
-        if options.with_reasoning and (thought := "".join(self._thoughts)):
+        logprobs = to_choice_logprobs(self._logprobs) if self._options.with_logprobs else None
+        message = AnswerMessage(self._blocks.text)
+        if thought := self._blocks.thought:
             message.reasoning_content = thought
-        if self._calls.calls:
+        if calls := self._blocks.calls:
             message.content = message.content or None
             message.tool_calls = [
-                AnswerCall(AnswerFunction(call.name, call.arguments), call.id, "function")
-                for call in self._calls.calls
+                AnswerCall(AnswerFunction(call.name, call.text), call.call_id, "function")
+                for call in calls
             ]
         return Choice(index, message, self._finish_reason, logprobs)
 

@@ -17,9 +17,17 @@ from gateway.api.chat.schemas import (
     ImageContent,
     InputImageContent,
 )
-from gateway.api.conversation import Conversation
+from gateway.api.conversation import (
+    Conversation,
+    Part,
+    Role,
+    find_effort,
+    find_template_options,
+    switch_thinking,
+)
 from gateway.api.fields import (
     asks_for_something,
+    check_neutral,
     find_priority,
     find_service_tier,
     invalid,
@@ -35,27 +43,15 @@ from gateway.api.sampling import (
     translate_sampling,
 )
 from gateway.api.structured import check_with_grammar, find_grammar
-from gateway.api.tools import find_tools, read_call
+from gateway.api.tools import find_tools, read_call, read_offer
 from gateway.calls.surface import Plan
-from gateway.http.body import unsupported
 from gateway.http.context import RequestContext
-from shared.protocol import (
-    THINKING_SWITCHES,
-    ChatMessage,
-    Generate,
-    ImagePart,
-    ModelCard,
-    TemplateOption,
-    TextPart,
-    ToolCall,
-)
+from shared.protocol import Generate, ModelCard, TemplateOption, ToolCall
 from shared.settings.limits import LimitSettings
 
 _EMPTY = (b"[]", b"{}", b'""')  #: what answers have in fields that they do not use
 _NO_TOOLS = "send tools and tool_choice instead"
 _NO_CALLS = "send tool_calls instead, or the turn as text"
-_MAX_TEMPLATE_OPTIONS = 16
-_MAX_OPTION_CHARS = 256
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
@@ -85,12 +81,12 @@ def translate(
     )
     conversation = translate_messages(request.messages, limits)
     check_model(sampling, card)
-    options = translate_template_options(request, card)
+    options = _template_options(request, card)
     grammar = find_grammar(request, card, limits)
     tools = None
     if request.tools or request.tool_choice is not None:
-        asked = (request.tools, request.tool_choice, request.parallel_tool_calls)
-        tools = find_tools(*asked, card, limits)
+        asked = read_offer(request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = find_tools(asked, card, limits)
     if grammar is not None or tools is not None:
         check_with_grammar(sampling)
     task = Generate(
@@ -119,12 +115,9 @@ def translate(
 
 def check_supported(request: ChatCompletionRequest) -> None:
     """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
-    for name, neutral in NEUTRAL_VALUES.items():
-        value = getattr(request, name)
-        if asks_for_something(value, neutral):
-            if name == "function_call":
-                raise invalid(name, _NO_TOOLS, code="unsupported_parameter")
-            raise unsupported(name)
+    if asks_for_something(request.function_call, NEUTRAL_VALUES["function_call"]):
+        raise invalid("function_call", _NO_TOOLS, code="unsupported_parameter")
+    check_neutral(request, NEUTRAL_VALUES)
 
 
 def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettings) -> Conversation:
@@ -134,12 +127,7 @@ def translate_messages(messages: Sequence[ChatMessageParam], limits: LimitSettin
     conversation = Conversation()
     for index, message in enumerate(messages):
         _add_message(conversation, message, f"messages.[{index}]")
-        conversation.check_chars("messages", limits)
-    if messages[-1].role == "assistant":
-        raise invalid(
-            f"messages.[{len(messages) - 1}].role",
-            "the last message must not be the assistant's; end with a user message",
-        )
+    conversation.check("messages", limits, f"messages.[{len(messages) - 1}].role")
     return conversation
 
 
@@ -156,20 +144,17 @@ def _add_message(conversation: Conversation, message: ChatMessageParam, param: s
             raise invalid(f"{param}.content", "send a string or a list of parts")
         content = ""
     if isinstance(content, str):
-        parts: tuple[TextPart | ImagePart, ...] = (conversation.text(content),)
+        parts: tuple[Part, ...] = (conversation.text(content),)
     else:
         parts = tuple(
             _add_part(conversation, part, role, f"{param}.content.[{index}]")
             for index, part in enumerate(content)
         )
     reasoning = _reasoning(message) if role == "assistant" else ""
-    conversation.num_chars += len(reasoning)
     calls: tuple[ToolCall, ...] = ()
     if role == "assistant" and message.tool_calls:
         calls = tuple(read_call(call, place) for place, call in enumerate(message.tool_calls))
-        conversation.num_chars += sum(len(call.arguments) for call in calls)
-    said = ChatMessage(role, parts, reasoning, calls, message.tool_call_id or "")
-    conversation.messages.append(said)
+    conversation.add(role, parts, reasoning, calls, message.tool_call_id or "")
 
 
 def _reasoning(message: ChatMessageParam) -> str:
@@ -181,58 +166,19 @@ def _reasoning(message: ChatMessageParam) -> str:
     return ""
 
 
-def translate_template_options(
-    request: ChatCompletionRequest, card: ModelCard
-) -> dict[str, TemplateOption]:
-    """Variables of the chat template: those given by name, and the switch for thinking.
-
-    Raises: InvalidRequest for what the model's template reads nowhere and would change the answer.
-    """
-    given = request.chat_template_kwargs or {}
-    if len(given) > _MAX_TEMPLATE_OPTIONS:
-        raise invalid("chat_template_kwargs", f"send at most {_MAX_TEMPLATE_OPTIONS} entries")
-    if any(isinstance(v, str) and len(v) > _MAX_OPTION_CHARS for v in given.values()):
-        raise invalid(
-            "chat_template_kwargs", f"send strings of at most {_MAX_OPTION_CHARS} characters"
-        )
-    options = {name: value for name, value in given.items() if name in card.template_options}
-    for name in given.keys() - options.keys():
-        if name not in THINKING_SWITCHES:
-            read = ", ".join(card.template_options) or "none"
-            problem = f"this model's chat template reads of such variables: {read}"
-            raise invalid("chat_template_kwargs", problem, code="unsupported_parameter")
-        options |= _switch_thinking(bool(given[name]), card, "chat_template_kwargs")
+def _template_options(request: ChatCompletionRequest, card: ModelCard) -> dict[str, TemplateOption]:
+    """Variables of the chat template: those given by name, and the switch for thinking."""
+    options = find_template_options(card, request.chat_template_kwargs)
     if request.enable_thinking is not None:
-        options |= _switch_thinking(request.enable_thinking, card, "enable_thinking")
-    effort = request.reasoning_effort
-    if effort is not None and "reasoning_effort" in card.template_options:
-        options["reasoning_effort"] = effort
-    elif effort is not None and not (card.always_thinks and effort != "none"):
-        options |= _switch_thinking(effort != "none", card, "reasoning_effort")
-    return options
+        options |= switch_thinking(card, request.enable_thinking, "enable_thinking")
+    return options | find_effort(card, request.reasoning_effort, "reasoning_effort")
 
 
-def _switch_thinking(wanted: bool, card: ModelCard, param: str) -> dict[str, TemplateOption]:
-    """What makes the model think or not; nothing where it does so anyhow. Raises: InvalidRequest."""
-    for name in sorted(THINKING_SWITCHES):
-        if name in card.template_options:
-            return {name: wanted}
-    if wanted is not card.always_thinks:
-        does = "thinks always" if card.always_thinks else "has no switch for thinking"
-        raise invalid(param, f"this model {does}; leave it out", code="unsupported_parameter")
-    return {}
-
-
-def _add_part(
-    conversation: Conversation, part: ContentPart, role: str, param: str
-) -> TextPart | ImagePart:
+def _add_part(conversation: Conversation, part: ContentPart, role: Role, param: str) -> Part:
     if not isinstance(part, ImageContent | InputImageContent):
         return conversation.text(part.text)
-    param += ".image_url"
-    if role not in ("user", "tool"):
-        raise invalid(param, "images are only allowed in user and tool messages")
     url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-    return conversation.image(url, param)
+    return conversation.image(url, f"{param}.image_url", role)
 
 
 def _max_tokens(request: ChatCompletionRequest, limits: LimitSettings) -> int | None:

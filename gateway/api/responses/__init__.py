@@ -1,38 +1,39 @@
 """`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import Response
 
-from gateway.api.openapi import branch, describe_operation
+from gateway.api.answers import TokenizedAnswer
+from gateway.api.fields import check_neutral
+from gateway.api.openapi import branch, describe_operation, write_neutral
 from gateway.api.responses.answer import ResponseAnswer
 from gateway.api.responses.schemas import (
     NEUTRAL_VALUES,
+    CallItem,
     CountRequest,
     InputTokens,
     ResponseEvent,
     ResponseFields,
     ResponseObject,
     ResponseRequest,
-    TextContent,
+    ResponseText,
 )
 from gateway.api.responses.translate import (
     Continued,
     KeptConversation,
     ResponseOptions,
-    check_supported,
     template_options,
+    tools_of,
     translate,
     translate_input,
 )
 from gateway.api.routes import Caller, Operation
-from gateway.api.tokenize import made_of
 from gateway.api.vector_stores import ListQuery
 from gateway.calls.kept import KeptAnswers
-from gateway.calls.open_call import ChoiceEvent
-from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
+from gateway.calls.surface import Answer, AnswerHead, Plan, Surface
 from gateway.http import sse
 from gateway.http.body import JsonBody
 from gateway.http.context import RequestContext
@@ -51,8 +52,9 @@ from shared.settings.limits import LimitSettings
 
 _HINTS = {
     "role": "Supported roles are system, developer, user and assistant.",
-    "type": "Supported items are message and reasoning, supported parts input_text, output_text "
-    "and input_image.",
+    "type": "Supported items are message, reasoning, function_call and function_call_output, "
+    "supported parts input_text, output_text and input_image.",
+    "tool_choice": "Send none, auto, required, a function by name or allowed_tools.",
     "detail": "Supported values are auto, low, high and original.",
 }
 _BODY = JsonBody(ResponseRequest, hints=_HINTS)
@@ -95,7 +97,7 @@ class Responses(_Input):
     def read(self, body: bytes, context: RequestContext) -> ResponseRequest:
         """The checked body. Raises: InvalidRequest."""
         request = _BODY.decode(body)
-        check_supported(request)
+        check_neutral(request, NEUTRAL_VALUES)
         return request
 
     def record(self, answer: Answer) -> bytes | None:
@@ -143,14 +145,8 @@ class Responses(_Input):
             self.limits.max_output_tokens
         )
         branch(properties["top_logprobs"], "integer")["maximum"] = self.limits.max_top_logprobs
-        _write_neutral(properties)
+        write_neutral(properties, NEUTRAL_VALUES)
         return operation, schemas
-
-
-def _write_neutral(properties: dict[str, Any]) -> None:
-    for name in NEUTRAL_VALUES.keys() & properties.keys():
-        allowed = [None, *map(msgspec.json.decode, NEUTRAL_VALUES[name])]
-        properties[name] = {"enum": allowed, "default": None, "description": "Unsupported."}
 
 
 class ResponseItemsQuery(ListQuery, frozen=True, kw_only=True):
@@ -178,14 +174,23 @@ class ShownItem(msgspec.Struct, tag_field="type", tag="message"):
 
     id: str
     role: str
-    content: list[InputItemText | InputItemImage | TextContent]
+    content: list[InputItemText | InputItemImage | ResponseText]
+    status: str = "completed"
+
+
+class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
+    """What came of a call."""
+
+    id: str
+    call_id: str
+    output: list[InputItemText | InputItemImage | ResponseText]
     status: str = "completed"
 
 
 class ResponseItemList(msgspec.Struct):
     """A page of the messages before an answer, those of earlier answers included."""
 
-    data: list[ShownItem]
+    data: list[ShownItem | CallItem | CallOutputItem]
     has_more: bool
     first_id: str | None
     last_id: str | None
@@ -251,10 +256,9 @@ class ResponseRoutes:
         kept = await self._find(caller)
         digits = caller.path["response_id"].removeprefix("resp_")
         items = [
-            ShownItem(
-                f"msg_{digits}_{index}", message.role, [_show(message, p) for p in message.parts]
-            )
+            item
             for index, message in enumerate(kept.input)
+            for item in _show_message(message, f"{digits}_{index}")
         ]
         if query.order == "desc":
             items.reverse()
@@ -273,12 +277,25 @@ class ResponseRoutes:
         return read_kept(record)
 
 
+def _show_message(
+    message: ChatMessage, name: str
+) -> Iterator[ShownItem | CallItem | CallOutputItem]:
+    parts = [_show(message, part) for part in message.parts]
+    if message.role == "tool":
+        yield CallOutputItem(f"fco_{name}", message.tool_call_id, parts)
+        return
+    if not message.tool_calls or any(part != TextPart("") for part in message.parts):
+        yield ShownItem(f"msg_{name}", message.role, parts)
+    for place, call in enumerate(message.tool_calls):
+        yield CallItem(f"fc_{name}_{place}", "completed", call.id, call.name, call.arguments)
+
+
 def _show(
     message: ChatMessage, part: TextPart | ImagePart
-) -> InputItemText | InputItemImage | TextContent:
+) -> InputItemText | InputItemImage | ResponseText:
     if isinstance(part, ImagePart):
         return InputItemImage()
-    return TextContent(part.text) if message.role == "assistant" else InputItemText(part.text)
+    return ResponseText(part.text) if message.role == "assistant" else InputItemText(part.text)
 
 
 class CountOptions(msgspec.Struct, frozen=True):
@@ -297,7 +314,7 @@ class ResponseInputTokens(_Input):
     def read(self, body: bytes, context: RequestContext) -> CountRequest:
         """The checked body. Raises: InvalidRequest."""
         request = _COUNT_BODY.decode(body)
-        check_supported(request)
+        check_neutral(request, NEUTRAL_VALUES)
         return request
 
     def plan(
@@ -311,12 +328,13 @@ class ResponseInputTokens(_Input):
             tuple(conversation.messages),
             SamplingParams(),
             template_options=template_options(asked, card),
+            tools=tools_of(asked, card, self.limits),
         )
         return Plan([Tokenize(of, with_ids=False)], CountOptions(), conversation.sources)
 
     def answer(self, options: CountOptions, head: AnswerHead) -> Answer:
         """An `InputTokens`."""
-        return CountAnswer()
+        return TokenizedAnswer(lambda made: InputTokens(made.num_tokens))
 
     def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the structs that decode a request."""
@@ -328,17 +346,5 @@ class ResponseInputTokens(_Input):
             answer=InputTokens,
             limits=self.limits,
         )
-        _write_neutral(schemas["CountRequest"]["properties"])
+        write_neutral(schemas["CountRequest"]["properties"], NEUTRAL_VALUES)
         return operation, schemas
-
-
-class CountAnswer:
-    """An `InputTokens`; it is never streamed."""
-
-    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
-        """The body."""
-        return msgspec.json.encode(InputTokens(made_of(events).num_tokens))
-
-    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """There are none."""
-        return []

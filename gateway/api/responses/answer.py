@@ -2,23 +2,26 @@
 
 Order of a stream: `created`, `in_progress`; for each item `output_item.added`,
 `content_part.added`, deltas, the text's and the part's `done`, `output_item.done`; then `completed`
-or `incomplete`. What the model thinks is an item before the message.
+or `incomplete`. What the model thinks is an item before the message, and each call one behind it,
+whose deltas are its arguments'.
 
-A delta takes as many sequence numbers as it has tokens: a stream that is resumed, where tokens
-arrive together, counts as the first did.
+Tokens take as many sequence numbers as they are: a stream that is resumed, where they arrive
+together, counts as the first did.
 
 Source: OpenAI API reference, "Streaming events" of Responses.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from gateway.api.answers import encode, merge_tokens, num_reasoning_tokens
+from gateway.api.answers import Block, Blocks, encode, merge_tokens, num_reasoning_tokens
 from gateway.api.chat.answer import to_choice_logprobs
 from gateway.api.chat.schemas import ChatLogprob
 from gateway.api.fields import timings_of
 from gateway.api.responses.schemas import (
+    CallItem,
     IncompleteDetails,
     InputTokensDetails,
     MessageItem,
@@ -29,19 +32,32 @@ from gateway.api.responses.schemas import (
     ResponseError,
     ResponseEvent,
     ResponseObject,
+    ResponseText,
     ResponseUsage,
     ShownReasoning,
     ShownText,
-    TextContent,
 )
 from gateway.api.responses.translate import KeptConversation, ResponseOptions
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import AnswerHead, Frame, Totals
 from gateway.http import sse
 from gateway.http.errors import ApiError
-from shared.protocol import ChatMessage, Finished, FinishReason, TextPart, Tokens
+from shared.protocol import (
+    ChatMessage,
+    Finished,
+    FinishReason,
+    OutputLogprob,
+    TextPart,
+    Tokens,
+)
 
 _SERVER_ERROR = "server_error"
+#: What events call the text of a block.
+_KINDS = {
+    "thought": "reasoning_text",
+    "text": "output_text",
+    "call": "function_call_arguments",
+}
 
 
 class ResponseAnswer:
@@ -51,24 +67,21 @@ class ResponseAnswer:
         self.options = options
         self.head = head
         self._id = head.id.removeprefix("resp_")
-        self._thought = ""
-        self._text = ""
-        self._logprobs: list[ChatLogprob] = []
+        self._blocks = Blocks(head.id)
         self._sequence = 0
         self._has_begun = False
-        self._open: OutputItem | None = None  # as it began
+        self._open: Block | None = None
         self._done: list[OutputItem] = []
         self._final: ResponseObject | None = None
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `ResponseObject`."""
-        for _, event in events:
-            if isinstance(event, Tokens):
-                self._take(event)
-        status = _status(totals)
-        if self._thought:
-            self._done.append(self._reasoning("completed"))
-        self._done.append(self._message(status))
+        self._blocks.add_all(events)
+        status, last = _status(totals), self._blocks.complete()
+        self._done = [
+            self._item(block, status if block is last else "completed")
+            for block in self._blocks.all
+        ]
         self._final = self._response(status, totals)
         return encode(self._final)
 
@@ -88,7 +101,9 @@ class ResponseAnswer:
         """The conversation up to a complete answer; None if its client does not want it kept."""
         if self._final is None or not self.options.messages:
             return None
-        answer = ChatMessage("assistant", (TextPart(self._text),), self._thought)
+        blocks = self._blocks
+        parts = (TextPart(blocks.text),)
+        answer = ChatMessage("assistant", parts, blocks.thought, blocks.to_calls())
         messages = (*self.options.messages, answer)
         return encode(KeptConversation(messages, msgspec.Raw(encode(self._final))))
 
@@ -101,16 +116,6 @@ class ResponseAnswer:
         response.error = ResponseError(_SERVER_ERROR, error.message)
         return self._event("response.failed", response=response) + told
 
-    def _take(self, event: Tokens) -> list[ChatLogprob]:
-        """Note what a piece says."""
-        self._thought += event.reasoning
-        self._text += event.text
-        if not self.options.with_logprobs:
-            return []
-        logprobs = to_choice_logprobs(event.logprobs).content
-        self._logprobs += logprobs
-        return logprobs
-
     def _begin(self) -> bytes:
         self._has_begun = True
         response = self._response("in_progress", None)
@@ -119,73 +124,102 @@ class ResponseAnswer:
 
     def _add(self, event: Tokens) -> bytes:
         """The events of the next tokens; none where they complete no text."""
-        logprobs, data = self._take(event), b""
-        if event.reasoning:
-            data += self._open_item(ReasoningItem(f"rs_{self._id}", "in_progress", []))
-        if event.reasoning:
-            data += self._delta("response.reasoning_text.delta", event.reasoning)
-        if event.text or logprobs:
-            data += self._open_message()
-            data += self._delta("response.output_text.delta", event.text, logprobs)
-        self._sequence += event.num_tokens - 1 if data else event.num_tokens
+        data, num_deltas = b"", 0
+        for block, text, logprobs in self._blocks.add(event):
+            data += self._open_item(block)
+            if text or logprobs:
+                num_deltas += 1
+                data += self._delta(block, text, logprobs)
+        self._sequence += max(0, event.num_tokens - num_deltas)
         return data
 
-    def _open_message(self) -> bytes:
-        return self._open_item(MessageItem(f"msg_{self._id}", "in_progress", []))
-
-    def _open_item(self, item: OutputItem) -> bytes:
+    def _open_item(self, block: Block) -> bytes:
         """Begin an item, unless it has begun; the one before it ends."""
-        if type(self._open) is type(item):
+        if self._open is block:
             return b""
         data = self._close_item("completed")
-        self._open = item
-        data += self._event("response.output_item.added", output_index=len(self._done), item=item)
-        part = TextContent("") if isinstance(item, MessageItem) else ReasoningContent("")
-        return data + self._event("response.content_part.added", **self._place(), part=part)
+        self._open = block
+        item = self._item(block, "in_progress", is_empty=True)
+        data += self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind == "call":
+            return data
+        part = self._part(block, is_empty=True)
+        return data + self._event("response.content_part.added", **self._place(block), part=part)
 
-    def _delta(self, type_: str, text: str, logprobs: list[ChatLogprob] | None = None) -> bytes:
-        return self._event(type_, **self._place(), delta=text, logprobs=logprobs)
+    def _delta(self, block: Block, text: str, logprobs: Sequence[OutputLogprob]) -> bytes:
+        shown = self._logprobs(logprobs) if block.kind == "text" else None
+        type_ = f"response.{_KINDS[block.kind]}.delta"
+        return self._event(type_, **self._place(block), delta=text, logprobs=shown)
 
     def _close_item(self, status: str) -> bytes:
         """End the item that is open."""
-        item, place = self._open, self._place()
-        if isinstance(item, MessageItem):
-            whole: OutputItem = self._message(status)
-            kind, logprobs = "output_text", self._logprobs
-        elif isinstance(item, ReasoningItem):
-            whole, kind, logprobs = self._reasoning(status), "reasoning_text", None
-        else:
+        block = self._open
+        if block is None:
             return b""
-        [part] = whole.content
-        data = self._event(f"response.{kind}.done", **place, text=part.text, logprobs=logprobs)
-        data += self._event("response.content_part.done", **place, part=part)
-        data += self._event("response.output_item.done", output_index=len(self._done), item=whole)
-        self._done.append(whole)
+        item, place, type_ = (
+            self._item(block, status),
+            self._place(block),
+            f"response.{_KINDS[block.kind]}.done",
+        )
+        if isinstance(item, CallItem):
+            data = self._event(type_, **place, name=item.name, arguments=item.arguments)
+        else:
+            part = self._part(block)
+            logprobs = part.logprobs if isinstance(part, ResponseText) else None
+            data = self._event(type_, **place, text=part.text, logprobs=logprobs)
+            data += self._event("response.content_part.done", **place, part=part)
+        data += self._event("response.output_item.done", output_index=block.index, item=item)
+        self._done.append(item)
         self._open = None
         return data
 
     def _end(self, totals: Totals) -> bytes:
         status = _status(totals)
         data = b"" if self._has_begun else self._begin()
-        data += self._open_message() + self._close_item(status)
+        data += self._open_item(self._blocks.complete()) + self._close_item(status)
         self._final = self._response(status, totals)
         return data + self._event(f"response.{status}", response=self._final) + sse.DONE
 
-    def _place(self) -> dict[str, object]:
-        """Of the part that is open."""
-        item_id = self._open.id if self._open is not None else None
-        return {"item_id": item_id, "output_index": len(self._done), "content_index": 0}
+    def _item_id(self, block: Block) -> str:
+        match block.kind:
+            case "thought":
+                return f"rs_{self._id}"
+            case "text":
+                return f"msg_{self._id}"
+            case _:
+                return f"fc_{self._id}_{block.index}"
+
+    def _place(self, block: Block) -> dict[str, object]:
+        """Of what is added to a block."""
+        place: dict[str, object] = {
+            "item_id": self._item_id(block),
+            "output_index": block.index,
+        }
+        return place if block.kind == "call" else place | {"content_index": 0}
 
     def _event(self, type_: str, **fields: object) -> bytes:
         event = ResponseEvent(type=type_, sequence_number=self._sequence, **fields)  # type: ignore[arg-type]
         self._sequence += 1
         return sse.frame(encode(event), type_.encode())
 
-    def _message(self, status: str) -> MessageItem:
-        return MessageItem(f"msg_{self._id}", status, [TextContent(self._text, self._logprobs)])
+    def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
+        """A block as an item; `is_empty`: as it begins."""
+        name = self._item_id(block)
+        if block.kind == "call":
+            arguments = "" if is_empty else block.text
+            return CallItem(name, status, block.call_id, block.name, arguments)
+        content: list[Any] = [] if is_empty else [self._part(block)]
+        kind = MessageItem if block.kind == "text" else ReasoningItem
+        return kind(name, status, content)
 
-    def _reasoning(self, status: str) -> ReasoningItem:
-        return ReasoningItem(f"rs_{self._id}", status, [ReasoningContent(self._thought)])
+    def _part(self, block: Block, *, is_empty: bool = False) -> ResponseText | ReasoningContent:
+        text = "" if is_empty else block.text
+        if block.kind == "thought":
+            return ReasoningContent(text)
+        return ResponseText(text, () if is_empty else self._logprobs(block.logprobs))
+
+    def _logprobs(self, logprobs: Sequence[OutputLogprob]) -> list[ChatLogprob]:
+        return to_choice_logprobs(logprobs).content if self.options.with_logprobs else []
 
     def _response(self, status: str, totals: Totals | None) -> ResponseObject:
         """As far as it is."""
@@ -205,6 +239,9 @@ class ResponseAnswer:
             temperature=options.temperature,
             reasoning=ShownReasoning(options.effort),
             max_output_tokens=options.max_output_tokens,
+            tools=options.tools,
+            tool_choice=options.tool_choice,
+            parallel_tool_calls=options.parallel_tool_calls,
             store=options.store,
             service_tier=options.service_tier,
             metadata=options.metadata,

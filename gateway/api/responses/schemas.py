@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.chat.schemas import (
     ChatLogprob,
@@ -19,6 +19,7 @@ from gateway.api.chat.schemas import (
     ReasoningEffort,
 )
 from gateway.api.fields import (
+    EchoedStruct,
     Ignored,
     IgnoredStreamFields,
     ModelName,
@@ -34,14 +35,12 @@ from shared.settings.limits import (
     MAX_FORMAT_DESCRIPTION_CHARS,
     MAX_FORMAT_NAME_CHARS,
     MAX_METADATA_ENTRIES,
+    MAX_NAME_CHARS,
     MAX_RESPONSE_ID_CHARS,
+    MAX_TOOL_NAME_CHARS,
 )
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=MAX_RESPONSE_ID_CHARS)]
-
-
-class EchoedStruct(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what clients also send back as an answer had it: further members change nothing."""
 
 
 class InputText(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
@@ -87,15 +86,50 @@ class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
 InputPart = InputText | PlainText | OutputText | Refusal | ReasoningText | InputImage
 
 
-class InputItem(EchoedStruct, frozen=True, kw_only=True):
-    """A message, with or without its `type`; or what the assistant thought."""
+CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
-    type: Literal["message", "reasoning"] = "message"
+
+class InputItem(EchoedStruct, frozen=True, kw_only=True):
+    """A message, with or without its `type`; what the assistant thought; a call, or what came of it."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
+    call_id: CallName | None = None  #: of a call and of its output
+    name: Annotated[str, Meta(max_length=MAX_TOOL_NAME_CHARS)] | None = None  #: of a call
+    arguments: str | None = None  #: of a call
+    output: str | list[InputPart] | None = None  #: of a call
 
 
-class SchemaFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
+    """A function; tools of other types are somebody else's, and are skipped."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: msgspec.Raw | UnsetType = UNSET
+    strict: bool | None = None
+
+
+class ResponseChosenTool(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """The function that must be called."""
+
+    name: str
+
+
+class ResponseAllowedTools(
+    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"
+):
+    """Some of the tools."""
+
+    tools: list[ResponseChosenTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChosenTool | ResponseAllowedTools
+
+
+class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
     """JSON that conforms to a schema."""
 
     schema: msgspec.Raw
@@ -107,7 +141,7 @@ class SchemaFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", t
 class TextConfig(RequestStruct, frozen=True, kw_only=True):
     """How the text is to be."""
 
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    format: TextFormat | JsonObjectFormat | ResponseFormat | None = None
     verbosity: Ignored = UNSET
 
 
@@ -130,10 +164,10 @@ class ResponseFields(RequestStruct, frozen=True, kw_only=True):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     user: UserName | None = None  #: the log holds a short hash of it
-    tools: Ignored = UNSET
-    parallel_tool_calls: Ignored = UNSET
+    tools: list[ResponseTool] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     conversation: Neutral = UNSET
-    tool_choice: Neutral = UNSET
     truncation: Neutral = UNSET
 
 
@@ -182,13 +216,12 @@ NEUTRAL_VALUES: dict[str, tuple[bytes, ...]] = {
     "conversation": (),
     "moderation": (),
     "prompt": (),
-    "tool_choice": (b'"none"', b'"auto"'),
     "truncation": (b'"disabled"',),
 }
 WITH_LOGPROBS = "message.output_text.logprobs"
 
 
-class TextContent(msgspec.Struct, tag_field="type", tag="output_text"):
+class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
     """A part of a message."""
 
     text: str
@@ -207,7 +240,7 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
 
     id: str
     status: str
-    content: Sequence[TextContent]
+    content: Sequence[ResponseText]
     role: str = "assistant"
 
 
@@ -220,7 +253,17 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
     summary: tuple[()] = ()
 
 
-OutputItem = MessageItem | ReasoningItem
+class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A function that the model calls."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -263,7 +306,9 @@ class ResponseError(msgspec.Struct):
 class ShownText(msgspec.Struct):
     """How the text is."""
 
-    format: TextFormat | JsonObjectFormat | SchemaFormat = msgspec.field(default_factory=TextFormat)
+    format: TextFormat | JsonObjectFormat | ResponseFormat = msgspec.field(
+        default_factory=TextFormat
+    )
 
 
 class ShownReasoning(msgspec.Struct):
@@ -271,6 +316,16 @@ class ShownReasoning(msgspec.Struct):
 
     effort: str | None = None
     summary: None = None
+
+
+class ShownTool(msgspec.Struct, frozen=True):
+    """A function of the request."""
+
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw | None = None
+    strict: bool | None = None
+    type: Literal["function"] = "function"
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
@@ -287,8 +342,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     output: Sequence[OutputItem] = ()
     error: ResponseError | None = None
-    tools: tuple[()] = ()
-    tool_choice: str = "auto"
+    tools: Sequence[ShownTool] = ()
+    tool_choice: ResponseToolChoice = "auto"
     truncation: str = "disabled"
     parallel_tool_calls: bool = True
     text: ShownText = msgspec.field(default_factory=ShownText)
@@ -328,9 +383,11 @@ class ResponseEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     item: OutputItem | None = None
     item_id: str | None = None
     content_index: int | None = None
-    part: TextContent | ReasoningContent | None = None
+    part: ResponseText | ReasoningContent | None = None
     delta: str | None = None
     text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
     logprobs: Sequence[ChatLogprob] | None = None
     code: str | None = None
     message: str | None = None

@@ -6,44 +6,47 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.chat.schemas import ChatCompletionRequest
-from gateway.api.chat.translate import translate_template_options
-from gateway.api.conversation import Conversation
+from gateway.api.conversation import Conversation, Part, Role, find_effort
 from gateway.api.fields import (
-    asks_for_something,
     find_priority,
     find_service_tier,
     invalid,
+    missing,
     wants_timings,
 )
 from gateway.api.responses.schemas import (
-    NEUTRAL_VALUES,
     WITH_LOGPROBS,
     InputImage,
     InputItem,
     InputPart,
     ReasoningText,
     Refusal,
+    ResponseAllowedTools,
+    ResponseChosenTool,
     ResponseFields,
+    ResponseFormat,
     ResponseRequest,
-    SchemaFormat,
+    ResponseTool,
+    ResponseToolChoice,
+    ShownTool,
     TextConfig,
 )
 from gateway.api.sampling import SamplingFields, check_max_tokens, seed_of, translate_sampling
 from gateway.api.structured import JsonObjectFormat, any_object, check_grammar, schema_grammar
+from gateway.api.tools import FunctionField, Offer, find_tools
 from gateway.calls.surface import Plan
-from gateway.http.body import unsupported
 from gateway.http.context import RequestContext
 from shared.protocol import (
     ChatMessage,
     Generate,
     Grammar,
-    ImagePart,
     ImageRef,
     ModelCard,
     SamplingParams,
     TemplateOption,
     TextPart,
+    ToolCall,
+    Tools,
 )
 from shared.settings.limits import LimitSettings
 
@@ -99,18 +102,11 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     with_logprobs: bool = False
     text: TextConfig = TextConfig()
+    tools: tuple[ShownTool, ...] = ()
+    tool_choice: ResponseToolChoice = "auto"
+    parallel_tool_calls: bool = True
     #: To be kept with the answer; none where it is not.
     messages: tuple[ChatMessage, ...] = ()
-
-
-def check_supported(request: ResponseFields) -> None:
-    """Refuse what would change the answer and is not done here. Raises: InvalidRequest."""
-    for name, neutral in NEUTRAL_VALUES.items():
-        if asks_for_something(getattr(request, name, msgspec.UNSET), neutral):
-            if name == "tool_choice":
-                problem = "no model calls functions here; send auto or none, or leave it out"
-                raise invalid(name, problem, code="unsupported_parameter")
-            raise unsupported(name)
 
 
 def translate(
@@ -130,6 +126,7 @@ def translate(
         sampling,
         template_options=template_options(request, card),
         grammar=_grammar(request, card, limits),
+        tools=tools_of(request, card, limits),
     )
     return Plan(
         [task],
@@ -151,6 +148,9 @@ def translate(
             user=request.user,
             with_logprobs=sampling.num_logprobs is not None,
             text=request.text or TextConfig(),
+            tools=tuple(map(_show_tool, filter(_is_function, request.tools or ()))),
+            tool_choice=request.tool_choice or "auto",
+            parallel_tool_calls=request.parallel_tool_calls is not False,
             messages=_without_instructions(conversation, request) if stores else (),
         ),
         conversation.sources,
@@ -172,7 +172,7 @@ def _grammar(request: ResponseRequest, card: ModelCard, limits: LimitSettings) -
     match None if request.text is None else request.text.format:
         case JsonObjectFormat():
             grammar = any_object("text.format")
-        case SchemaFormat() as wanted:
+        case ResponseFormat() as wanted:
             schema = bytes(wanted.schema)
             grammar = schema_grammar(schema, "text.format.schema", limits, strict=wanted.strict)
         case _:
@@ -213,12 +213,46 @@ def _sampling(
 
 def template_options(request: ResponseFields, card: ModelCard) -> dict[str, TemplateOption]:
     """The switch for thinking. Raises: InvalidRequest."""
-    if request.reasoning is None or request.reasoning.effort is None:
-        return {}
-    wish = ChatCompletionRequest(
-        model=request.model, messages=[], reasoning_effort=request.reasoning.effort
+    effort = None if request.reasoning is None else request.reasoning.effort
+    return find_effort(card, effort, "reasoning.effort")
+
+
+def _is_function(tool: ResponseTool) -> bool:
+    return tool.type == "function"
+
+
+def _show_tool(tool: ResponseTool) -> ShownTool:
+    schema = None if tool.parameters is msgspec.UNSET else tool.parameters.copy()
+    return ShownTool(tool.name or "", tool.description, schema, tool.strict)
+
+
+def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
+    """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
+    if not request.tools and request.tool_choice is None:
+        return None
+    functions: list[tuple[str, FunctionField]] = []
+    for index, tool in enumerate(request.tools or ()):
+        if not _is_function(tool):
+            continue
+        if tool.name is None:
+            raise missing(f"tools.[{index}].name")
+        field = FunctionField(tool.name, tool.description, tool.parameters, tool.strict)
+        functions.append((f"tools.[{index}]", field))
+    choice, names = request.tool_choice, None
+    must_call = choice == "required"
+    if isinstance(choice, ResponseChosenTool):
+        names, must_call = frozenset((choice.name,)), True
+    elif isinstance(choice, ResponseAllowedTools):
+        names = frozenset(tool.name for tool in choice.tools)
+        must_call = choice.mode == "required"
+    offer = Offer(
+        functions=functions,
+        names=names,
+        may_call=choice != "none",
+        must_call=must_call,
+        is_parallel=request.parallel_tool_calls is not False,
     )
-    return translate_template_options(wish, card)
+    return find_tools(offer, card, limits)
 
 
 def translate_input(
@@ -227,21 +261,18 @@ def translate_input(
     """Instructions, what was kept, and input as messages. Raises: InvalidRequest."""
     conversation = Conversation()
     if request.instructions:
-        part = conversation.text(request.instructions)
-        conversation.messages.append(ChatMessage("system", (part,)))
+        conversation.add("system", [conversation.text(request.instructions)])
     if kept is not None:
         _go_on(conversation, kept)
     if isinstance(request.input, str):
-        conversation.messages.append(ChatMessage("user", (conversation.text(request.input),)))
+        conversation.add("user", [conversation.text(request.input)])
     else:
-        _add_items(conversation, request.input, limits)
+        _Items(conversation, limits).add(request.input)
     if len(conversation.messages) > limits.max_messages:
         raise invalid(
             "input", f"send at most {limits.max_messages} messages, earlier ones included"
         )
-    conversation.check_chars("input", limits)
-    if conversation.messages[-1].role == "assistant":
-        raise invalid("input", "the last message must not be the assistant's; end with a user's")
+    conversation.check("input", limits, "input")
     return conversation
 
 
@@ -254,55 +285,92 @@ def _go_on(conversation: Conversation, kept: Continued) -> None:
             else conversation.kept_image(kept.images[part.image], "previous_response_id")
             for part in message.parts
         )
-        conversation.num_chars += len(message.reasoning)
-        conversation.messages.append(ChatMessage(message.role, parts, message.reasoning))
+        conversation.add(
+            message.role, parts, message.reasoning, message.tool_calls, message.tool_call_id
+        )
 
 
-def _add_items(
-    conversation: Conversation, items: Sequence[InputItem], limits: LimitSettings
-) -> None:
-    if len(items) > limits.max_messages:
-        raise invalid("input", f"send at most {limits.max_messages} items")
-    thought = ""
-    for index, item in enumerate(items):
-        param = f"input.[{index}]"
-        content = item.content if item.content is not None else []
+class _Items:
+    """Input items as messages: what the assistant thought, said and called is one turn of its."""
+
+    def __init__(self, conversation: Conversation, limits: LimitSettings) -> None:
+        self._conversation = conversation
+        self._limits = limits
+        self._thought = ""
+        self._said: list[Part] = []
+        self._calls: list[ToolCall] = []
+
+    def add(self, items: Sequence[InputItem]) -> None:
+        """Add all of them. Raises: InvalidRequest."""
+        if len(items) > self._limits.max_messages:
+            raise invalid("input", f"send at most {self._limits.max_messages} items")
+        for index, item in enumerate(items):
+            self._add(item, f"input.[{index}]")
+        self._end_turn()
+        if not self._conversation.messages:
+            raise invalid("input", "send at least one message")
+
+    def _add(self, item: InputItem, param: str) -> None:
         if item.type == "reasoning":
-            thought = _thought(content)
-            continue
-        if item.role is None:
+            self._end_turn()
+            self._thought = _thought(item.content or [])
+        elif item.type == "function_call":
+            self._calls.append(self._call(item, param))
+        elif item.type == "function_call_output":
+            self._end_turn()
+            if item.call_id is None:
+                raise missing(f"{param}.call_id")
+            if item.output is None:
+                raise missing(f"{param}.output")
+            parts = self._parts(item.output, "tool", f"{param}.output")
+            self._conversation.add("tool", parts, call_id=item.call_id)
+        elif item.role is None:
             raise invalid(f"{param}.role", "send system, developer, user or assistant")
-        if isinstance(content, str):
-            parts: tuple[TextPart | ImagePart, ...] = (conversation.text(content),)
         else:
-            parts = tuple(
-                _add_part(conversation, part, item.role, f"{param}.content.[{place}]")
-                for place, part in enumerate(content)
-            )
-        role = "system" if item.role == "developer" else item.role
-        reasoning = thought if role == "assistant" else ""
-        conversation.num_chars += len(reasoning)
-        conversation.messages.append(ChatMessage(role, parts, reasoning))
-        thought = ""
-    if not conversation.messages:
-        raise invalid("input", "send at least one message")
+            self._add_message(item, item.role, param)
+
+    def _add_message(self, item: InputItem, role: str, param: str) -> None:
+        content = item.content if item.content is not None else []
+        if role == "assistant":
+            if self._said or self._calls:
+                self._end_turn()
+            self._said = self._parts(content, "assistant", f"{param}.content")
+            self._said = self._said or [self._conversation.text("")]
+            return
+        self._end_turn()
+        self._thought = ""
+        known: Role = "user" if role == "user" else "system"
+        self._conversation.add(known, self._parts(content, known, f"{param}.content"))
+
+    def _call(self, item: InputItem, param: str) -> ToolCall:
+        for name in ("call_id", "name"):
+            if getattr(item, name) is None:
+                raise missing(f"{param}.{name}")
+        return ToolCall(item.call_id or "", item.name or "", item.arguments or "{}")
+
+    def _end_turn(self) -> None:
+        """The assistant's turn is complete, if it has one."""
+        if self._said or self._calls:
+            parts = self._said or [self._conversation.text("")]
+            self._conversation.add("assistant", parts, self._thought, self._calls)
+            self._said, self._calls, self._thought = [], [], ""
+
+    def _parts(self, content: str | Sequence[InputPart], role: Role, param: str) -> list[Part]:
+        if isinstance(content, str):
+            return [self._conversation.text(content)]
+        return [self._part(part, role, f"{param}.[{place}]") for place, part in enumerate(content)]
+
+    def _part(self, part: InputPart, role: Role, param: str) -> Part:
+        if isinstance(part, Refusal):
+            return self._conversation.text(part.refusal)
+        if not isinstance(part, InputImage):
+            return self._conversation.text(part.text)
+        if part.image_url is None:
+            raise invalid(f"{param}.image_url", "send the image as a data: URL in base64")
+        return self._conversation.image(part.image_url, f"{param}.image_url", role)
 
 
 def _thought(content: str | Sequence[InputPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.text for part in content if isinstance(part, ReasoningText))
-
-
-def _add_part(
-    conversation: Conversation, part: InputPart, role: str, param: str
-) -> TextPart | ImagePart:
-    if isinstance(part, Refusal):
-        return conversation.text(part.refusal)
-    if not isinstance(part, InputImage):
-        return conversation.text(part.text)
-    if part.image_url is None:
-        raise invalid(f"{param}.image_url", "send the image as a data: URL in base64")
-    if role != "user":
-        raise invalid(f"{param}.image_url", "images are only allowed in user messages")
-    return conversation.image(part.image_url, f"{param}.image_url")

@@ -137,8 +137,9 @@ async def test_the_key_may_come_as_anthropics_clients_send_it(client, gateway):
          anthropic.BadRequestError),
         ({"messages": [{"role": "assistant", "content": "so"}]}, anthropic.BadRequestError),
         ({"messages": [{"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "x", "content": "1"}]}]},
+            {"type": "tool_use", "id": "x", "name": "f", "input": {}}]}]},
          anthropic.BadRequestError),
+        ({"tool_choice": {"type": "tool"}}, anthropic.BadRequestError),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}},
          anthropic.BadRequestError),
     ],

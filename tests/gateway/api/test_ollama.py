@@ -91,7 +91,7 @@ async def test_what_the_model_thinks_is_apart(gateway, worker):
         ({"messages": [{"role": "assistant", "content": "so"}]}, "messages.[0].role"),
         ({"messages": [{"role": "user", "content": "x", "images": ["!"]}]},
          "messages.[0].images.[0]"),
-        ({"messages": [{"role": "tool", "content": "1"}]}, "messages.[0].role"),
+        ({"messages": [{"role": "developer", "content": "1"}]}, "messages.[0].role"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_honoured_is_refused_in_ollamas_shape(gateway, worker, wish, param):

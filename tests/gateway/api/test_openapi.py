@@ -2,6 +2,7 @@
 
 import pytest
 
+from gateway.api import SURFACES
 from gateway.api.chat.schemas import IGNORED_FIELDS, NEUTRAL_VALUES, ChatCompletionRequest
 from shared.settings.limits import LimitSettings
 from tests.factories_settings import make_group
@@ -53,6 +54,14 @@ async def test_every_reference_leads_somewhere(document):
     assert found
     for reference in found:
         assert reference.rpartition("/")[2] in document["components"]["schemas"]
+
+
+async def test_no_name_stands_for_two_schemas():
+    described: dict[str, object] = {}
+    for create in SURFACES:
+        _, schemas = create(LimitSettings()).openapi()
+        for name, schema in schemas.items():
+            assert described.setdefault(name, schema) == schema, name
 
 
 async def test_limits_and_unsupported_values_are_in_the_schema(document):

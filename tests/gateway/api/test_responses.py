@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import (
+    CallPiece,
     ErrorCode,
     FinishReason,
     ImagePart,
@@ -14,6 +15,7 @@ from shared.protocol import (
     Tokenize,
     Tokenized,
     Tokens,
+    ToolCall,
 )
 from tests.factories_gateway import CARD, MODEL, Answer
 from tests.factories_images import data_url
@@ -162,7 +164,10 @@ async def test_a_failure_in_a_stream_says_how_the_response_failed(client, worker
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"input": []}, "input"),
         ({"input": [{"content": "who?"}]}, "input.[0].role"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input.[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.[0].output"),
+        ({"input": [{"type": "web_search_call"}]}, "input.[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools.[0].name"),
         ({"input": [{"role": "assistant", "content": "so"}]}, "input"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
@@ -192,6 +197,36 @@ async def test_the_tokens_of_an_input_are_counted(client, worker):
 
 
 # Answers that are kept
+
+
+@pytest.mark.parametrize("card", [replace(CARD, supports_grammars=True)])
+async def test_a_request_goes_on_from_a_call_with_what_came_of_it(client, worker):
+    async def script(answer: Answer) -> None:
+        await answer.start()
+        [event] = answer.deltas("")
+        call = (CallPiece(0, "look"), CallPiece(0, "", "{}"))
+        await answer.publish(replace(event, calls=call))
+        await answer.finish(reason=FinishReason.TOOL_CALLS)
+
+    worker.script = script
+    tool = {"type": "function", "name": "look", "parameters": None, "strict": None}
+    first = await client.responses.create(model=MODEL, input="hello", tools=[tool])
+    [call] = first.output
+    assert (call.type, call.name, call.arguments) == ("function_call", "look", "{}")
+    assert first.tools[0].name == "look"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    again = await client.responses.create(
+        model=MODEL, input=[result], previous_response_id=first.id, tools=[tool]
+    )
+    _, called, told = worker.requests[1].task.messages
+    assert called.tool_calls == (ToolCall(call.call_id, "look", "{}"),)
+    assert (told.role, told.tool_call_id, told.parts) == ("tool", call.call_id, (TextPart("rain"),))
+    page = await client.responses.input_items.list(again.id, order="asc")
+    assert [item.type for item in page.data] == [
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
 
 
 async def test_a_request_goes_on_from_an_answer_with_its_image(client, worker, gateway):
