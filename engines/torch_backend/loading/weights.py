@@ -6,7 +6,7 @@ as `save_pretrained` and downloads do, but not written into. Knows no requests a
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -188,7 +188,7 @@ def load_model(
             "full-precision checkpoint and ask for --quantization"
         )
     kept = stored_dtypes(ops)
-    reader = WeightReader(model, rename, form, device, dtype, kept)
+    reader = narrow = WeightReader(model, rename, form, device, dtype, kept)
     wide = WeightReader(model, rename, form, device, dtype)
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     if published is not None:
@@ -196,8 +196,10 @@ def load_model(
         if model.converts_weights and mesh.size == 1:
             published.use_stand_ins()
 
-    def check_size(reader: WeightReader) -> None:
-        needed = sum(map(reader.num_bytes, stored))
+    def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
+        needed = sum(
+            (narrow if tensor.name in kept_names else reader).num_bytes(tensor) for tensor in stored
+        )
         needed += published.count_bytes(reader.num_linear_bytes) if published else 0
         if model.converts_weights:
             needed //= mesh.size  # of what members share, which is not known yet

@@ -4,7 +4,7 @@ A family is one file beside this one and a line in `_BUILT_IN`. The loader asks 
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -158,12 +158,12 @@ class FamilyModel(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         kept: frozenset[torch.dtype] = frozenset(),
-        check_room: Callable[[], None] = lambda: None,
+        check_room: Callable[[Collection[str]], None] = lambda kept: None,
     ) -> "FamilyModel":
         """Have a checkpoint's weights, to compute on that device in that precision; returns what computes them.
 
-        Matrices of types in `kept` may stay as they are stored; `check_room` is called before they are
-        widened. Raises: UnsupportedCheckpoint for names and shapes that do not fit, and what `check_room` raises.
+        Matrices of types in `kept` may stay as they are stored; `check_room` is called before others than
+        those of some names are widened. Raises: UnsupportedCheckpoint for names and shapes that do not fit, and what `check_room` raises.
         """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()

@@ -1,11 +1,13 @@
 """The linear maps of transformers' decoder layers by our operators, in few bits if asked."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
 from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision, Reordered
@@ -160,6 +162,45 @@ def use_operators(
     for group in siblings if ops.is_native else ():
         members = [model.get_submodule(name) for name in group]
         Siblings([each for each in members if isinstance(each, OperatorLinear)], ops, dtype)
+
+
+def stored_places(
+    model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
+) -> dict[str, list[str]]:
+    """Of a checkpoint's weights those that these maps alone have as they are, with the paths of the modules.
+
+    The table of tokens may have one of them too. What is joined or cut on the way is another tensor.
+    """
+    table = model.get_input_embeddings()
+    readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for path, module in model.named_modules():
+        is_read = path in linears or (module is table and type(module) is nn.Embedding)
+        for part, x in module.named_parameters(recurse=False):
+            is_matrix = is_read and part == "weight" and x.is_contiguous()
+            readers.setdefault((x.data_ptr(), x.shape), []).append(path if is_matrix else "")
+    places = {}
+    for name, x in weights.items():
+        paths = readers.get((x.data_ptr(), x.shape), [""])
+        if all(paths) and x.untyped_storage().nbytes() >= x.nbytes:  # and stands for nothing
+            places[name] = paths
+    return places
+
+
+def keep_stored(modules: Iterable[nn.Module], weight: Tensor, dtype: torch.dtype) -> None:
+    """Give maps and a table of embeddings a weight of another type than they compute in, until operators read it."""
+    parameter = nn.Parameter(weight, requires_grad=False)
+
+    def embed(input: Tensor) -> Tensor:
+        return F.embedding(input, weight).to(dtype)
+
+    for module in modules:
+        module.register_parameter("weight", parameter)
+        forward: Any = embed if isinstance(module, nn.Embedding) else partial(_widened, module)
+        module.forward = forward
+
+
+def _widened(linear: Any, input: Tensor) -> Tensor:
+    return F.linear(input, linear.weight.to(input.dtype), linear.bias)
 
 
 def has_quantized(model: nn.Module) -> bool:

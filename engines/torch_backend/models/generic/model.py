@@ -6,9 +6,10 @@ Shape letters: N new tokens of a step, R rows of positions, V vocabulary.
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ from engines.torch_backend.models.generic.fused import Fused, Recognised, Watche
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
     has_quantized,
+    keep_stored,
     linears_within,
     quantize_linears,
+    stored_places,
     use_operators,
 )
 from engines.torch_backend.models.generic.masks import binds_prompts, check_masks, find_sight
@@ -91,7 +94,8 @@ class GenericModel(FamilyModel):
     def __init__(self, config: GenericConfig, lowers: bool = True, mesh: Mesh = SINGLE) -> None:
         """Members of a mesh share the decoder, by transformers' own modules; rank 0 encodes images."""
         super().__init__()
-        self._lowers = self.keeps_stored = lowers and mesh.size == 1
+        self._lowers = lowers and mesh.size == 1
+        self.keeps_stored = mesh.size == 1
         self._mesh = mesh
         self.config = config
         self.language_model = None
@@ -101,6 +105,7 @@ class GenericModel(FamilyModel):
         self._arguments: frozenset[str] = frozenset()
         self._types: list[str] = []  #: of the arguments, those that are types of tokens
         self._own_attention = ""
+        self._dtype = torch.float32
         self._is_rounded = False  #: weights, or keys and values, to integers
         self._mixers: list[Mixer] = []
         self._form: ImageForm | None = None
@@ -118,28 +123,27 @@ class GenericModel(FamilyModel):
         device: torch.device,
         dtype: torch.dtype,
         kept: frozenset[torch.dtype] = frozenset(),
-        check_room: Callable[[], None] = lambda: None,
+        check_room: Callable[[Collection[str]], None] = lambda kept: None,
     ) -> FamilyModel:
         """Have transformers make the model of a checkpoint's weights, and our program its decoder where it can.
 
         Raises: UnsupportedCheckpoint.
         """
-        first = _loading_dtype(weights, dtype, kept) if self._lowers else dtype
+        first = _loading_dtype(weights, dtype, kept) if self.keeps_stored else dtype
         self._make(weights, device, first)
-        if not self._lowers:
-            self._recognise(device)
-            return self
         name = self.config.model_class.__name__
-        try:
-            lowered = lower(self, dtype)
-        except BeyondOurProgram as refusal:
-            logger.info("%s: generic, transformers computes the decoder: %s", name, refusal)
-        else:
-            logger.info("%s: lowered, our program computes the decoder", name)
-            return lowered
+        if self._lowers:
+            try:
+                lowered = lower(self, dtype)
+            except BeyondOurProgram as refusal:
+                logger.info("%s: generic, transformers computes the decoder: %s", name, refusal)
+            else:
+                logger.info("%s: lowered, our program computes the decoder", name)
+                return lowered
         if first != dtype:
-            check_room()
-            self._make(weights, device, dtype)
+            paths = stored_places(self.inner, self._linear_names, weights)
+            check_room(paths.keys())
+            self._make(weights, device, dtype, paths)
         self._recognise(device)
         return self
 
@@ -147,11 +151,24 @@ class GenericModel(FamilyModel):
         """Let go of what is known of layers, which are not needed any more: who knows them, keeps their weights."""
         self.specs, self._watched, self._fused = {}, None, None
 
-    def _make(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        """Have the model in that precision, and find out what its layers ask for."""
+    def _make(
+        self,
+        weights: dict[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        stored: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """Have the model in that precision, and find out what its layers ask for.
+
+        `stored` are names of weights that stay as they are, and of the modules that these are of.
+        """
         is_shared = self._mesh.size > 1
         place = torch.device("cpu") if is_shared else device  # whole, it may be too large
-        self.inner = self._load(weights, place, dtype).requires_grad_(False).eval()
+        empty = {name: weights[name].new_zeros(1).expand_as(weights[name]) for name in stored}
+        self.inner = self._load(weights | empty, place, dtype).requires_grad_(False).eval()
+        for name, paths in stored.items():
+            keep_stored(map(self.inner.get_submodule, paths), weights[name], dtype)
+        self._dtype = dtype
         if is_shared:
             share_model(self.inner, self._mesh)
             inner: Any = self.inner
@@ -174,6 +191,8 @@ class GenericModel(FamilyModel):
         with self._watched.watching(self.inner):
             self.specs = self._probe(device)
         check_masks(self.inner, list(self.specs.values()))
+        head = self.inner.get_output_embeddings()
+        self._calls_head = type(head) is nn.Linear and self._watched.call(head) is not None
         if self.config.takes_images:
             self.binds_prompts = binds_prompts(self.inner)
             sight = find_sight(self.inner)
@@ -186,9 +205,7 @@ class GenericModel(FamilyModel):
     def _recognise(self, device: torch.device) -> None:
         """Find what operators compute: on a CPU, whose kernels are for it, and where no part is another member's."""
         watched, self._watched = self._watched, None
-        head = self.inner.get_output_embeddings()
         assert watched is not None
-        self._calls_head = type(head) is nn.Linear and watched.call(head) is not None
         if device.type == "cpu" and self._mesh.size == 1:
             found = Recognised.of(self.inner, self._layers_name, self.specs, watched)
             self._fused = Fused(found)
@@ -295,11 +312,8 @@ class GenericModel(FamilyModel):
         self._ops = ops
         self._is_rounded |= has_quantized(self.inner)
         forget_wholes(self.inner)
-        names = linears_within(self.inner, self._layers_name)
-        if self._calls_head:
-            head = self.inner.get_output_embeddings()
-            names += [name for name, module in self.inner.named_modules() if module is head]
-        use_operators(self.inner, names, self._fused.siblings if self._fused else (), ops, dtype)
+        siblings = self._fused.siblings if self._fused else ()
+        use_operators(self.inner, self._linear_names, siblings, ops, dtype)
         if self._fused:
             self._fused.bind(ops, dtype)
 
@@ -315,6 +329,15 @@ class GenericModel(FamilyModel):
     def decoder_layers(self) -> tuple[str, nn.Module]:
         """Where attention is."""
         return self._layers_name, self.inner.get_submodule(self._layers_name)
+
+    @property
+    def _linear_names(self) -> list[str]:
+        """Of the maps that operators may compute."""
+        names = linears_within(self.inner, self._layers_name)
+        if self._calls_head:
+            head = self.inner.get_output_embeddings()
+            names += [name for name, module in self.inner.named_modules() if module is head]
+        return names
 
     @property
     def _layers_name(self) -> str:
@@ -494,7 +517,7 @@ class GenericModel(FamilyModel):
 
     def _check(self, difference: float, of: str) -> None:
         name = self.config.model_class.__name__
-        limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self.inner.dtype).eps)
+        limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self._dtype).eps)
         if self._is_rounded:  # what is near to a half is rounded this way or that
             limit = max(limit, _LARGEST_ROUNDED)
         logger.info(

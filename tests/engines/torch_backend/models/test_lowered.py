@@ -194,7 +194,7 @@ def _scores(model: FamilyModel, kernels: Any, **changes: Any) -> torch.Tensor:
     return torch.cat([score(started, request) for request in make_requests()])
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen2.5-VL"])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2.5-VL", "Gemma 2", "Qwen3-Next"])
 def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
     name: str, tmp_path: Path
 ) -> None:
@@ -215,27 +215,32 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
             assert model.language_model.model.norm.weight.dtype == torch.float32
             others = [p for n, p in model.named_parameters() if not n.startswith("language_model")]
             assert all(p.dtype == torch.float32 for p in others)
+        else:
+            narrow = [n for n, p in model.named_parameters() if p.dtype == torch.bfloat16]
+            assert any("o_proj" in n for n in narrow)
+            assert all(model.get_parameter(n).dim() == 2 for n in narrow)
         loaded = load_family_of(family, tmp_path, model)
         tokens.append(ways.run_batched(partial(loaded.start, ops), loaded.requests))
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize(("name", "fits"), [("Mistral, window", True), ("Gemma 2", False)])
+@pytest.mark.parametrize("lowers", [True, False])
+@pytest.mark.parametrize(("room", "fits"), [(1.1, True), (0.9, False)])
 def test_memory_is_asked_for_matrices_as_they_will_be(
-    name: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: float, fits: bool, lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decoder that stays transformers' is widened, which may be found too large when that is known."""
-    [family] = [each for each in FAMILIES if each.name == name]
+    """Those of a decoder that stays transformers', too."""
+    [family] = [each for each in FAMILIES if each.name == "Mistral, window"]
     write_checkpoint(family, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     rounded = {name: x.bfloat16() for name, x in weights.items()}
     save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
     stored = sum(x.nbytes for x in rounded.values())
-    monkeypatch.setattr(weights_module, "free_bytes", lambda device: 1.2 * stored)
-    config, ops = FAMILY.check(read_fields(tmp_path)), cpu_ops("fast")
-    refused = nullcontext() if fits else pytest.raises(ModelTooLarge)
-    with refused:
-        load_model(tmp_path, FAMILY, config, CPU, torch.float32, ops=ops)
+    monkeypatch.setattr(weights_module, "free_bytes", lambda device: room * stored)
+    lowering = GenericFamily(lowers)
+    config, ops = lowering.check(read_fields(tmp_path)), cpu_ops("fast")
+    with nullcontext() if fits else pytest.raises(ModelTooLarge):
+        load_model(tmp_path, lowering, config, CPU, torch.float32, ops=ops)
 
 
 def load_family_of(family: Family, directory: Path, model: FamilyModel) -> Loaded:
