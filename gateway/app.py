@@ -56,9 +56,15 @@ def create_app(
     app = _create_empty(services)
     served = [create(settings.limits) for create in surfaces]
     operations = create_operations(
-        lifecycle, services.search, settings.limits, settings.search.default_store
+        lifecycle,
+        services.search,
+        services.batches,
+        services.look_for_batches,
+        settings.limits,
+        settings.search.default_store,
     )
     surface_of = {path: each for each in served for path in (each.path, *each.aliases)}
+    services.run_batches(surface_of)
     apis = {path: Endpoint(partial(lifecycle.serve, each)) for path, each in surface_of.items()}
     page = create_page_routes()
     gateway = settings.gateway

@@ -2,9 +2,15 @@
 
 import asyncio
 import secrets
+from collections.abc import Mapping
+from dataclasses import replace
 
 from starlette.types import ASGIApp
 
+from gateway.batches.asking import LineAsker
+from gateway.batches.files import BatchFiles
+from gateway.batches.records import Batches
+from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
 from gateway.calls.dispatcher import Dispatcher
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
@@ -12,6 +18,7 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.models import ModelDirectory
 from gateway.calls.refunds import Refunds
 from gateway.calls.resume import Resume
+from gateway.calls.surface import Surface
 from gateway.http.admission import Admission
 from gateway.http.server import DrainingServer, create_server
 from gateway.images.fetch import ImageFetcher
@@ -19,6 +26,8 @@ from gateway.images.loader import ImageLoader
 from gateway.search import SearchClient
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.board import Board
+from shared.packages.store import StoreError, open_store
+from shared.queue.lease import RedisLeases
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.quota import RedisQuotas
 from shared.queue.registry import Registry
@@ -27,7 +36,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.records.redis_store import RedisRecordStore
 from shared.redis.client import create_redis
 from shared.redis.release import warn_of_known_faults
-from shared.settings.tree import Settings
+from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.metrics import GatewayMetrics
 from shared.telemetry.tracing import create_tracer
 
@@ -78,6 +87,9 @@ class Services:
         self.loader = ImageLoader(settings.limits, self.fetcher, self.blobs)
         self.lifecycle = self._create_lifecycle()
         self.search = SearchClient(settings.search)
+        self.batches = create_batches(settings.gateway.files)
+        self.leases = RedisLeases(self._redis, prefix)
+        self.runner: BatchRunner | None = None
         self._refreshing: asyncio.Task[None] | None = None
 
     def _create_lifecycle(self) -> Lifecycle:
@@ -107,6 +119,33 @@ class Services:
         fail_open = self.dispatcher.fail_all
         return create_server(app, self.settings, self.admission, self.metrics, fail_open)
 
+    def run_batches(self, surfaces: Mapping[str, Surface]) -> None:
+        """Run batches of requests for these surfaces, by path, from the start on."""
+        if self.batches is None:
+            return
+        limits, settings = self.settings.limits, self.settings.gateway
+        timeout_s = max(settings.request_timeout_s, settings.batch_line_timeout_s)
+        lifecycle = replace(
+            self.lifecycle,
+            settings=settings.model_copy(update={"request_timeout_s": timeout_s}),
+            admission=Admission(limits.max_open_requests, limits.max_open_body_bytes),
+        )
+        most = limits.max_key_open_requests
+        self.runner = BatchRunner(
+            self.batches,
+            self.leases,
+            LineAsker(lifecycle, surfaces).ask,
+            max_lines=limits.max_batch_lines,
+            # The key's own interactive requests have the other half.
+            max_open_lines=min(MAX_OPEN_LINES, max(1, most // 2)) if most else MAX_OPEN_LINES,
+            keep_s=settings.file_ttl_s,
+        )
+
+    def look_for_batches(self) -> None:
+        """There is a new batch, or one is cancelled."""
+        if self.runner is not None:
+            self.runner.look()
+
     async def start(self) -> None:
         """Begin to listen to the fleet; works without Redis, which is then waited for."""
         await asyncio.gather(
@@ -117,10 +156,14 @@ class Services:
         )
         self.dispatcher.start()
         self.refunds.start()
+        if self.runner is not None:
+            self.runner.start()
         self._refreshing = asyncio.create_task(self.models.keep_fresh(), name="refresh models")
 
     async def stop(self) -> None:
         """Cancel what is open and hang up."""
+        if self.runner is not None:
+            await self.runner.stop()
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
@@ -136,6 +179,7 @@ class Services:
             self.blobs,
             self.registry,
             self.board,
+            self.leases,
         ):
             await part.close()
         if self.fetcher is not None:
@@ -146,6 +190,17 @@ class Services:
             await redis.aclose()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+def create_batches(url: str) -> Batches | None:
+    """The batches of the store of an URL, if there is one. Raises: SettingsError."""
+    if not url:
+        return None
+    try:
+        store = open_store(url)
+    except StoreError as error:
+        raise SettingsError(f"VLM_GATEWAY__FILES: {error}") from None
+    return Batches(store, BatchFiles(store))
 
 
 def create_fetcher(settings: Settings) -> ImageFetcher | None:

@@ -7,6 +7,7 @@ A new API is one new file: a class that implements `gateway.calls.surface.Surfac
 
 from collections.abc import Callable
 
+from gateway.api.batches import BatchRoutes
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
@@ -19,6 +20,7 @@ from gateway.api.routes import Operation
 from gateway.api.similar import Similar
 from gateway.api.tokenize import Detokenizing, Tokenizing
 from gateway.api.vector_stores import VectorStores
+from gateway.batches.records import Batches
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
 from gateway.search import SearchClient
@@ -42,13 +44,19 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
 
 
 def create_operations(
-    lifecycle: Lifecycle, search: SearchClient, limits: LimitSettings, default_store: str
+    lifecycle: Lifecycle,
+    search: SearchClient,
+    batches: Batches | None,
+    look: Callable[[], None],
+    limits: LimitSettings,
+    default_store: str,
 ) -> list[Operation]:
     """The APIs that are plain routes: over the search process, and of what the fleet serves."""
     stores = VectorStores(lifecycle, search, limits, default_store)
     return [
         *stores.operations(),
-        *Files(search, limits).operations(),
+        *Files(search, batches and batches.files, limits).operations(),
+        *BatchRoutes(batches, look, limits).operations(),
         *Similar(stores).operations(),
         *ResponseRoutes(lifecycle.kept).operations(),
         *OllamaRoutes(lifecycle.models).operations(),

@@ -1,25 +1,31 @@
-"""`/v1/files`: files that clients upload, to attach them to vector stores.
+"""`/v1/files`: files that clients upload, for vector stores and for batches, and what batches come to.
 
 Source: OpenAI API reference, "Files".
 """
 
 import msgspec
 from fastapi import Response
+from fastapi.responses import StreamingResponse
+from msgspec.structs import replace
 
+from gateway.api.batches import PURPOSE, blocking, not_served
 from gateway.api.fields import invalid
 from gateway.api.routes import Caller, Operation
 from gateway.api.vector_stores import Deleted, ListQuery
-from gateway.http.errors import InvalidRequest
+from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
+from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import read_form
 from gateway.search import SearchClient
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
-from shared.settings.limits import MAX_FILENAME_CHARS, LimitSettings
+from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS, LimitSettings
 
 PURPOSES = ("assistants", "user_data")
+#: Of files that a store of the gateways' own keeps; the search process has the others.
+BATCH_PURPOSES = (PURPOSE, "batch_output")
 
 
 class UploadForm(msgspec.Struct):
-    """The fields of the form. `file`: text in UTF-8."""
+    """The fields of the form. `file`: text in UTF-8; for a batch a JSON object a line."""
 
     file: str
     purpose: str
@@ -37,8 +43,8 @@ class FileObject(msgspec.Struct):
     status: str = "processed"
 
     @classmethod
-    def of(cls, record: FileRecord) -> "FileObject":
-        """Of what the search process knows."""
+    def of(cls, record: FileRecord | BatchFile) -> "FileObject":
+        """Of what is known of it."""
         return cls(record.id, record.num_bytes, record.created_at, record.filename, record.purpose)
 
 
@@ -61,8 +67,11 @@ class FilesQuery(ListQuery, frozen=True, kw_only=True):
 class Files:
     """The operations on files."""
 
-    def __init__(self, search: SearchClient, limits: LimitSettings) -> None:
+    def __init__(
+        self, search: SearchClient, batch_files: BatchFiles | None, limits: LimitSettings
+    ) -> None:
         self._search = search
+        self._batch_files = batch_files
         self._limits = limits
 
     def operations(self) -> list[Operation]:
@@ -100,10 +109,10 @@ class Files:
                     f"Missing required field: {name}.", param=name, code="missing_field"
                 )
         purpose = fields["purpose"].data.decode(errors="replace")
-        if purpose not in PURPOSES:
-            raise invalid("purpose", f"send {' or '.join(PURPOSES)}")
+        if purpose not in (*PURPOSES, PURPOSE):
+            raise invalid("purpose", f"send {', '.join(PURPOSES)} or {PURPOSE}")
         file, most = fields["file"], self._limits.max_file_bytes
-        if len(file.data) > most:
+        if purpose != PURPOSE and len(file.data) > most:
             raise InvalidRequest(
                 f"The file is too large: send at most {most} bytes.",
                 param="file",
@@ -113,31 +122,125 @@ class Files:
         filename = "".join(c for c in file.filename or "" if c.isprintable())
         if not 0 < len(filename) <= MAX_FILENAME_CHARS:
             raise invalid("file", f"send a file name of 1 to {MAX_FILENAME_CHARS} characters")
+        if purpose == PURPOSE:
+            return FileObject.of(await self._create_for_batch(caller.tenant, filename, file.data))
         put = PutFile(tenant=caller.tenant, filename=filename, purpose=purpose, data=file.data)
         return FileObject.of(await self._search.ask(put, FileRecord))
 
+    async def _create_for_batch(self, owner: str, filename: str, data: bytes) -> BatchFile:
+        files, most = self._files, self._limits.max_key_batch_bytes
+
+        def create() -> BatchFile:
+            num_files, num_bytes = files.usage(owner)
+            if num_bytes + len(data) > most or num_files >= MAX_BATCH_FILES:
+                raise InvalidRequest(
+                    f"This key keeps files of {num_bytes} bytes for batches: delete some, as {most} "
+                    f"bytes and {MAX_BATCH_FILES} files are the most.",
+                    param="file",
+                    status=413,
+                    code="store_full",
+                )
+            return files.put(owner, filename, PURPOSE, [data], len(data))
+
+        return await blocking(create)
+
     async def list_files(self, caller: Caller) -> FileList:
-        """`GET /v1/files`"""
+        """`GET /v1/files`: those of batches first, where no purpose is asked for."""
         query = caller.read_query(FilesQuery)
-        asked = ListFiles(tenant=caller.tenant, page=query.page, purpose=query.purpose)
-        records, has_more = query.cut(await self._search.ask(asked, list[FileRecord]))
-        data = [FileObject.of(record) for record in records]
+        data, has_more = await self._list(caller.tenant, query)
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return FileList(data, has_more, *ends)
 
+    async def _list(self, owner: str, query: FilesQuery) -> tuple[list[FileObject], bool]:
+        data: list[FileObject] = []
+        cursor = query.after or query.before
+        is_for_batch = self._batch_files is not None and query.purpose in ("", *BATCH_PURPOSES)
+        if is_for_batch and (not cursor or cursor.startswith(FILE_ID)):
+            data, has_more = await self._list_for_batch(owner, query)
+            if has_more or query.before:
+                return data, has_more
+            query = replace(query, after="", limit=query.limit - len(data))
+        has_search = self._search.is_on or self._batch_files is None  # that says so
+        if query.purpose in BATCH_PURPOSES or not (has_search or query.purpose):
+            return data, False
+        if query.limit == 0:
+            query = replace(query, limit=1)
+            return data, bool((await self._list_for_search(owner, query))[0])
+        more, has_more = await self._list_for_search(owner, query)
+        return data + more, has_more
+
+    async def _list_for_batch(self, owner: str, query: FilesQuery) -> tuple[list[FileObject], bool]:
+        files, is_ascending = self._files, query.order == "asc"
+
+        def read() -> tuple[list[BatchFile], bool]:
+            ids = files.ids(owner)
+            if not is_ascending:
+                ids.reverse()
+            if query.after:
+                ids = [i for i in ids if (i > query.after if is_ascending else i < query.after)]
+            if query.before:
+                ids = [i for i in ids if (i < query.before if is_ascending else i > query.before)]
+                ids.reverse()
+            found: list[BatchFile] = []
+            for id_ in ids:
+                file = files.get(owner, id_)
+                if file is not None and query.purpose in ("", file.purpose):
+                    found.append(file)
+                if len(found) > query.limit:
+                    break
+            kept = found[: query.limit]
+            return kept[::-1] if query.before else kept, len(found) > query.limit
+
+        found, has_more = await blocking(read)
+        return [FileObject.of(file) for file in found], has_more
+
+    async def _list_for_search(
+        self, owner: str, query: FilesQuery
+    ) -> tuple[list[FileObject], bool]:
+        asked = ListFiles(tenant=owner, page=query.page, purpose=query.purpose)
+        records, has_more = query.cut(await self._search.ask(asked, list[FileRecord]))
+        return [FileObject.of(record) for record in records], has_more
+
     async def retrieve(self, caller: Caller) -> FileObject:
         """`GET /v1/files/{id}`"""
-        asked = ReadFile(tenant=caller.tenant, file=caller.path["file_id"])
+        name = caller.path["file_id"]
+        if name.startswith(FILE_ID):
+            return FileObject.of(await self._find(caller.tenant, name))
+        asked = ReadFile(tenant=caller.tenant, file=name)
         return FileObject.of(await self._search.ask(asked, FileRecord))
 
     async def content(self, caller: Caller) -> Response:
         """`GET /v1/files/{id}/content`"""
-        asked = ReadFile(tenant=caller.tenant, file=caller.path["file_id"], with_data=True)
+        name = caller.path["file_id"]
+        media_type = "application/octet-stream"
+        if name.startswith(FILE_ID):
+            files, file = self._files, await self._find(caller.tenant, name)
+            length = {"content-length": str(file.num_bytes)}
+            pieces = files.read(caller.tenant, file)
+            return StreamingResponse(pieces, media_type=media_type, headers=length)
+        asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
         record = await self._search.ask(asked, FileRecord)
-        return Response(record.data, media_type="application/octet-stream")
+        return Response(record.data, media_type=media_type)
 
     async def delete(self, caller: Caller) -> Deleted:
         """`DELETE /v1/files/{id}`: its chunks stay in the stores that it was attached to."""
         name = caller.path["file_id"]
-        await self._search.ask(DropFile(tenant=caller.tenant, file=name), bool)
+        if name.startswith(FILE_ID):
+            files, file = self._files, await self._find(caller.tenant, name)
+            await blocking(lambda: files.delete(caller.tenant, file))
+        else:
+            await self._search.ask(DropFile(tenant=caller.tenant, file=name), bool)
         return Deleted(name, "file")
+
+    @property
+    def _files(self) -> BatchFiles:
+        if self._batch_files is None:
+            raise not_served()
+        return self._batch_files
+
+    async def _find(self, owner: str, name: str) -> BatchFile:
+        files = self._files
+        file = await blocking(lambda: files.get(owner, name))
+        if file is None:
+            raise NotFound("There is no such file.", param="file_id", code="not_found")
+        return file

@@ -7,7 +7,7 @@ blob is its hash, and a record is written once, by whoever comes first.
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -76,6 +76,14 @@ class PackageStore(Protocol):
 
     def list(self, prefix: str) -> list[str]:
         """The keys of records below a folder, sorted."""
+        ...
+
+    def write(self, key: str, pieces: Iterable[bytes]) -> None:
+        """Write a record of any size, all of it or nothing; one that is there is replaced."""
+        ...
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """The bytes of a record. Raises: StoreError if it is not there."""
         ...
 
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -192,6 +200,26 @@ class FileStore:
             with suppress(FileNotFoundError):
                 found = (self.root / key).stat()
                 yield Entry(key, found.st_size, found.st_mtime)
+
+    def write(self, key: str, pieces: Iterable[bytes]) -> None:
+        """See `PackageStore.write`."""
+        target = self.root / key
+        with self._aside() as (part, out):
+            for piece in pieces:
+                out.write(piece)
+            _sync(out)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, target)
+            _sync_folder(target.parent)
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """See `PackageStore.stream`."""
+        try:
+            with (self.root / key).open("rb") as file:
+                while piece := file.read(PIECE_BYTES):
+                    yield piece
+        except OSError as error:
+            raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def delete(self, key: str) -> None:
         """See `PackageStore.delete`."""
@@ -340,6 +368,21 @@ class ObjectStore:
             for page in self._obstore.list(self._store, prefix=prefix):
                 for item in page:
                     yield Entry(item["path"], item["size"], item["last_modified"].timestamp())
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def write(self, key: str, pieces: Iterable[bytes]) -> None:
+        """See `PackageStore.write`."""
+        try:
+            self._obstore.put(self._store, key, iter(pieces), use_multipart=True)
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """See `PackageStore.stream`."""
+        try:
+            for piece in self._obstore.get(self._store, key).stream(PIECE_BYTES):
+                yield bytes(piece)
         except Exception as error:
             raise self._failed(error) from None
 

@@ -87,6 +87,10 @@ class RedisKeys:
         """How a gateway tells the answer of a resumable request; the gateways' own words."""
         return f"{self.prefix}:stream:{request_id}"
 
+    def lease(self, name: str) -> str:
+        """Which gateway does what only one is to do, such as run a batch."""
+        return f"{self.prefix}:lease:{name}"
+
     def record(self, owner: str, name: str) -> str:
         """A conversation up to an answer, for requests that go on from it (MessagePack)."""
         return f"{self.prefix}:{{{owner}}}:record:{name}"

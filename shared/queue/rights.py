@@ -43,6 +43,7 @@ GATEWAY = Rights(
         _KEYS.rates("*", "*"),
         _KEYS.stream("*"),
         _KEYS.blob_holders("*"),
+        _KEYS.lease("*"),
         _KEYS.record("*", "*"),
         _KEYS.records("*"),
         _KEYS.record_sizes("*"),

@@ -23,6 +23,7 @@ MAX_FORMAT_NAME_CHARS = 64  #: `response_format.json_schema.name`
 MAX_FORMAT_DESCRIPTION_CHARS = 4096
 MAX_RESPONSE_ID_CHARS = 64  #: `previous_response_id`
 MAX_STORE_NAME_CHARS = 256
+MAX_BATCH_FILES = 10_000  #: of one key, what batches came to included
 MAX_ITEM_ID_CHARS = 256
 MAX_FILENAME_CHARS = 256
 MAX_IMAGE_URL_CHARS = 2048  #: of an image that is elsewhere
@@ -126,7 +127,18 @@ class LimitSettings(Group):
     max_lora_bytes: int = Field(default=512 * MIB, ge=1, description="Bytes of an adapter's files.")
     max_stores: int = Field(default=100, ge=0, description="Vector stores of one API key.")
     max_store_items: int = Field(default=1_000_000, ge=1, description="Items of a vector store.")
-    max_files: int = Field(default=1000, ge=0, description="Files of one API key.")
+    max_open_batches: int = Field(
+        default=32, ge=0, description="Batches of one API key that have not ended."
+    )
+    max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of a batch.")
+    max_key_batch_bytes: int = Field(
+        default=4096 * MIB,
+        ge=1,
+        description="Bytes of the files of batches of one API key; then it uploads no more.",
+    )
+    max_files: int = Field(
+        default=1000, ge=0, description="Files of one API key, those of batches apart."
+    )
     max_file_bytes: int = Field(default=2 * MIB, ge=1, description="Bytes of one file.")
     max_key_search_bytes: int = Field(
         default=4096 * MIB,

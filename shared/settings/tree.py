@@ -57,6 +57,10 @@ class GatewaySettings(Group):
     send_timeout_s: ClassVar[float] = 30.0  #: then a stream whose client does not read is cancelled
     silence_timeout_s: ClassVar[float] = 30.0  #: then Redis is asked about a request
     image_fetch_timeout_s: ClassVar[float] = 10.0  #: for fetching one image, all redirects included
+    batch_line_timeout_s: ClassVar[float] = (
+        3600.0  #: for one request of a batch, which may wait long
+    )
+    file_ttl_s: ClassVar[float] = 30 * 86400.0  #: for batches and their files
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(
@@ -92,6 +96,11 @@ class GatewaySettings(Group):
         ge=0,
         le=2_592_000,
         description="Answers of `/v1/responses` are kept that long for `previous_response_id`; 0: none is.",
+    )
+    files: str = Field(
+        default="",
+        description="Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az:// "
+        "BUCKET/PREFIX; empty: no batches, but `vlm serve` keeps them beside its Redis.",
     )
     drain_s: float = Field(
         default=30.0, ge=0, description="Finish open requests that long after SIGTERM."

@@ -73,6 +73,8 @@ def run_node(
             if search and not settings.search.url:
                 folder = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
                 settings = _with_search(settings, folder, data_dir)
+            if not settings.gateway.files:
+                settings = _with_files(settings, data_dir)
             if not settings.redis.url:
                 redis = stack.enter_context(_start_redis(settings, data_dir))
                 settings = _with_url(settings, redis)
@@ -109,6 +111,13 @@ def _with_search(settings: Settings, folder: str, data_dir: Path | None) -> Sett
         changes["data_dir"] = str(_data_dir(settings, data_dir) / "search")
     search = settings.search.model_copy(update=changes)
     return settings.model_copy(update={"search": search})
+
+
+def _with_files(settings: Settings, data_dir: Path | None) -> Settings:
+    """With a directory for batches beside Redis's files."""
+    files = f"file://{(_data_dir(settings, data_dir) / 'files').absolute()}"
+    gateway = settings.gateway.model_copy(update={"files": files})
+    return settings.model_copy(update={"gateway": gateway})
 
 
 def _with_deployments(settings: Settings, data_dir: Path | None) -> Settings:

@@ -195,3 +195,14 @@ def test_a_blob_is_read_from_any_place(store: PackageStore):
     data = b"0123456789"
     store.put(digest_of(data), io.BytesIO(data))
     assert b"".join(store.read(digest_of(data), 7)) == b"789"
+
+
+def test_a_record_of_any_size_is_replaced_as_a_whole_and_dropped(store):
+    for size in (5, 9_000_000):
+        store.write("folder/name", [b"x" * (size - 1), b"y"])
+        assert b"".join(store.stream("folder/name")) == b"x" * (size - 1) + b"y"
+    assert "folder/name" in store.list("folder")
+    store.delete("folder/name")
+    store.delete("folder/name")
+    with pytest.raises(StoreError):
+        list(store.stream("folder/name"))

@@ -1,0 +1,259 @@
+"""`/v1/batches`: a file of requests, answered within a day after all who wait.
+
+Source: OpenAI API reference, "Batch".
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.fields import RequestStruct, invalid
+from gateway.api.routes import Caller, Operation, body_of
+from gateway.api.vector_stores import Metadata
+from gateway.batches.lines import LineError
+from gateway.batches.records import Batches, BatchView
+from gateway.http.errors import NotFound, Overloaded
+from shared.packages.store import StoreError
+from shared.settings.limits import (
+    MAX_ITEM_ID_CHARS,
+    MAX_PAGE,
+    LimitSettings,
+)
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+PURPOSE = "batch"
+T = TypeVar("T")
+
+
+class CreateBatch(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/batches`."""
+
+    input_file_id: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+
+
+class BatchQuery(RequestStruct, frozen=True, kw_only=True):
+    """Which part of the list, newest first."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
+    after: Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)] = ""
+
+
+class RequestCounts(msgspec.Struct):
+    """How many requests there are, and what came of them."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchErrors(msgspec.Struct):
+    """What is wrong with the file."""
+
+    data: list[LineError]
+    object: str = "list"
+
+
+class BatchObject(msgspec.Struct):
+    """OpenAI's object. Units: epoch seconds."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    status: str
+    created_at: int
+    expires_at: int
+    request_counts: RequestCounts
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    metadata: dict[str, str] | None = None
+    completion_window: str = "24h"
+    object: str = "batch"
+
+    @classmethod
+    def of(cls, view: BatchView) -> "BatchObject":
+        """Of what is known of it."""
+        record, ending = view.record, view.ending
+        completed, failed = view.counts
+        total = 0 if view.beginning is None else view.beginning.total
+        batch = cls(
+            record.id,
+            record.endpoint,
+            record.input_file_id,
+            view.status,
+            record.created_at,
+            record.expires_at,
+            RequestCounts(total, min(completed, total), min(failed, total)),
+            metadata=record.metadata,
+            in_progress_at=view.beginning and view.beginning.at,
+            cancelling_at=view.cancel and view.cancel.at,
+            finalizing_at=view.finalizing and view.finalizing.at,
+        )
+        if view.finalizing is not None and view.finalizing.errors:
+            batch.errors = BatchErrors(view.finalizing.errors)
+        if ending is not None:
+            batch.output_file_id, batch.error_file_id = ending.output_file_id, ending.error_file_id
+            setattr(batch, f"{view.status}_at", ending.at)
+        return batch
+
+
+class BatchList(msgspec.Struct):
+    """A page of batches."""
+
+    data: list[BatchObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+
+_BODY = body_of(
+    CreateBatch,
+    endpoint=f"Send one of {', '.join(ENDPOINTS)}.",
+    completion_window="Send 24h.",
+)
+
+
+class TooManyBatches(Overloaded):
+    """The key has as many open batches as it may."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            "open_batches",
+            f"This key has {most} open batches: wait until one has ended, or cancel it.",
+            code="rate_limit_exceeded",
+            retry_after_s=30,
+        )
+
+
+class BatchRoutes:
+    """The operations on batches. `look`: told that there is something to do."""
+
+    def __init__(
+        self, batches: Batches | None, look: Callable[[], None], limits: LimitSettings
+    ) -> None:
+        self._batches = batches
+        self._look = look
+        self._limits = limits
+
+    def operations(self) -> list[Operation]:
+        """All that is served."""
+        batch = "/v1/batches/{batch_id}"
+        return [
+            Operation("POST", "/v1/batches", "create_batch", "Begin a batch", self.create,
+                      BatchObject, CreateBatch, tag="batches"),
+            Operation("GET", "/v1/batches", "list_batches", "List batches", self.list_batches,
+                      BatchList, query=BatchQuery, tag="batches"),
+            Operation("GET", batch, "retrieve_batch", "Retrieve a batch", self.retrieve,
+                      BatchObject, tag="batches"),
+            Operation("POST", batch + "/cancel", "cancel_batch", "Cancel a batch", self.cancel,
+                      BatchObject, tag="batches"),
+        ]  # fmt: skip
+
+    @property
+    def _all(self) -> Batches:
+        if self._batches is None:
+            raise not_served()
+        return self._batches
+
+    async def create(self, caller: Caller) -> BatchObject:
+        """`POST /v1/batches`"""
+        batches, body = self._all, _BODY.decode(caller.body)
+
+        def create() -> BatchView | None:
+            file = batches.files.get(caller.tenant, body.input_file_id)
+            if file is None:
+                raise invalid(
+                    "input_file_id", "there is no such file; upload it for batch", "not_found"
+                )
+            if file.purpose != PURPOSE:
+                raise invalid(
+                    "input_file_id", f"the file's purpose is not {PURPOSE}; upload it for that"
+                )
+            if len(batches.open_ids(caller.tenant)) >= self._limits.max_open_batches:
+                raise TooManyBatches(self._limits.max_open_batches)
+            record = batches.create(
+                caller.tenant, caller.context.tenant, body.endpoint, file.id, body.metadata
+            )
+            return batches.get(caller.tenant, record.id)
+
+        view = await blocking(create)
+        self._look()
+        return BatchObject.of(_found(view))
+
+    async def list_batches(self, caller: Caller) -> BatchList:
+        """`GET /v1/batches`"""
+        batches, query = self._all, caller.read_query(BatchQuery)
+
+        def read() -> tuple[list[BatchView], bool]:
+            ids = batches.ids(caller.tenant)[::-1]
+            ids = [id_ for id_ in ids if not query.after or id_ < query.after]
+            views = [batches.get(caller.tenant, id_) for id_ in ids[: query.limit]]
+            return [view for view in views if view is not None], len(ids) > query.limit
+
+        views, has_more = await blocking(read)
+        data = [BatchObject.of(view) for view in views]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return BatchList(data, has_more, *ends)
+
+    async def retrieve(self, caller: Caller) -> BatchObject:
+        """`GET /v1/batches/{id}`"""
+        batches, id_ = self._all, caller.path["batch_id"]
+        return BatchObject.of(_found(await blocking(lambda: batches.get(caller.tenant, id_))))
+
+    async def cancel(self, caller: Caller) -> BatchObject:
+        """`POST /v1/batches/{id}/cancel`: what is answered until then is kept."""
+        batches, id_ = self._all, caller.path["batch_id"]
+
+        def cancel() -> BatchView | None:
+            view = _found(batches.get(caller.tenant, id_))
+            if view.ending is None:
+                batches.cancel(view.record)
+            return batches.get(caller.tenant, id_)
+
+        view = await blocking(cancel)
+        self._look()
+        return BatchObject.of(_found(view))
+
+
+async def blocking(work: Callable[[], T]) -> T:
+    """Ask the store of batches. Raises: ApiError."""
+    try:
+        return await asyncio.to_thread(work)
+    except StoreError:
+        raise Overloaded(
+            "files",
+            "The store of files and batches is temporarily unavailable; retry.",
+            code="service_unavailable",
+            retry_after_s=5,
+        ) from None
+
+
+def not_served() -> NotFound:
+    """The error where there is no store for them."""
+    return NotFound(
+        "Batches are not served here: set VLM_GATEWAY__FILES to a directory or a bucket.",
+        code="batches_not_served",
+    )
+
+
+def _found(view: BatchView | None) -> BatchView:
+    if view is None:
+        raise NotFound("There is no such batch.", param="batch_id", code="not_found")
+    return view

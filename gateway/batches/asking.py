@@ -1,0 +1,59 @@
+"""A line of a batch as a request of its endpoint: the same way in and out as one that came by HTTP."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+
+from starlette.types import Message
+
+from gateway.batches.runner import LineAnswer
+from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.surface import Surface
+from gateway.http.context import SCOPE_KEY, RequestContext
+from shared.telemetry.logs import request_id
+
+_HEADERS = {b"content-type": b"application/json", b"x-vlm-priority": b"batch"}
+
+
+class LineAsker:
+    """Asks the endpoints of one gateway."""
+
+    def __init__(self, lifecycle: Lifecycle, surfaces: Mapping[str, Surface]) -> None:
+        self._lifecycle = lifecycle
+        self._surfaces = surfaces
+
+    async def ask(self, tenant: str, path: str, body: bytes) -> LineAnswer:
+        """The endpoint's answer; cancelling it takes the request back."""
+        context = RequestContext(
+            secrets.token_hex(16), dict(_HEADERS), time.perf_counter(), tenant=tenant
+        )
+        request_id.set(context.id)
+        exchange = _InProcess(body)
+        scope = {"type": "http", "method": "POST", "path": path, SCOPE_KEY: context}
+        surface = self._surfaces[path]
+        await self._lifecycle.serve(surface, scope, exchange.receive, exchange.send)
+        return LineAnswer(
+            exchange.status, exchange.headers, f"req_{context.id}", bytes(exchange.body)
+        )
+
+
+class _InProcess:
+    """The client's end: it sends one body, stays, and reads all."""
+
+    def __init__(self, body: bytes) -> None:
+        self._messages: list[Message] = [{"type": "http.request", "body": body}]
+        self.status = 500
+        self.headers: dict[bytes, bytes] = {}
+        self.body = bytearray()
+
+    async def receive(self) -> Message:
+        if not self._messages:
+            await asyncio.get_running_loop().create_future()
+        return self._messages.pop()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.body += message.get("body", b"")

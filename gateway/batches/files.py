@@ -1,0 +1,112 @@
+"""The files of batches: requests that tenants upload, and answers that they download.
+
+Everything blocks and raises StoreError.
+"""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from shared.packages.store import PackageStore
+
+#: How the ids begin, by which these files are told from those of vector stores.
+FILE_ID = "file-batch-"
+_FOLDER = "files"
+_TIME_DIGITS = 11
+
+
+class BatchFile(msgspec.Struct, frozen=True):
+    """A file. `created_at`: epoch seconds."""
+
+    id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+
+
+def make_id(beginning: str, now_s: float, name: str = "") -> str:
+    """An id that sorts by time. `name`: of what it is always the same for; else it is random."""
+    tail = hashlib.sha256(name.encode()).hexdigest()[:21] if name else secrets.token_hex(11)[:21]
+    return f"{beginning}{int(now_s * 1000):0{_TIME_DIGITS}x}{tail}"
+
+
+def time_of(id_: str, beginning: str) -> float:
+    """The epoch seconds of an id; 0 if it is none of ours."""
+    digits = id_.removeprefix(beginning)[:_TIME_DIGITS]
+    try:
+        return int(digits, 16) / 1000
+    except ValueError:
+        return 0.0
+
+
+class BatchFiles:
+    """Files by their owner. A file is its bytes, and a record beside them that is written last."""
+
+    def __init__(self, store: PackageStore) -> None:
+        self._store = store
+
+    def put(
+        self, owner: str, filename: str, purpose: str, pieces: Iterable[bytes], num_bytes: int
+    ) -> BatchFile:
+        """Keep a file under a new id."""
+        now = time.time()  # noqa: TID251
+        file = BatchFile(make_id(FILE_ID, now), filename, purpose, num_bytes, int(now))
+        self.keep(owner, file, pieces)
+        return file
+
+    def keep(self, owner: str, file: BatchFile, pieces: Iterable[bytes]) -> None:
+        """Keep a file; the same one again changes nothing."""
+        self._store.write(_data(owner, file), pieces)
+        self._store.put_if_absent(_record(owner, file.id), msgspec.json.encode(file))
+
+    def get(self, owner: str, id_: str) -> BatchFile | None:
+        """A file of this owner's."""
+        if not _is_id(id_):
+            return None
+        data = self._store.get(_record(owner, id_))
+        return None if data is None else msgspec.json.decode(data, type=BatchFile)
+
+    def read(self, owner: str, file: BatchFile) -> Iterator[bytes]:
+        """The bytes of a file."""
+        return self._store.stream(_data(owner, file))
+
+    def delete(self, owner: str, file: BatchFile) -> None:
+        """Forget a file."""
+        self._store.delete(_record(owner, file.id))
+        self._store.delete(_data(owner, file))
+
+    def ids(self, owner: str) -> list[str]:
+        """The ids of an owner's files, oldest first."""
+        keys = (key.rpartition("/")[2] for key in self._store.list(f"{_FOLDER}/{owner}"))
+        return sorted(name.removesuffix(".json") for name in keys if name.endswith(".json"))
+
+    def usage(self, owner: str) -> tuple[int, int]:
+        """How many files an owner has, and how many bytes."""
+        names = [key.rpartition(".")[2] for key in self._store.list(f"{_FOLDER}/{owner}")]
+        return names.count("json"), sum(int(name) for name in names if name.isdigit())
+
+    def sweep(self, before_s: float) -> None:
+        """Forget what is older: files, and bytes without a record."""
+        for key in self._store.list(_FOLDER):
+            if time_of(key.rpartition("/")[2], FILE_ID) < before_s:
+                self._store.delete(key)
+
+
+def _is_id(id_: str) -> bool:
+    tail = id_.removeprefix(FILE_ID)
+    return (
+        id_.startswith(FILE_ID) and len(tail) == 32 and all(c in "0123456789abcdef" for c in tail)
+    )
+
+
+def _record(owner: str, id_: str) -> str:
+    return f"{_FOLDER}/{owner}/{id_}.json"
+
+
+def _data(owner: str, file: BatchFile) -> str:
+    """Its size is in its name, so that a listing tells how much an owner keeps."""
+    return f"{_FOLDER}/{owner}/{file.id}.{file.num_bytes}"

@@ -1,0 +1,293 @@
+"""What is known of batches: records that are written once, in a folder of each batch.
+
+    record       who asked for what
+    beginning    its file was checked: so many requests
+    cancel       its client wants no more
+    parts/       results, a few in each
+    finalizing   nothing is computed any more: what it ends as, and which parts count
+    ending       the files that came of it
+
+Whoever comes first writes a record, and later ones follow from earlier ones alone. So it does not
+matter who writes them, or whether two gateways try. Everything blocks and raises StoreError.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator
+from tempfile import TemporaryFile
+from typing import IO, Literal, TypeVar
+
+import msgspec
+
+from gateway.batches.files import FILE_ID, BatchFile, BatchFiles, make_id, time_of
+from gateway.batches.lines import (
+    LineError,
+    LineResult,
+    decode_part,
+    encode_part,
+    read_line,
+    split_lines,
+    to_failure,
+)
+from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
+
+BATCH_ID = "batch_"
+WINDOW_S = 24 * 3600.0
+_BATCHES, _OPEN = "batches", "open"
+#: A note that a batch is open is written before its record.
+_ORPHAN_S = 600.0
+_EXPIRED = "This request could not be executed before the completion window expired."
+
+Final = Literal["completed", "cancelled", "expired", "failed"]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """Who asked for what. `tenant`: in whose name the requests are made. Units: epoch seconds."""
+
+    id: str
+    owner: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """Its file was checked."""
+
+    at: int
+    total: int
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Its client wants no more."""
+
+    at: int
+
+
+class Finalizing(msgspec.Struct, frozen=True):
+    """Nothing is computed any more. `parts`: their names, in order."""
+
+    at: int
+    status: Final
+    parts: list[str] = []
+    errors: list[LineError] = []
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    at: int
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+
+class BatchView(msgspec.Struct, frozen=True):
+    """All that is known of a batch."""
+
+    record: BatchRecord
+    beginning: Beginning | None
+    cancel: Cancel | None
+    finalizing: Finalizing | None
+    ending: Ending | None
+    parts: list[str]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many requests were answered, and how many failed."""
+        if self.ending is not None:
+            return self.ending.completed, self.ending.failed
+        told = [name.split("-")[-2:] for name in self.parts]
+        return sum(int(good) for good, _ in told), sum(int(bad) for _, bad in told)
+
+    @property
+    def status(self) -> str:
+        """OpenAI's word for where it stands."""
+        if self.ending is not None:
+            assert self.finalizing is not None
+            return self.finalizing.status
+        if self.cancel is not None:
+            return "cancelling"
+        if self.finalizing is not None:
+            return "finalizing"
+        return "validating" if self.beginning is None else "in_progress"
+
+
+class Batches:
+    """The batches of a store."""
+
+    def __init__(self, store: PackageStore, files: BatchFiles) -> None:
+        self._store = store
+        self.files = files
+
+    def create(
+        self,
+        owner: str,
+        tenant: str,
+        endpoint: str,
+        input_file_id: str,
+        metadata: dict[str, str] | None,
+    ) -> BatchRecord:
+        """Begin a batch."""
+        now = time.time()  # noqa: TID251
+        record = BatchRecord(
+            make_id(BATCH_ID, now),
+            owner,
+            tenant,
+            endpoint,
+            input_file_id,
+            int(now),
+            int(now + WINDOW_S),
+            metadata,
+        )
+        self._store.put_if_absent(f"{_OPEN}/{owner}/{record.id}", b"")
+        self._write(record, "record", record)
+        return record
+
+    def get(self, owner: str, id_: str) -> BatchView | None:
+        """A batch of this owner's."""
+        tail = id_.removeprefix(BATCH_ID)
+        if not id_.startswith(BATCH_ID) or len(tail) != 32 or not tail.isalnum():
+            return None
+        folder = _folder(owner, id_)
+        names = {key.removeprefix(folder + "/") for key in self._store.list(folder)}
+
+        def read(name: str, type_: type[T]) -> T | None:
+            data = self._store.get(f"{folder}/{name}") if name in names else None
+            return None if data is None else msgspec.json.decode(data, type=type_)
+
+        record = read("record", BatchRecord)
+        if record is None:
+            return None
+        return BatchView(
+            record,
+            read("beginning", Beginning),
+            read("cancel", Cancel),
+            read("finalizing", Finalizing),
+            read("ending", Ending),
+            sorted(name.removeprefix("parts/") for name in names if name.startswith("parts/")),
+        )
+
+    def ids(self, owner: str) -> list[str]:
+        """The ids of an owner's batches, oldest first."""
+        keys = (key.split("/") for key in self._store.list(f"{_BATCHES}/{owner}"))
+        return sorted(names[2] for names in keys if names[3:] == ["record"])
+
+    def open_ids(self, owner: str = "") -> list[tuple[str, str]]:
+        """Owner and id of the batches that have not ended, those of one owner or all."""
+        keys = self._store.list(f"{_OPEN}/{owner}" if owner else _OPEN)
+        return [(names[1], names[2]) for names in (key.split("/") for key in keys)]
+
+    def cancel(self, record: BatchRecord) -> None:
+        """Want no more of a batch."""
+        self._write(record, "cancel", Cancel(_now()))
+
+    def is_cancelled(self, record: BatchRecord) -> bool:
+        """Whether its client wants no more."""
+        return self._store.get(f"{_folder(record.owner, record.id)}/cancel") is not None
+
+    def begin(self, record: BatchRecord, total: int) -> None:
+        """Note that its file is good."""
+        self._write(record, "beginning", Beginning(_now(), total))
+
+    def add_part(self, record: BatchRecord, writer: str, results: list[LineResult]) -> None:
+        """Keep some results. `writer`: who computed them; no other has that name."""
+        num_good = sum(result.is_completed for result in results)
+        name = f"{writer}-{secrets.token_hex(4)}-{num_good}-{len(results) - num_good}"
+        key = f"{_folder(record.owner, record.id)}/parts/{name}"
+        self._store.put_if_absent(key, encode_part(results))
+
+    def results(self, record: BatchRecord, parts: list[str]) -> Iterator[LineResult]:
+        """What came of each line, once."""
+        seen: set[int] = set()
+        for name in parts:
+            data = self._store.get(f"{_folder(record.owner, record.id)}/parts/{name}")
+            if data is None:
+                raise StoreError(f"{self._store.url}: a part of {record.id} is gone")
+            for result in decode_part(data):
+                if result.number not in seen:
+                    seen.add(result.number)
+                    yield result
+
+    def read_input(self, record: BatchRecord) -> bytes | None:
+        """The file of its requests; None if it was deleted."""
+        file = self.files.get(record.owner, record.input_file_id)
+        return None if file is None else b"".join(self.files.read(record.owner, file))
+
+    def finalize(
+        self, record: BatchRecord, status: Final, errors: list[LineError] | None = None
+    ) -> None:
+        """Compute no more. What counts from here on is what is there now."""
+        view = self.get(record.owner, record.id)
+        parts = [] if view is None else view.parts
+        self._write(record, "finalizing", Finalizing(_now(), status, parts, errors or []))
+
+    def end(self, record: BatchRecord) -> None:
+        """Make the files of a batch that is finalizing, and tidy up. May be done again."""
+        view = self.get(record.owner, record.id)
+        if view is not None and view.finalizing is not None and view.ending is None:
+            self._write(record, "ending", self._collect(view, view.finalizing))
+            view = self.get(record.owner, record.id)
+        if view is None or view.ending is not None:
+            for name in () if view is None else view.parts:
+                self._store.delete(f"{_folder(record.owner, record.id)}/parts/{name}")
+            self._store.delete(f"{_OPEN}/{record.owner}/{record.id}")
+
+    def forget_orphan(self, owner: str, id_: str) -> None:
+        """Forget that a batch is open whose record was never written."""
+        if time_of(id_, BATCH_ID) < time.time() - _ORPHAN_S:  # noqa: TID251
+            self._store.delete(f"{_OPEN}/{owner}/{id_}")
+
+    def sweep(self, before_s: float) -> None:
+        """Forget batches that are older, unless they are open."""
+        still_open = {id_ for _, id_ in self.open_ids()}
+        for key in self._store.list(_BATCHES):
+            id_ = key.split("/")[2]
+            if id_ not in still_open and time_of(id_, BATCH_ID) < before_s:
+                self._store.delete(key)
+
+    def _collect(self, view: BatchView, final: Finalizing) -> Ending:
+        record = view.record
+        with TemporaryFile() as good, TemporaryFile() as bad:
+            counts, seen = [0, 0], set()
+            for result in self.results(record, final.parts):
+                seen.add(result.number)
+                counts[result.is_completed] += 1
+                (good if result.is_completed else bad).write(result.data + b"\n")
+            if final.status == "expired" and (data := self.read_input(record)) is not None:
+                for number, line in enumerate(split_lines(data)):
+                    if number not in seen:
+                        late = to_failure(
+                            record.id, read_line(line, number), "batch_expired", _EXPIRED
+                        )
+                        bad.write(late + b"\n")
+                        counts[False] += 1
+            output = self._keep(record, final, good, "output") if counts[True] else None
+            errors = self._keep(record, final, bad, "error") if counts[False] else None
+        return Ending(_now(), counts[True], counts[False], output, errors)
+
+    def _keep(self, record: BatchRecord, final: Finalizing, data: IO[bytes], kind: str) -> str:
+        num_bytes = data.tell()
+        data.seek(0)
+        id_ = make_id(FILE_ID, final.at, f"{record.id} {kind}")
+        name = f"{record.id}_{kind}.jsonl"
+        file = BatchFile(id_, name, "batch_output", num_bytes, final.at)
+        self.files.keep(record.owner, file, iter(lambda: data.read(PIECE_BYTES), b""))
+        return id_
+
+    def _write(self, record: BatchRecord, name: str, value: msgspec.Struct) -> None:
+        key = f"{_folder(record.owner, record.id)}/{name}"
+        self._store.put_if_absent(key, msgspec.json.encode(value))
+
+
+def _folder(owner: str, id_: str) -> str:
+    return f"{_BATCHES}/{owner}/{id_}"
+
+
+def _now() -> int:
+    return int(time.time())  # noqa: TID251

@@ -1,0 +1,368 @@
+"""Runs batches: each by one gateway at a time, which holds its lease, a few of its lines at once.
+
+A line is a request of its endpoint in batch priority, like any other request. Results are kept in
+parts, every few seconds; lines without a result are computed again when the gateway dies.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from gateway.batches.lines import (
+    BatchLine,
+    LineError,
+    LineResult,
+    check_lines,
+    read_line,
+    split_lines,
+    to_result,
+)
+from gateway.batches.records import Batches, BatchRecord, BatchView
+from shared.packages.store import StoreError
+from shared.queue.api import QueueUnavailable
+
+#: Of one batch, and of one gateway.
+MAX_OPEN_LINES = 64
+MAX_RUNNING = 4
+LEASE_S = 15.0
+_SWEEP_PAUSE_S = 3600.0
+_PART_RESULTS = 256
+_MAX_PAUSE_S = 30.0
+#: A line is tried so often that the fleet took and could not answer.
+_MAX_TRIES = 5
+#: Errors that say that a request was not taken: they are no try.
+_NOT_TAKEN = frozenset({"server_overloaded", "service_unavailable", "unsupported_version"})
+
+logger = logging.getLogger(__name__)
+
+
+class LineAnswer(msgspec.Struct, frozen=True):
+    """What an endpoint answered a line."""
+
+    status: int
+    headers: Mapping[bytes, bytes]
+    request_id: str
+    body: bytes
+
+
+#: Asks an endpoint in a tenant's name: tenant, endpoint, body.
+Ask = Callable[[str, str, bytes], Awaitable[LineAnswer]]
+
+
+class Leases(Protocol):
+    """Who works on what."""
+
+    async def hold(self, name: str, holder: str, ttl_s: float) -> bool:
+        """Take a lease or renew it; whether it is the holder's. Raises: QueueUnavailable."""
+        ...
+
+    async def drop(self, name: str, holder: str) -> None:
+        """Give a lease back. Raises: QueueUnavailable."""
+        ...
+
+
+class BatchRunner:
+    """Looks for open batches, and runs those that nobody runs."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        leases: Leases,
+        ask: Ask,
+        *,
+        max_lines: int,
+        max_open_lines: int,
+        keep_s: float,
+        look_s: float = 3.0,
+        flush_s: float = 2.0,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """`keep_s`: files and batches that are older are forgotten."""
+        self.holder = secrets.token_hex(8)
+        self._batches = batches
+        self._leases = leases
+        self._ask = ask
+        self._max_lines = max_lines
+        self._max_open_lines = max_open_lines
+        self._keep_s = keep_s
+        self._look_s = look_s
+        self._flush_s = flush_s
+        self._lease_s = lease_s
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # owner and task, by id
+        self._computing: set[_Computing] = set()
+        self._changed = asyncio.Event()
+        self._sweep_at = time.monotonic() + random.random() * _SWEEP_PAUSE_S
+        self._loop: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._loop = asyncio.create_task(self._look_for_ever(), name="batches")
+
+    async def stop(self) -> None:
+        """End; what is open goes on elsewhere."""
+        tasks = [task for _, task in self._running.values()]
+        if self._loop is not None:
+            tasks.append(self._loop)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """There is a new batch, or one is cancelled."""
+        self._changed.set()
+        for computing in self._computing:
+            computing.wake()
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            try:
+                await self._look_once()
+            except (StoreError, QueueUnavailable) as error:
+                logger.warning("batches wait: %s", error)
+            except Exception:
+                logger.exception("batches wait")
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s * random.uniform(0.75, 1.25)):
+                    await self._changed.wait()
+
+    async def _look_once(self) -> None:
+        if time.monotonic() > self._sweep_at:
+            self._sweep_at = time.monotonic() + _SWEEP_PAUSE_S
+            before_s = time.time() - self._keep_s  # noqa: TID251
+            await asyncio.to_thread(self._batches.files.sweep, before_s)
+            await asyncio.to_thread(self._batches.sweep, before_s)
+        waiting = await asyncio.to_thread(self._batches.open_ids)
+        waiting = [each for each in waiting if each[1] not in self._running]
+        while waiting and len(self._running) < MAX_RUNNING:
+            # Of the owner with the fewest running ones the oldest.
+            num_running = Counter(owner for owner, _ in self._running.values())
+            owner, id_ = min(waiting, key=lambda each: (num_running[each[0]], each[1]))
+            waiting.remove((owner, id_))
+            if await self._leases.hold(id_, self.holder, self._lease_s):
+                task = asyncio.create_task(self._run(owner, id_), name=id_)
+                self._running[id_] = owner, task
+
+    async def _run(self, owner: str, id_: str) -> None:
+        """Bring a batch to its end, while its lease is ours."""
+        work = asyncio.ensure_future(self._work(owner, id_))
+        hold = asyncio.ensure_future(self._hold(id_))
+        try:
+            await asyncio.wait({work, hold}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done() and (error := work.exception()) is not None:
+                if not isinstance(error, StoreError | QueueUnavailable):
+                    logger.error("a batch broke off; it goes on later", exc_info=error)
+                await asyncio.sleep(self._look_s)
+        finally:
+            for task in (work, hold):
+                task.cancel()
+            await asyncio.gather(work, hold, return_exceptions=True)
+            with suppress(QueueUnavailable):
+                await self._leases.drop(id_, self.holder)
+            del self._running[id_]
+            self._changed.set()
+
+    async def _hold(self, id_: str) -> None:
+        """Renew the lease; returns when it is lost, or may be."""
+        held_at = time.monotonic()
+        while time.monotonic() < held_at + self._lease_s * 0.7:
+            await asyncio.sleep(self._lease_s / 5)
+            with suppress(QueueUnavailable):
+                asked_at = time.monotonic()
+                if not await self._leases.hold(id_, self.holder, self._lease_s):
+                    return
+                held_at = asked_at
+
+    async def _work(self, owner: str, id_: str) -> None:
+        view = await asyncio.to_thread(self._batches.get, owner, id_)
+        if view is None:
+            await asyncio.to_thread(self._batches.forget_orphan, owner, id_)
+            await asyncio.sleep(self._look_s)
+            return
+        record = view.record
+        if view.finalizing is None:
+            await self._compute(view)
+        await asyncio.to_thread(self._batches.end, record)
+
+    async def _compute(self, view: BatchView) -> None:
+        record, batches = view.record, self._batches
+        data = await asyncio.to_thread(batches.read_input, record)
+        if data is None:
+            gone = LineError("input_file_not_found", "The input file was deleted.")
+            await asyncio.to_thread(batches.finalize, record, "failed", [gone])
+            return
+        if view.beginning is None:
+            total, errors = await asyncio.to_thread(
+                check_lines, data, record.endpoint, self._max_lines
+            )
+            if errors:
+                await asyncio.to_thread(batches.finalize, record, "failed", errors)
+                return
+            await asyncio.to_thread(batches.begin, record, total)
+        numbers = await asyncio.to_thread(self._numbers_done, view)
+        lines = split_lines(data)
+        todo = [number for number in range(len(lines)) if number not in numbers]
+        computing = _Computing(self, record, lines, todo)
+        status = "completed"
+        self._computing.add(computing)
+        try:
+            async with asyncio.timeout(max(0.0, record.expires_at - time.time())):  # noqa: TID251
+                if not await computing.run():
+                    status = "cancelled"
+        except TimeoutError:
+            status = "expired"
+        finally:
+            self._computing.discard(computing)
+            await computing.flush()
+        await asyncio.to_thread(batches.finalize, record, status)
+
+    def _numbers_done(self, view: BatchView) -> set[int]:
+        return {result.number for result in self._batches.results(view.record, view.parts)}
+
+    # Of one batch, for `_Computing`
+
+    async def answer(self, record: BatchRecord, line: BatchLine) -> LineResult:
+        """What comes of a line: it is asked again while the fleet has no room for it."""
+        num_tries, num_refusals = 0, 0
+        while True:
+            answer = await self._ask(record.tenant, record.endpoint, line.body)
+            pause_s = _find_pause(answer)
+            if pause_s is None:
+                break
+            if _was_taken(answer):
+                num_tries += 1
+                if num_tries == _MAX_TRIES:
+                    break
+            num_refusals += 1
+            pause_s = min(_MAX_PAUSE_S, max(pause_s, 0.1 * 2 ** min(num_refusals, 10)))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+        data = to_result(record.id, line, answer.status, answer.request_id, answer.body)
+        return LineResult(line.number, answer.status == 200, data)
+
+    async def keep(self, record: BatchRecord, results: list[LineResult]) -> None:
+        """Write a part. Raises: StoreError."""
+        await asyncio.to_thread(self._batches.add_part, record, self.holder, results)
+
+    async def is_cancelled(self, record: BatchRecord) -> bool:
+        """Whether the client wants no more. Raises: StoreError."""
+        return await asyncio.to_thread(self._batches.is_cancelled, record)
+
+    @property
+    def max_open_lines(self) -> int:
+        """Of one batch."""
+        return self._max_open_lines
+
+    @property
+    def flush_s(self) -> float:
+        """A result is kept within that time."""
+        return self._flush_s
+
+
+class _Computing:
+    """The lines of a batch that have no result yet, on their way."""
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        record: BatchRecord,
+        lines: Sequence[memoryview],
+        todo: Sequence[int],
+    ) -> None:
+        self._runner = runner
+        self._record = record
+        self._lines = lines
+        self._todo = iter(todo)
+        self._results: list[LineResult] = []
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._is_woken = asyncio.Event()
+
+    async def run(self) -> bool:
+        """Answer all lines, unless the client cancels; whether all are answered."""
+        count = self._runner.max_open_lines
+        answering = [asyncio.create_task(self._answer_lines()) for _ in range(count)]
+        keeping = asyncio.create_task(self._keep_results())
+        all_answered = asyncio.create_task(_await_all(answering))
+        try:
+            done, _ = await asyncio.wait(
+                {all_answered, keeping}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for each in done:
+                each.result()
+            return all_answered in done
+        finally:
+            tasks = (*answering, all_answered, keeping)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Look now for a cancellation, and keep the results."""
+        self._is_woken.set()
+
+    async def _answer_lines(self) -> None:
+        for number in self._todo:
+            line = read_line(self._lines[number], number)
+            result = await self._runner.answer(self._record, line)
+            self._results.append(result)
+            if len(self._results) >= _PART_RESULTS:
+                self._has_room.clear()
+                self.wake()
+                await self._has_room.wait()
+
+    async def _keep_results(self) -> None:
+        """Keep results every few seconds; returns when the client cancels."""
+        while True:
+            self._is_woken.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._runner.flush_s):
+                    await self._is_woken.wait()
+            try:
+                await self.flush()
+                if await self._runner.is_cancelled(self._record):
+                    return
+            except StoreError as error:  # a full disk: no line is answered meanwhile
+                logger.warning("results of a batch wait: %s", error)
+
+    async def flush(self) -> None:
+        """Keep what there is. Raises: StoreError."""
+        results = list(self._results)
+        if results:
+            await asyncio.shield(self._runner.keep(self._record, results))
+            del self._results[: len(results)]
+        if len(self._results) < _PART_RESULTS:
+            self._has_room.set()
+
+
+async def _await_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        await task
+
+
+def _find_pause(answer: LineAnswer) -> float | None:
+    """How long to wait before a line is asked again; None: this is its answer."""
+    if answer.status == 504:  # it waited too long
+        return 1.0
+    if answer.status != 429 and answer.headers.get(b"x-should-retry") != b"true":
+        return None
+    seconds = answer.headers.get(b"retry-after", b"1")
+    return float(seconds) if seconds.isdigit() else 1.0
+
+
+def _was_taken(answer: LineAnswer) -> bool:
+    """Whether the fleet took the request before it failed."""
+    if answer.status == 429:
+        return False
+    try:
+        code = msgspec.json.decode(answer.body)["error"]["code"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return True
+    return code not in _NOT_TAKEN

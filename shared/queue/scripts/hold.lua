@@ -1,0 +1,12 @@
+-- Take a lease, or renew one's own; without a time, give it back.
+-- KEYS: lease    args: holder, ttl_ms (0: give it back)
+-- Returns whether it is the holder's.
+local args = cmsgpack.unpack(ARGV[1])
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= args.holder then return 0 end
+if args.ttl_ms == 0 then
+  redis.call('DEL', KEYS[1])
+  return 0
+end
+redis.call('SET', KEYS[1], args.holder, 'PX', args.ttl_ms)
+return 1

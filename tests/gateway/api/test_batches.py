@@ -1,0 +1,424 @@
+"""Batches over HTTP: OpenAI's client unchanged, each line answered once, whoever stops or is full."""
+
+import asyncio
+import json
+from array import array
+from collections import Counter
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from gateway.batches import records
+from gateway.batches.files import BatchFiles
+from gateway.batches.lines import LineResult, check_lines
+from gateway.batches.records import Batches
+from shared.packages.store import FileStore
+from shared.protocol import Embed, ErrorCode, Priority, Vectors
+from tests.factories_gateway import (
+    CARD,
+    make_settings,
+    run_gateway_on_socket,
+    say_hello,
+    say_nothing,
+)
+
+KEYS = ["key-one", "key-two"]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def card():
+    return msgspec.structs.replace(CARD, tasks=("generate", "embed"))
+
+
+@pytest.fixture
+def limits():
+    return {}
+
+
+@pytest.fixture
+def changes(tmp_path, limits):
+    return {"gateway": {"files": f"file://{tmp_path}", "api_keys": KEYS}, "limits": limits}
+
+
+def client_of(gateway, key=KEYS[0]):
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    return openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, http_client=http
+    )
+
+
+@pytest.fixture
+async def client(gateway):
+    async with client_of(gateway) as client:
+        yield client
+
+
+def to_line(name, endpoint=CHAT, **body):
+    given = {
+        CHAT: {"messages": [{"role": "user", "content": name}]},
+        "/v1/completions": {"prompt": name},
+        "/v1/responses": {"input": name},
+        "/v1/embeddings": {"input": name},
+    }[endpoint]
+    body = {"model": CARD.name, **given, **body}
+    return {"custom_id": name, "method": "POST", "url": endpoint, "body": body}
+
+
+def to_file(lines):
+    return "\n".join(json.dumps(line) for line in lines).encode()
+
+
+async def begin(client, lines, endpoint=CHAT, **options):
+    data = lines if isinstance(lines, bytes) else to_file(lines)
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **options
+    )
+
+
+async def until_ended(client, batch):
+    async with asyncio.timeout(30):
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            await asyncio.sleep(0.02)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def read(client, file_id):
+    if file_id is None:
+        return {}
+    lines = [json.loads(line) for line in (await client.files.content(file_id)).text.splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+async def answer_any(answer):
+    task = answer.request.task
+    if not isinstance(task, Embed):
+        await say_hello(answer)
+        return
+    await answer.start()
+    data = array("f", [0.6, 0.8]).tobytes()
+    await answer.publish(Vectors(answer.request.id, answer.claim.attempt, 1, data))
+    await answer.finish()
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/v1/responses", "/v1/embeddings"])
+async def test_the_official_client_gets_each_answer_once(client, worker, endpoint):
+    worker.script = answer_any
+    good = [to_line(f"line {i}", endpoint) for i in range(70)]
+    bad = to_line("bad", endpoint, model="unknown")
+    batch = await begin(client, [*good, bad], endpoint, metadata={"of": "mine"})
+    assert batch.status == "validating"
+    batch = await until_ended(client, batch)
+    assert batch.status == "completed"
+    assert batch.metadata == {"of": "mine"}
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (71, 70, 1)
+    output = await read(client, batch.output_file_id)
+    assert output.keys() == {line["custom_id"] for line in good}
+    assert {line["response"]["status_code"] for line in output.values()} == {200}
+    if endpoint == CHAT:
+        body = output["line 3"]["response"]["body"]
+        assert body["choices"][0]["message"]["content"] == "Hello you"
+        assert body["id"] == "chatcmpl-" + output["line 3"]["response"]["request_id"][4:]
+    [error] = (await read(client, batch.error_file_id)).values()
+    assert error["response"]["status_code"] == 404
+    assert error["response"]["body"]["error"]["code"] == "model_not_found"
+    assert {request.priority for request in worker.requests} == {Priority.BATCH}
+    file = await client.files.retrieve(batch.output_file_id)
+    assert file.purpose == "batch_output"
+
+
+async def test_lists_go_on_after_an_id_and_show_a_key_its_own(client, gateway):
+    batches = [await begin(client, [to_line(str(i))]) for i in range(3)]
+    for batch in batches:
+        await until_ended(client, batch)
+    ids = [batch.id for batch in reversed(batches)]
+    assert [batch.id async for batch in client.batches.list(limit=2)] == ids
+    files = [file async for file in client.files.list(limit=2)]
+    assert Counter(file.purpose for file in files) == {"batch": 3, "batch_output": 3}
+    outputs = [file.id async for file in client.files.list(purpose="batch_output")]
+    assert len(outputs) == 3
+    await client.files.delete(outputs[0])
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(outputs[0])
+    async with client_of(gateway, KEYS[1]) as other:
+        assert (await other.batches.list()).data == (await other.files.list()).data == []
+        for ask in (
+            other.batches.retrieve(ids[0]),
+            other.batches.cancel(ids[0]),
+            other.files.content(outputs[1]),
+            other.files.delete(outputs[1]),
+            other.batches.retrieve("batch_../../../etc"),
+            other.files.retrieve("file-batch-" + "." * 32),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await ask
+
+
+LINE = to_line("a")
+BAD_FILES = [
+    (b"\n \n", "empty_file", None),
+    (b"{", "invalid_json_line", 1),
+    (b'{"custom_id": "\xff"}', "invalid_json_line", 1),
+    (b"[]", "invalid_request", 1),
+    (to_file([LINE, LINE]), "duplicate_custom_id", 2),
+    (to_file([{**LINE, "url": "/v1/embeddings"}]), "invalid_url", 1),
+    (to_file([{**LINE, "method": "GET"}]), "invalid_method", 1),
+    (to_file([{**LINE, "body": 5}]), "invalid_request", 1),
+    (to_file([{**LINE, "body": {**LINE["body"], "stream": True}}]), "invalid_request", 1),
+    (to_file([{**LINE, "custom_id": ""}]), "invalid_request", 1),
+    (to_file([to_line(str(i)) for i in range(4)]), "too_many_requests", None),
+]
+
+
+@pytest.mark.parametrize(("data", "code", "line"), BAD_FILES, ids=[str(i) for i in range(11)])
+def test_a_bad_file_is_told_by_line(data, code, line):
+    _, [error] = check_lines(data, CHAT, 3)
+    assert (error.code, error.line) == (code, line)
+
+
+async def test_a_batch_of_a_bad_file_fails_as_a_whole(client, worker):
+    batch = await until_ended(client, await begin(client, [LINE, LINE]))
+    assert batch.status == "failed"
+    assert batch.errors.data[0].code == "duplicate_custom_id"
+    assert batch.errors.data[0].line == 2
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize("limits", [{"max_open_batches": 1, "max_key_batch_bytes": 2000}])
+async def test_what_cannot_be_is_refused_by_name(client, worker):
+    worker.script = say_nothing
+    batch = await begin(client, [LINE])
+    refused = [
+        ({"input_file_id": "file-batch-" + "0" * 32}, "input_file_id", 400),
+        ({"input_file_id": "file-1"}, "input_file_id", 400),
+        ({"endpoint": "/v1/moderations"}, "endpoint", 400),
+        ({"completion_window": "1h"}, "completion_window", 400),
+        ({"metadata": {"k": "v" * 513}}, "metadata", 400),
+        ({}, None, 429),
+    ]
+    good = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for changes, param, status in refused:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.batches.create(**{**good, **changes})
+        assert raised.value.status_code == status
+        assert (raised.value.param or "").startswith(param or "")
+    with pytest.raises(openai.APIStatusError) as raised:
+        await client.files.create(file=("in", b"x" * 2000), purpose="batch")
+    assert (raised.value.status_code, raised.value.code) == (413, "store_full")
+
+
+async def test_a_cancelled_batch_keeps_what_is_answered(client, worker):
+    async def some(answer):
+        slow = "slow" in answer.request.task.messages[0].parts[0].text
+        await (say_nothing if slow else say_hello)(answer)
+
+    worker.script = some
+    batch = await begin(client, [to_line("quick"), to_line("slow")])
+    async with asyncio.timeout(30):
+        while len(worker.answers) < 2 or batch.request_counts.completed < 1:
+            await asyncio.sleep(0.02)
+            batch = await client.batches.retrieve(batch.id)
+    assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")
+    batch = await until_ended(client, batch)
+    assert batch.status == "cancelled"
+    assert list(await read(client, batch.output_file_id)) == ["quick"]
+    assert batch.error_file_id is None
+    async with asyncio.timeout(20):
+        await worker.cancelled.wait()
+
+
+async def test_lines_that_were_not_answered_in_time_are_told(client, worker, monkeypatch):
+    monkeypatch.setattr(records, "WINDOW_S", 1)
+    worker.script = say_nothing
+    batch = await until_ended(client, await begin(client, [to_line("a"), to_line("b")]))
+    assert batch.status == "expired"
+    errors = await read(client, batch.error_file_id)
+    assert {name: line["error"]["code"] for name, line in errors.items()} == {
+        "a": "batch_expired",
+        "b": "batch_expired",
+    }
+
+
+@pytest.mark.parametrize("limits", [{"max_batch_queue_depth": 1, "max_key_open_requests": 8}])
+async def test_a_full_queue_is_waited_for(client, worker):
+    """No line fails of it, and a line that the fleet lost is asked again."""
+    lost = set()
+
+    async def lose_once(answer):
+        name = answer.request.task.messages[0].parts[0].text
+        if name not in lost:
+            lost.add(name)
+            await answer.fail(ErrorCode.WORKER_LOST)
+        else:
+            await say_hello(answer)
+
+    worker.script = lose_once
+    batch = await until_ended(client, await begin(client, [to_line(str(i)) for i in range(6)]))
+    assert batch.request_counts.completed == 6
+
+
+async def test_a_gateway_without_a_store_says_so(redis_server, redis_prefix, worker):
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as gateway:
+        for answer in (
+            await gateway.client.get("/v1/batches"),
+            await gateway.client.post(
+                "/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")}
+            ),
+        ):
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "batches_not_served"
+
+
+async def test_another_gateway_goes_on_where_one_stopped(
+    redis_server, redis_prefix, worker, changes
+):
+    settings = make_settings(redis_server, redis_prefix, **changes)
+    lines = [to_line(str(i)) for i in range(100)]
+    is_stopped = asyncio.Event()
+
+    async def half(answer):
+        if worker.answers.index(answer) >= 50 and not is_stopped.is_set():
+            await say_nothing(answer)
+        else:
+            await say_hello(answer)
+
+    worker.script = half
+    async with run_gateway_on_socket(settings) as first:
+        async with client_of(first) as client:
+            batch = await begin(client, lines)
+            async with asyncio.timeout(30):
+                while batch.request_counts.completed < 30:
+                    await asyncio.sleep(0.02)
+                    batch = await client.batches.retrieve(batch.id)
+    is_stopped.set()
+    async with run_gateway_on_socket(settings) as second, client_of(second) as client:
+        batch = await until_ended(client, batch)
+        assert len(await read(client, batch.output_file_id)) == 100
+    texts = Counter(request.task.messages[0].parts[0].text for request in worker.requests)
+    assert max(texts.values()) <= 2
+    assert sum(texts.values()) < 170
+
+
+# Records
+
+
+@pytest.fixture
+def batches(tmp_path):
+    store = FileStore(tmp_path)
+    return Batches(store, BatchFiles(store))
+
+
+def make_batch(batches, lines):
+    data = to_file(lines)
+    file = batches.files.put("owner", "in", "batch", [data], len(data))
+    record = batches.create("owner", "tenant", CHAT, file.id, None)
+    batches.begin(record, len(lines))
+    return record
+
+
+def result(number, by):
+    data = json.dumps({"custom_id": str(number), "by": by}).encode()
+    return LineResult(number, True, data)
+
+
+def read_output(batches, record):
+    ending = batches.get("owner", record.id).ending
+    file = batches.files.get("owner", ending.output_file_id)
+    return b"".join(batches.files.read("owner", file)).splitlines()
+
+
+def test_results_of_two_gateways_count_once(batches):
+    """One was thought dead, and keeps its results all the same."""
+    record = make_batch(batches, [to_line(str(i)) for i in range(4)])
+    batches.add_part(record, "one", [result(0, 1), result(1, 1)])
+    batches.add_part(record, "two", [result(1, 2), result(2, 2), result(3, 2)])
+    batches.finalize(record, "completed")
+    batches.add_part(record, "one", [result(2, 1), result(3, 1)])
+    batches.finalize(record, "cancelled")  # it comes second
+    batches.end(record)
+    view = batches.get("owner", record.id)
+    assert view.status == "completed"
+    assert view.counts == (4, 0)
+    names = [json.loads(line)["custom_id"] for line in read_output(batches, record)]
+    assert sorted(names) == ["0", "1", "2", "3"]
+    batches.end(record)
+    assert batches.open_ids() == []
+
+
+@pytest.mark.parametrize("num_writes", range(8))
+def test_an_end_that_is_cut_anywhere_is_made_again(batches, tmp_path, num_writes):
+    """Whatever was written before, the end is the same."""
+    record = make_batch(batches, [to_line(str(i)) for i in range(3)])
+    batches.add_part(record, "one", [result(0, 1), result(2, 1)])
+    batches.finalize(record, "expired")
+
+    class Dying(FileStore):
+        left = num_writes
+
+        def _die(self):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+        def write(self, key, pieces):
+            self._die()
+            super().write(key, pieces)
+
+        def put_if_absent(self, key, data):
+            self._die()
+            return super().put_if_absent(key, data)
+
+        def delete(self, key):
+            self._die()
+            super().delete(key)
+
+    dying = Dying(tmp_path)
+    try:
+        Batches(dying, BatchFiles(dying)).end(record)
+    except KeyboardInterrupt:
+        pass
+    batches.end(record)
+    view = batches.get("owner", record.id)
+    assert (view.status, view.counts, view.parts) == ("expired", (2, 1), [])
+    assert len(read_output(batches, record)) == 2
+    assert len(batches.files.ids("owner")) == 3
+    assert batches.open_ids() == []
+
+
+def test_what_is_old_is_forgotten_unless_it_is_open(batches):
+    ended, still_open = (make_batch(batches, [LINE]) for _ in range(2))
+    batches.finalize(ended, "cancelled")
+    batches.end(ended)
+    later = ended.created_at + 10
+    batches.sweep(later)
+    batches.files.sweep(later)
+    assert batches.ids("owner") == [still_open.id]
+    assert batches.files.ids("owner") == []
+
+
+def test_a_batch_whose_file_is_gone_is_read_as_such(batches):
+    record = make_batch(batches, [LINE])
+    file = batches.files.get("owner", record.input_file_id)
+    batches.files.delete("owner", file)
+    assert batches.read_input(record) is None
+
+
+async def test_a_store_that_cannot_be_written_is_a_503(gateway, client, tmp_path):
+    (tmp_path / "uploads").write_text("no folder")
+    async with httpx.AsyncClient(trust_env=False) as http:
+        answer = await http.post(
+            f"{gateway.url}/v1/files",
+            data={"purpose": "batch"},
+            files={"file": ("a", b"x")},
+            headers={"authorization": f"Bearer {KEYS[0]}"},
+        )
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
