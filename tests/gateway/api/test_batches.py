@@ -1,6 +1,7 @@
 """Batches over HTTP: OpenAI's client unchanged, each line answered once, whoever stops or is full."""
 
 import asyncio
+import contextlib
 import json
 from array import array
 from collections import Counter
@@ -291,13 +292,12 @@ async def test_another_gateway_goes_on_where_one_stopped(
             await say_hello(answer)
 
     worker.script = half
-    async with run_gateway_on_socket(settings) as first:
-        async with client_of(first) as client:
-            batch = await begin(client, lines)
-            async with asyncio.timeout(30):
-                while batch.request_counts.completed < 30:
-                    await asyncio.sleep(0.02)
-                    batch = await client.batches.retrieve(batch.id)
+    async with run_gateway_on_socket(settings) as first, client_of(first) as client:
+        batch = await begin(client, lines)
+        async with asyncio.timeout(30):
+            while batch.request_counts.completed < 30:
+                await asyncio.sleep(0.02)
+                batch = await client.batches.retrieve(batch.id)
     is_stopped.set()
     async with run_gateway_on_socket(settings) as second, client_of(second) as client:
         batch = await until_ended(client, batch)
@@ -381,10 +381,8 @@ def test_an_end_that_is_cut_anywhere_is_made_again(batches, tmp_path, num_writes
             super().delete(key)
 
     dying = Dying(tmp_path)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         Batches(dying, BatchFiles(dying)).end(record)
-    except KeyboardInterrupt:
-        pass
     batches.end(record)
     view = batches.get("owner", record.id)
     assert (view.status, view.counts, view.parts) == ("expired", (2, 1), [])

@@ -96,7 +96,16 @@ ELSEWHERE = (
     *("max_schema_", "max_pattern_", "max_choice_", "max_grammar_", "MAX_FORMAT_"),
     *("max_tools", "MAX_TOOL_", "MAX_RESPONSE_"),
     *("max_store", "max_file", "max_filter", "max_item", "max_search"),
-    *("MAX_STORE", "MAX_FILE", "MAX_FILTER", "MAX_ITEM", "MAX_IMAGE_URL", "MAX_SEARCH", "MAX_PAGE"),
+    *(
+        "MAX_BATCH_",
+        "MAX_STORE",
+        "MAX_FILE",
+        "MAX_FILTER",
+        "MAX_ITEM",
+        "MAX_IMAGE_URL",
+        "MAX_SEARCH",
+        "MAX_PAGE",
+    ),
 )
 
 
