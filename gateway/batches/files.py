@@ -90,7 +90,8 @@ class BatchFiles:
         return names.count("json"), sum(int(name) for name in names if name.isdigit())
 
     def sweep(self, before_s: float) -> None:
-        """Forget what is older: files, and bytes without a record."""
+        """Forget what is older: files, bytes without a record, what writes left that were cut short."""
+        self._store.delete_parts(before_s)
         for key in self._store.list(_FOLDER):
             if time_of(key.rpartition("/")[2], FILE_ID) < before_s:
                 self._store.delete(key)

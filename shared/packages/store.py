@@ -91,7 +91,7 @@ class PackageStore(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove what is under a key, if there is anything: for `shared.packages.garbage` alone."""
+        """Remove what is under a key, if there is anything. Of packages: for `shared.packages.garbage` alone."""
         ...
 
     def delete_parts(self, before: float) -> int:
