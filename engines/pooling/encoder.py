@@ -1,5 +1,5 @@
-"""Encoders of transformers as they are, over packed rows: BERT, RoBERTa and XLM-R, DistilBERT, ELECTRA; CLIP; others by
-padding rows of nearly one length.
+"""Encoders of transformers: BERT, RoBERTa and XLM-R, DistilBERT, ELECTRA over packed rows; others as they are, padding
+rows of nearly one length.
 
 Shape letters: n rows of one length, L tokens of a row, E hidden size, V numbers of a result.
 """
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.base import Decode, InvalidRequest, PreparedImage, PromptTooLong
-from engines.pooling.attention import packed, runs_of
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import Pooling, SentenceConfig
 from engines.pooling.head import num_outputs
+from engines.pooling.layers import Keeps, PackedLayers
 from engines.pooling.linears import num_bytes
 from shared.protocol import Embed, ImagePart, ImageRef, Rerank, Task, TextPart, Truncate
 
 #: Rows are padded together while padding is at most that share of the real tokens.
 MAX_PADDING_RATIO = 0.15
-#: Model types whose attention is transformers' own interface, and their position of a row's first token.
+#: Model types whose layers are `PackedLayers`, and their position of a row's first token.
 PACKED_TYPES: dict[str, int | None] = {
     "bert": 0,
     "roberta": None,
@@ -34,6 +34,7 @@ PACKED_TYPES: dict[str, int | None] = {
     "distilbert": 0,
     "electra": 0,
 }
+_KEEPS: dict[Pooling, Keeps] = {"cls": "first", "last": "last"}
 #: Of these, whose heads take a pooled vector or the last layer.
 SCORER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 
@@ -170,15 +171,19 @@ class Encoder:
         config: SentenceConfig,
         shorter_dimensions: tuple[int, ...],
         is_scorer: bool,
+        layers: PackedLayers | None = None,
         head: nn.Sequential | None = None,
     ) -> None:
-        """`head`: what stands behind the pooling."""
+        """`layers`: those of a model whose rows need no padding; `head`: what stands behind the pooling."""
         self._model: Any = model
         self.texts = texts
         self._pooling: Pooling = config.pooling
         self._head = head or nn.Sequential()
         self._is_scorer = is_scorer
-        self.is_packed = is_packed(model)
+        self._layers = layers
+        self._keeps: Keeps = "all"
+        if layers is not None:  # what is behind reads no other tokens
+            self._keeps = "first" if is_scorer else _KEEPS.get(config.pooling, "all")
         self.tasks: tuple[str, ...] = ("rerank",) if is_scorer else ("embed",)
         size = num_outputs(config.modules, model.config.hidden_size)
         self.dimensions: int = 0 if is_scorer else size
@@ -212,41 +217,40 @@ class Encoder:
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> None:
         """All rows of a step. They come sorted by length."""
-        begin = 0
-        for hidden in self._hidden(rows):  # (n, L, E)
-            part = rows[begin : begin + len(hidden)]
-            begin += len(hidden)
-            if self._is_scorer:
-                for row, score in zip(part, self._score(hidden, part).cpu(), strict=True):
-                    row.result = score.numpy().tobytes()
-            else:
-                give_vectors(part, self._head(self._pool(hidden).float()))
+        if self._is_scorer:
+            [hidden] = self._hidden(rows)
+            for row, score in zip(rows, self._score(hidden, rows).cpu().numpy(), strict=True):
+                row.result = score.tobytes()
+            return
+        vectors = torch.cat([self._pool(hidden).float() for hidden in self._hidden(rows)])
+        give_vectors(rows, self._head(vectors))
 
     def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """The last layer of rows of one length after another."""
-        if not self.is_packed:
+        """The last layer of rows of one length after another; (n, 1, E) of all, if one token of each is kept."""
+        if self._layers is None:
             for group in padded_groups(rows):
                 yield from self._padded(group)
             return
-        runs = runs_of([row.num_tokens for row in rows])
-        device = self._model.device
-        ids, types = (
-            torch.tensor([x for row in rows for x in getattr(row.content, name)], device=device)[
-                None
-            ]
-            for name in ("ids", "types")
-        )
+        lengths, device = [row.num_tokens for row in rows], self._model.device
         first = first_position(self._model.config)
-        positions = torch.cat(
-            [torch.arange(first, first + run.length).repeat(run.num_rows) for run in runs]
-        ).to(device)[None]
-        arguments = {"input_ids": ids, "position_ids": positions}
+        arguments = {
+            "input_ids": [x for row in rows for x in row.content.ids],
+            "position_ids": [x for length in lengths for x in range(first, first + length)],
+        }
         if getattr(self._model.config, "type_vocab_size", 0) > 1:
-            arguments["token_type_ids"] = types
-        with packed(runs):
-            hidden = self._base(**arguments).last_hidden_state[0]
-        for run in runs:
-            yield hidden[run.begin : run.end].unflatten(0, (run.num_rows, run.length))
+            arguments["token_type_ids"] = [x for row in rows for x in row.content.types]
+        tensors = {name: torch.tensor([x], device=device) for name, x in arguments.items()}
+        with self._layers.rows(lengths, self._keeps):
+            hidden = self._base(**tensors).last_hidden_state[0]
+        if self._keeps != "all":
+            yield hidden[:, None]
+            return
+        begin = 0
+        for length, group in groupby(lengths):
+            num_rows = len(list(group))
+            end = begin + num_rows * length
+            yield hidden[begin:end].unflatten(0, (num_rows, length))
+            begin = end
 
     def _padded(self, rows: Sequence[Row]) -> Iterator[Tensor]:
         longest, device = rows[-1].num_tokens, self._model.device
@@ -295,11 +299,6 @@ class Encoder:
         """Free the weights."""
         self._model = self._base = nn.Module()
         self._head = nn.Sequential()
-
-
-def is_packed(model: Any) -> bool:
-    """Whether rows need no padding."""
-    return model.config.model_type in PACKED_TYPES
 
 
 def first_position(config: Any) -> int:

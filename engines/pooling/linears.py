@@ -7,7 +7,7 @@ computed with it; in int8 they are those of our kernels. What a probe finds wron
 Shape letters: K inputs, N outputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.base import EngineStartError
+from engines.torch_backend.layers.activation import quick_gelu
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.layers.quantized_linear import Int8Linear
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
-from engines.torch_backend.ops.products import Before
+from engines.torch_backend.ops.products import Before, multiply
 from engines.torch_backend.ops.registry import cpu_ops
 
-#: Names of a map and of the activation behind it, in the modules of transformers whose forward is one after the other.
-_PAIRS = (("dense", "intermediate_act_fn"), ("lin1", "activation"), ("fc1", "activation_fn"))
+#: Names of a map and of the activation behind it, in modules whose forward is one after the other.
+_PAIRS = (("dense", "intermediate_act_fn"), ("up", "activation"), ("fc1", "activation_fn"))
+#: Names of an activation and of the map behind it.
+_PAIRS_BEFORE = (("activation", "down"), ("activation_fn", "fc2"))
 _QUICK_GELU_FACTOR = 1.702
 
 _QUICK_GELU = ("quick_gelu", "")
@@ -37,6 +40,10 @@ _ACTIVATIONS: dict[tuple[str, str], Activation] = {
     ("relu", ""): F.relu,
     ("swish", ""): F.silu,
 }
+
+
+#: What our kernels do before a product.
+_BEFORE: dict[tuple[str, str], Activation] = {("gelu", "none"): F.gelu, _QUICK_GELU: quick_gelu}
 
 
 class PackedFloat(nn.Module):
@@ -55,11 +62,15 @@ class PackedFloat(nn.Module):
         name, algorithm = self._activation
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum of its result and what is there, without the activation. Shapes: (..., K), (..., N) to (..., N)."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+
 
 class PackedInt8(nn.Module):
-    """A linear map over int8 weights; activations become int8 as well, with a scale for some of them."""
+    """A linear map over int8 weights, and what is before it; inputs become int8 as well, with a scale for some of them."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, before: Before = Before()) -> None:
         super().__init__()
         weight = linear.weight.detach()
         quantized = Int8Linear(
@@ -69,11 +80,12 @@ class PackedInt8(nn.Module):
         quantized.load_state_dict(parts, assign=True, strict=False)
         self.packed = PackedLinear(quantized)
         self.num_bytes = self.packed.blocks.nbytes + 8 * linear.out_features
-        self._product = cpu_ops("fast")["linear_int8"]([self.packed], Before(), torch.float32)
+        self._before = before
+        self._product = cpu_ops("fast")["linear_int8"]([self.packed], before, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (..., K) to (..., N)."""
-        y = self._product(x.reshape(-1, x.shape[-1]).float())
+        y = multiply(self._product, self._before, x.reshape(-1, x.shape[-1]).float())
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -82,7 +94,7 @@ def pack_linears(model: nn.Module) -> None:
     dtypes = {x.dtype for x in model.parameters()}
     if not dtypes or not all(map(_is_right, dtypes)):
         return
-    for owner, name, activation in _with_activation(model):
+    for owner, name, activation in _pairs(model, _PAIRS):
         linear = getattr(owner, name)
         known = _name(getattr(owner, activation))
         if known == _QUICK_GELU and type(getattr(owner, "fc2", None)) is nn.Linear:
@@ -103,6 +115,11 @@ def quantize_linears(model: nn.Module) -> None:
         raise EngineStartError(
             "VLM_ENGINE__QUANTIZATION: int8 needs the C++ kernels, which the log says more of; send none"
         )
+    for owner, name, linear in _pairs(model, _PAIRS_BEFORE):
+        if (activation := _BEFORE.get(_name(getattr(owner, name)) or ("", ""))) is not None:
+            before = Before(activation=activation)
+            setattr(owner, linear, PackedInt8(getattr(owner, linear), before))
+            setattr(owner, name, nn.Identity())
     _replace(model, PackedInt8)
 
 
@@ -124,11 +141,13 @@ def _replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
         model.set_submodule(name, make(linear))
 
 
-def _with_activation(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
+def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:
+    """A module and names of two of its parts, one of which is a map that is not packed yet."""
     for owner in list(model.modules()):
-        for name, activation in _PAIRS:
-            if type(getattr(owner, name, None)) is nn.Linear and hasattr(owner, activation):
-                yield owner, name, activation
+        for pair in names:
+            parts = [getattr(owner, name, None) for name in pair]
+            if None not in parts and any(type(part) is nn.Linear for part in parts):
+                yield owner, *pair
 
 
 def _name(activation: Activation) -> tuple[str, str] | None:

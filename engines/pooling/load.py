@@ -22,7 +22,6 @@ from transformers import (
 from engines.base import EngineStartError, LoadedEngine, Progress, UnsupportedCheckpoint
 from engines.packages.digest import digest_of
 from engines.packages.resolve import default_name, resolve_model
-from engines.pooling import attention
 from engines.pooling.batch import Row
 from engines.pooling.checkpoint import read_sentence_config
 from engines.pooling.clip import ClipEncoder, Filling
@@ -36,6 +35,7 @@ from engines.pooling.encoder import (
 )
 from engines.pooling.engine import PoolingEngine
 from engines.pooling.head import build_head
+from engines.pooling.layers import take_layers
 from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
 from engines.silent_transformers import silent_transformers
@@ -103,6 +103,7 @@ def load_encoder(
     kind, config = find_kind(directory)
     sentence = read_sentence_config(directory)
     model = _load_model(kind, directory, config, dtype).to(device).eval()
+    layers = take_layers(model, device) if config.model_type in PACKED_TYPES else None
     prepare_linears(model, device, is_int8)
     has_images = kind in (CLIPModel, SiglipModel)
     text = config.text_config if has_images else config
@@ -116,9 +117,8 @@ def load_encoder(
         return ClipEncoder(model, texts, processor, filling)
     shorter = getattr(config, "matryoshka_dimensions", None) or ()
     is_scorer = kind is AutoModelForSequenceClassification
-    encoder = Encoder(
-        model, texts, sentence, (), is_scorer, build_head(sentence.modules, directory).to(device)
-    )
+    head = build_head(sentence.modules, directory).to(device)
+    encoder = Encoder(model, texts, sentence, (), is_scorer, layers, head)
     encoder.shorter_dimensions = tuple(sorted(x for x in shorter if x < encoder.dimensions))
     return encoder
 
@@ -195,12 +195,10 @@ def _kind(architecture: str, config: Any, directory: Path) -> Any:
 
 
 def _load_model(kind: Any, directory: Path, config: Any, dtype: torch.dtype) -> Any:
-    is_packed = config.model_type in PACKED_TYPES
-    options = {"attn_implementation": attention.NAME} if is_packed else {}
     try:
         with silent_transformers():
             model, info = kind.from_pretrained(
-                directory, use_safetensors=True, dtype=dtype, output_loading_info=True, **options
+                directory, use_safetensors=True, dtype=dtype, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise UnsupportedCheckpoint(f"the weights cannot be loaded: {error}") from error

@@ -19,5 +19,6 @@ extern "C" int64_t vlm_sizeof(const char* name) {
     VLM_SIZE(Layer)
     VLM_SIZE(Layers)
     VLM_SIZE(FullAttention)
+    VLM_SIZE(RowAttention)
     return 0;
 }

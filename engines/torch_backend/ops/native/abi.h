@@ -11,7 +11,7 @@ constexpr int32_t VLM_ABI = 3;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 
-enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE, QUICK_GELU };
+enum Before : int32_t { NOTHING, RMS_NORM, SILU_GATE, QUICK_GELU, GELU };
 
 // A linear map.
 struct Linear {
@@ -98,4 +98,14 @@ struct FullAttention {
     const float* keys;
     const float* values;
     float* out;  // (B, t, H * D)
+};
+
+// Attention of rows to themselves, packed one after another without padding.
+struct RowAttention {
+    int32_t kind;  // of all numbers: FLOAT32 or BFLOAT16
+    int32_t num_heads, head_dim, num_threads;
+    int64_t num_rows;
+    const int64_t* begins;  // (num_rows + 1,), in tokens
+    const void* joined;     // (T, 3, H, D): queries, keys and values
+    void* out;              // (T, H * D)
 };

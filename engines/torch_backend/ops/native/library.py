@@ -46,6 +46,7 @@ class Before(IntEnum):
     RMS_NORM = 1
     SILU_GATE = 2
     QUICK_GELU = 3
+    GELU = 4
 
 
 class LinearStruct(ctypes.Structure):
@@ -178,6 +179,21 @@ class FullAttentionStruct(ctypes.Structure):
     )
 
 
+class RowAttentionStruct(ctypes.Structure):
+    """`RowAttention` of abi.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("num_rows", ctypes.c_int64),
+        ("begins", ctypes.c_void_p),
+        ("joined", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
 _STRUCTS: tuple[type[ctypes.Structure], ...] = (
     LinearStruct,
     StepStruct,
@@ -187,6 +203,7 @@ _STRUCTS: tuple[type[ctypes.Structure], ...] = (
     LayerStruct,
     LayersStruct,
     FullAttentionStruct,
+    RowAttentionStruct,
 )
 
 
@@ -272,6 +289,8 @@ class Library:
         self.attention.restype = None
         self.full_attention = functions.vlm_full_attention
         self.full_attention.argtypes, self.full_attention.restype = [ctypes.c_void_p], None
+        self.row_attention = functions.vlm_row_attention
+        self.row_attention.argtypes, self.row_attention.restype = [ctypes.c_void_p], None
 
 
 def _check_abi(functions: ctypes.CDLL) -> None:

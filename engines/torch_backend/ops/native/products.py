@@ -42,6 +42,8 @@ def _build(site: Site) -> Bind:
             kind = Kind.SILU_GATE
         elif before.activation is quick_gelu:
             kind = Kind.QUICK_GELU
+        elif before.activation is F.gelu:
+            kind = Kind.GELU
         bound = BoundProduct(library, usable, site.bits, kind, gain, eps)
         bound.takes_before = kind is not Kind.NOTHING or not before
         bound.max_tokens = site.level.max_float_tokens if usable[0].group == 0 else UNLIMITED

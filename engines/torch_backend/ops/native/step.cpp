@@ -43,6 +43,22 @@ void quick_gelu(const float* x, int64_t width, float* out) {
     for (; i < width; i++) out[i] = x[i] / (1.0f + std::exp(-1.702f * x[i]));
 }
 
+// Source: Abramowitz and Stegun, 7.1.26; off by 1.5e-7 of the input.
+void gelu(const float* x, int64_t width, float* out) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const Floats value = load(x + i), size = (value < 0.0f ? -value : value) * 0.70710678f;
+        const Floats t = 1.0f / (1.0f + size * 0.3275911f);
+        Floats series = t * 1.061405429f - 1.453152027f;
+        series = series * t + 1.421413741f;
+        series = series * t - 0.284496736f;
+        series = series * t + 0.254829592f;
+        const Floats beyond = series * t * exp(-size * size) * 0.5f;  // of a normal distribution
+        store(out + i, value * (value < 0.0f ? beyond : 1.0f - beyond));
+    }
+    for (; i < width; i++) out[i] = x[i] * 0.5f * std::erfc(x[i] * -0.70710678f);
+}
+
 class Product {
   public:
     // The room fits.
@@ -68,6 +84,7 @@ class Product {
         if (step_.before == RMS_NORM) normalize(step_.x + token * width, step_.gain, step_.eps, width, into);
         if (step_.before == SILU_GATE) gate(step_.x + token * 2 * width, width, into);
         if (step_.before == QUICK_GELU) quick_gelu(step_.x + token * width, width, into);
+        if (step_.before == GELU) gelu(step_.x + token * width, width, into);
         if (linear_.kind < INT8) return;
         const int64_t num_groups = integers_.num_groups, place = token * num_groups;
         char* integers = (char*)room_.integers.data() + place * linear_.group * (step_.bits / 8);

@@ -79,6 +79,21 @@ inline void store(BFloat16* target, float value) {  // to the nearest, ties to e
     target->bits = (uint16_t)(is_number ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0);
 }
 
+inline void store(BFloat16* target, Floats values) {
+#if defined(__AVX2__)
+    const __m256i bits = (__m256i)values, one = _mm256_set1_epi32(1);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+    const __m256i nearest = _mm256_srli_epi32(
+        _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i is_number = _mm256_castps_si256(_mm256_cmp_ps((__m256)values, (__m256)values, _CMP_ORD_Q));
+    const __m256i words = _mm256_blendv_epi8(_mm256_set1_epi32(0x7fc0), nearest, is_number);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128((__m128i*)target, _mm256_castsi256_si128(packed));
+#else
+    for (int i = 0; i < LANES; i++) store(target + i, values[i]);
+#endif
+}
+
 inline void store(Float16* target, float value) {
 #if defined(__F16C__)
     target->bits = (uint16_t)_cvtss_sh(value, 0);

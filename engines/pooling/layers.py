@@ -1,0 +1,161 @@
+"""The layers of BERT and its kin over packed rows, in as few operations as there can be.
+
+They take the place of the encoder within a model of transformers, whose embeddings and heads stay. Queries, keys and
+values are one product. On a CPU a layer is computed for so many rows at a time that what it makes in between stays in
+the caches: so a large batch takes no more memory than a small one.
+
+Shape letters: T tokens of all rows, H heads, D head width, E hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from engines.pooling.linears import PackedFloat
+from engines.torch_backend.ops.registry import cpu_ops
+from engines.torch_backend.ops.row_attention.reference import AttendRows, attend_rows
+
+#: Tokens of rows that a CPU computes together.
+_STRIP_TOKENS = 512
+_UNLIMITED = 1 << 30
+#: Which tokens of its rows the last layer computes.
+Keeps = Literal["all", "first", "last"]
+
+#: Where layers of BERT and of DistilBERT have what is here.
+_BERT = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "activation": "intermediate.intermediate_act_fn",
+    "down": "output.dense",
+    "norm": "output.LayerNorm",
+}
+_DISTILBERT = {
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "out": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "up": "ffn.lin1",
+    "activation": "ffn.activation",
+    "down": "ffn.lin2",
+    "norm": "output_layer_norm",
+}
+
+
+class Layer(nn.Module):
+    """One layer: attention of rows to themselves, and what follows it."""
+
+    def __init__(self, theirs: nn.Module, num_heads: int) -> None:
+        """Takes the parts of a layer of transformers, which may be dropped afterwards."""
+        super().__init__()
+        names = _BERT if hasattr(theirs, "intermediate") else _DISTILBERT
+        part: dict[str, Any] = {mine: theirs.get_submodule(name) for mine, name in names.items()}
+        self.num_heads = num_heads
+        self.qkv = _join([part["query"], part["key"], part["value"]])
+        self.out: nn.Module = part["out"]
+        self.attention_norm: nn.Module = part["attention_norm"]
+        self.up: nn.Module = part["up"]
+        self.activation: nn.Module = part["activation"]
+        self.down: nn.Module = part["down"]
+        self.norm: nn.Module = part["norm"]
+
+    def forward(
+        self, x: Tensor, lengths: Sequence[int], attend: AttendRows, kept: Tensor | None = None
+    ) -> Tensor:
+        """Shapes: (T, E) to (T, E), or to (kept tokens, E)."""
+        mixed = attend(self.qkv(x).view(len(x), 3, self.num_heads, -1), lengths)
+        if kept is not None:
+            mixed, x = mixed[kept], x[kept]
+        x = self.attention_norm(_add(self.out, mixed, x))
+        return self.norm(_add(self.down, self.activation(self.up(x)), x))
+
+
+class PackedLayers(nn.Module):
+    """All layers of an encoder, in its place. They compute `rows`."""
+
+    def __init__(self, theirs: Any, num_heads: int, device: torch.device) -> None:
+        """Takes the layers away from theirs, one after another."""
+        super().__init__()
+        self.layers = nn.ModuleList()
+        while theirs.layer:
+            self.layers.append(Layer(theirs.layer[0], num_heads))
+            del theirs.layer[0]
+        is_cpu = device.type == "cpu"
+        self._attend: AttendRows = cpu_ops("fast")["row_attention"] if is_cpu else attend_rows
+        self._strip_tokens = _STRIP_TOKENS if is_cpu else _UNLIMITED
+        self._lengths: Sequence[int] = ()
+        self._keeps: Keeps = "all"
+
+    @contextmanager
+    def rows(self, lengths: Sequence[int], keeps: Keeps) -> Iterator[None]:
+        """Forward passes within this block are over rows of these lengths, sorted, and give these of their tokens."""
+        self._lengths, self._keeps = lengths, keeps
+        try:
+            yield
+        finally:
+            self._lengths = ()
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Shapes: (1, T, E) to (1, kept tokens, E)."""
+        parts = list(strips(self._lengths, self._strip_tokens))
+        states = list(hidden_states[0].split([sum(lengths) for lengths in parts]))
+        for number, layer in enumerate(self.layers, 1):
+            is_last = number == len(self.layers)
+            for index, lengths in enumerate(parts):
+                kept = (
+                    self._kept(lengths).to(hidden_states.device)
+                    if is_last and self._keeps != "all"
+                    else None
+                )
+                states[index] = layer(states[index], lengths, self._attend, kept)
+        hidden: Any = torch.cat(states)[None]
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+
+    def _kept(self, lengths: Sequence[int]) -> Tensor:
+        ends = torch.tensor(lengths).cumsum(0)
+        return ends - 1 if self._keeps == "last" else ends - torch.tensor(lengths)
+
+
+def take_layers(model: Any, device: torch.device) -> PackedLayers:
+    """Give a model of transformers ours in place of its own."""
+    base, config = model.base_model, model.config
+    name = "transformer" if hasattr(base, "transformer") else "encoder"
+    layers = PackedLayers(getattr(base, name), config.num_attention_heads, device)
+    setattr(base, name, layers)
+    return layers
+
+
+def strips(lengths: Sequence[int], num_tokens: int) -> Iterator[Sequence[int]]:
+    """Rows in parts of at most so many tokens, or of one row."""
+    begin = size = 0
+    for index, length in enumerate(lengths):
+        if index > begin and size + length > num_tokens:
+            yield lengths[begin:index]
+            begin, size = index, 0
+        size += length
+    yield lengths[begin:]
+
+
+def _add(linear: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+    if isinstance(linear, PackedFloat):
+        return linear.add(x, residual)
+    return linear(x).add_(residual)
+
+
+def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """Side by side."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = torch.cat([linear.bias.detach() for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    joined.weight, joined.bias = nn.Parameter(weight, False), nn.Parameter(bias, False)
+    return joined
