@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import deploy.cli
+import deploy.session_cli
 import engines.cli
 import gateway.cli
 import loadtest.cli
@@ -54,6 +55,7 @@ app.command()(search.cli.embed)
 app.command("search")(search.cli.find)
 app.add_typer(search.cli.store, name="store")
 deploy.cli.add_to(app)
+deploy.session_cli.add_to(app)
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 bench.command("engine")(engines.cli.bench_engine)
 bench.command("peers")(engines.cli.bench_peers)

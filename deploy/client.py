@@ -19,7 +19,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiFailed(Exception):
-    """The gateway does not do it; the message is its own."""
+    """The gateway does not do it; the message is its own. `retry_after_s`: when it may."""
+
+    retry_after_s: float | None = None
 
 
 class Client:
@@ -34,8 +36,12 @@ class Client:
         )  # fmt: skip
 
     def call(self, method: str, path: str = "", body: dict[str, Any] | None = None) -> Any:
+        """Of a path below `/v1/applications`. Raises: ApiFailed."""
+        return self.ask(method, f"/v1/applications{path}", body)
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Raises: ApiFailed."""
-        return _content(self.send(method, f"/v1/applications{path}", json=body))
+        return _content(self.send(method, path, json=body))
 
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
         """An answer of the gateway, whatever it says. Raises: ApiFailed if there is none."""
@@ -132,7 +138,10 @@ def _content(answer: httpx.Response) -> Any:
         message += (
             " Give --api-key or DEPLOY_KEY; `vlm serve` keeps one in deploy.key in its data folder."
         )
-    raise ApiFailed(message or f"the gateway answers {answer.status_code}")
+    failed = ApiFailed(message or f"the gateway answers {answer.status_code}")
+    if (after := answer.headers.get("retry-after", "")).isdigit():
+        failed.retry_after_s = float(after)
+    raise failed
 
 
 def _own_key(url: str) -> str | None:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from shared.protocol import (
     CallPiece,
+    ErrorCode,
     FinishReason,
     ImageRef,
     ModelCard,
@@ -71,6 +72,10 @@ class EngineStartError(Exception):
     """An engine that cannot be made until the operator mends what the message names."""
 
 
+class EngineLoadFailed(Exception):
+    """An engine that could not be made this time; another try may succeed."""
+
+
 class UnsupportedCheckpoint(EngineStartError):
     """The checkpoint is not one that the engine can run; the message says why and what would do."""
 
@@ -101,6 +106,7 @@ class EngineCall(msgspec.Struct, frozen=True):
     priority: Priority = Priority.INTERACTIVE
     output_token_ids: tuple[int, ...] = ()  #: told by earlier attempts, to be continued
     adapter: str = ""  #: digest of a loaded one; empty: the model itself
+    common_data: bytes = b""  #: of a task's session: JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +188,7 @@ class EngineOutput(msgspec.Struct):
     usage: Usage | None = None  #: set on the first output of a request and on the last
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_code: ErrorCode = ErrorCode.ENGINE_FAILURE
     timings: StageTimings | None = None
     num_without_id: int = 0  #: further tokens, whose ids the engine does not know
     stopped_by: str = ""  #: which stop string ended it

@@ -59,6 +59,10 @@ _kinds: dict[str, EngineKind] = {
         "engines.mock_pooling.settings:MockPoolingSettings",
         "engines.mock_pooling.engine:load_mock_pooling_engine",
     ),
+    "application": EngineKind(
+        "engines.application.settings:ApplicationSettings",
+        "engines.application.engine:load_application_engine",
+    ),
 }
 
 

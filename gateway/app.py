@@ -23,6 +23,8 @@ from gateway.api.operator_access import OperatorAccess
 from gateway.api.packages import create_package_routes
 from gateway.api.probes import create_probes
 from gateway.api.routes import create_routes, schemas_of
+from gateway.api.run import Running
+from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.resume import STREAM_PATH
 from gateway.calls.surface import Surface
 from gateway.http.auth import PUBLIC_PATHS, KeyRing
@@ -60,6 +62,7 @@ def create_app(
         services.search,
         services.batches,
         services.look_for_batches,
+        services.sessions,
         settings.limits,
         settings.search.default_store,
     )
@@ -91,6 +94,11 @@ def create_app(
     app.router.routes += page
     for path, endpoint in apis.items():  # a POST does not come that far: the others are refused
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    running = Running(settings.limits)
+    app.router.routes.append(
+        Route(running.path, Endpoint(partial(_run, lifecycle)), methods=["POST"])
+    )
+    served.append(running)
     by_name = {surface.name: surface for surface in served}
     resume = Endpoint(partial(lifecycle.serve_stream, by_name))
     app.router.routes.append(Route(STREAM_PATH + "{id}", resume, methods=["GET"]))
@@ -142,6 +150,12 @@ def _create_routers(services: Services, keys: KeyRing, wrong_keys: WrongKeys) ->
         ),
         create_probes(services.admission, models, services.queue, services.metrics),
     ]
+
+
+async def _run(lifecycle: Lifecycle, scope: Scope, receive: Receive, send: Send) -> None:
+    """A task of the application that the path names."""
+    surface = Running(lifecycle.limits, scope["path_params"]["name"])
+    await lifecycle.serve(surface, scope, receive, send)
 
 
 class Endpoint:

@@ -36,6 +36,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.records.redis_store import RedisRecordStore
 from shared.redis.client import create_redis
 from shared.redis.release import warn_of_known_faults
+from shared.sessions.store import SessionStore
 from shared.settings.tree import Settings, SettingsError
 from shared.telemetry.metrics import GatewayMetrics
 from shared.telemetry.tracing import create_tracer
@@ -67,6 +68,7 @@ class Services:
             max_records=settings.limits.max_key_responses,
             max_bytes=settings.limits.max_key_response_bytes,
         )
+        self.sessions = SessionStore(self._redis, prefix)
         self.registry = Registry(self._redis, prefix)
         self.mailbox = RedisMailbox(self._blocking_redis, prefix, self.gateway_id, self._on_gap)
         self.board = Board(self._redis, prefix)
@@ -176,6 +178,7 @@ class Services:
             self.quotas,
             self.records,
             self.answers,
+            self.sessions,
             self.blobs,
             self.registry,
             self.board,

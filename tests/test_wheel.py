@@ -45,6 +45,7 @@ def test_it_holds_our_packages_and_nothing_else(installed):
         "shared",
         "loadtest",
         "vlm.py",
+        "vlm_app.py",
     }
 
 

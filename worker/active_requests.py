@@ -155,7 +155,7 @@ class ActiveRequest(Struct, eq=False):
         if said:
             events.append(join_tokens(request_id, attempt, said))
         if last.error is not None:
-            events.append(self.failed(ErrorCode.ENGINE_FAILURE, last.error))
+            events.append(self.failed(last.error_code, last.error))
         elif last.finish_reason is not None:
             assert last.usage is not None
             if last.values:
@@ -366,7 +366,7 @@ class ActiveRequests:
             self._outbox.post(active, event)
         last = outputs[-1]
         if self._trace is not None and last.timings is not None:
-            outcome = "ok" if last.error is None else ErrorCode.ENGINE_FAILURE.value
+            outcome = "ok" if last.error is None else last.error_code.value
             self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
             del self._by_engine_id[active.engine_id]

@@ -19,7 +19,7 @@ import uvloop
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from engines.base import Decode, Engine, EngineStartError, LoadedEngine
+from engines.base import Decode, Engine, EngineLoadFailed, EngineStartError, LoadedEngine
 from engines.image_decoder import decode_image
 from engines.registry import create_engine, kind_of
 from shared.blobs.redis_store import RedisBlobStore
@@ -57,6 +57,9 @@ def run_worker(settings: Settings) -> int:
     except (EngineStartError, SettingsError) as error:
         logger.critical("%s", error)
         return os.EX_CONFIG
+    except EngineLoadFailed as error:
+        logger.critical("%s", error)
+        return EXIT_BROKEN
     except EngineBroken as error:
         logger.critical("%s; ending, so that others continue the requests", error)
         return EXIT_BROKEN

@@ -18,6 +18,7 @@ from shared.protocol import (
     CallEvent,
     Failed,
     Finished,
+    Run,
     Scores,
     Started,
     Tokenized,
@@ -134,6 +135,8 @@ def _publication(active: Published, draft: _Draft) -> Publication:
     publication = to_publication(
         active.claim, active.num_publications, active.num_tokens, draft.events()
     )
+    if isinstance(active.call.task, Run) and active.call.task.keep_s:
+        publication = replace(publication, keep_s=active.call.task.keep_s)
     active.num_tokens += publication.num_new_tokens
     return publication
 

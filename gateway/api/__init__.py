@@ -17,6 +17,7 @@ from gateway.api.ollama import OllamaChat, OllamaGenerate, OllamaRoutes
 from gateway.api.rerank import Reranking, Scoring
 from gateway.api.responses import ResponseInputTokens, ResponseRoutes, Responses
 from gateway.api.routes import Operation
+from gateway.api.sessions import Sessions
 from gateway.api.similar import Similar
 from gateway.api.tokenize import Detokenizing, Tokenizing
 from gateway.api.vector_stores import VectorStores
@@ -24,6 +25,7 @@ from gateway.batches.records import Batches
 from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
 from gateway.search import SearchClient
+from shared.sessions.store import SessionStore
 from shared.settings.limits import LimitSettings
 
 SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
@@ -48,6 +50,7 @@ def create_operations(
     search: SearchClient,
     batches: Batches | None,
     look: Callable[[], None],
+    sessions: SessionStore,
     limits: LimitSettings,
     default_store: str,
 ) -> list[Operation]:
@@ -60,4 +63,5 @@ def create_operations(
         *Similar(stores).operations(),
         *ResponseRoutes(lifecycle.kept).operations(),
         *OllamaRoutes(lifecycle.models).operations(),
+        *Sessions(lifecycle, sessions, limits).operations(),
     ]

@@ -21,6 +21,7 @@ from shared.protocol import (
     ModelCard,
     Priority,
     Rerank,
+    Run,
     Task,
     Tokenize,
     TokensPart,
@@ -168,7 +169,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
     return PossibleTokens(num_prompt, min(answer, card.max_model_len - num_prompt))
 
 
-def _num_token_ids(task: Embed | Rerank) -> int:
+def _num_token_ids(task: Embed | Rerank | Run) -> int:
     inputs = task.inputs if isinstance(task, Embed) else ()
     return sum(len(part.token_ids) for part in inputs if isinstance(part, TokensPart))
 
@@ -177,7 +178,7 @@ def open_tokens(task: Task, num_tokens: int) -> int:
     """Tokens that a request counts as while it is open, by what its answer may take of Redis's memory."""
     if isinstance(task, Embed):
         return num_tokens + TOKENS_PER_VECTOR * len(task.inputs)
-    if isinstance(task, Rerank | Tokenize) or task.sampling.num_logprobs is None:
+    if isinstance(task, Rerank | Tokenize | Run) or task.sampling.num_logprobs is None:
         return num_tokens
     num_answer_tokens = min(task.sampling.max_tokens or num_tokens, num_tokens)
     num_logprobs = num_answer_tokens * (1 + task.sampling.num_logprobs)

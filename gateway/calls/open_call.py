@@ -154,6 +154,11 @@ class OpenCall:
         return self.listen is not None
 
     @property
+    def has_pending(self) -> bool:
+        """Whether `receive` would not have to wait."""
+        return bool(self._pending)
+
+    @property
     def unsettled_ids(self) -> list[str]:
         """The requests of choices that the fleet has not ended."""
         return [choice.request_id for choice in self.choices if not choice.is_settled]

@@ -162,6 +162,7 @@ FAILURES: dict[ErrorCode, tuple[type[ApiError], int, int | None]] = {
     ErrorCode.DEADLINE_EXCEEDED: (ServerError, 504, None),
     ErrorCode.TOO_MANY_ATTEMPTS: (ServerError, 503, 1),
     ErrorCode.REQUEST_KILLS_WORKERS: (ServerError, 500, None),
+    ErrorCode.TASK_FAILED: (InvalidRequest, 422, None),
     ErrorCode.ENGINE_FAILURE: (ServerError, 500, None),
 }
 

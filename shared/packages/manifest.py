@@ -56,6 +56,8 @@ class PackageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     ] = {}  #: of a model: the engine's settings by name, such as `quantization`
     entry: str = ""  #: of Python: `module:Class`
     command: tuple[str, ...] = ()  #: of an executable: its path in the package, and arguments
+    #: Of an application: whether it reaches the network where it is isolated.
+    network: bool = False
     protocol: int = 1
 
 

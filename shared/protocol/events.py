@@ -47,6 +47,8 @@ class ErrorCode(StrEnum):
     INVALID_GRAMMAR = "invalid_grammar"
     #: One that takes too long, or too much memory.
     GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
+    #: The application says so of its task, or cannot do it.
+    TASK_FAILED = "task_failed"
     ENGINE_FAILURE = "engine_failure"
     WORKER_LOST = "worker_lost"
 

@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.protocol.content import (
+    BlobRef,
     ChatMessage,
     ImagePart,
     ImageRef,
@@ -229,4 +230,38 @@ class Tokenize(Message, frozen=True, tag_field="task", tag="tokenize", omit_defa
         return None if self.of is None else self.of.param_of_image(index)
 
 
-Task = Generate | Embed | Rerank | Tokenize
+class Run(Message, frozen=True, tag_field="task", tag="run", omit_defaults=True):
+    """A task of an application, in its own words."""
+
+    input: msgspec.Raw  #: JSON in one line
+    session: str = ""  #: in which it runs; empty: in none
+    common: BlobRef | None = None  #: the session's common data: JSON in one line
+    is_streamed: bool = False  #: pieces are wanted as they come
+    keep_s: float = 0.0  #: so long its result is kept at least
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """It has none that we know of."""
+        return ()
+
+    def texts(self) -> Iterator[str]:
+        """All that there is to read."""
+        yield bytes(self.input).decode()
+
+    def with_images(self, images: Sequence[ImageRef]) -> "Run":
+        """The same task."""
+        return self
+
+    def param_of_image(self, index: int) -> str | None:
+        """It has no images."""
+        return None
+
+
+class RunOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of what a task came to: a piece of it, or its end."""
+
+    item: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    output: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+Task = Generate | Embed | Rerank | Tokenize | Run

@@ -100,6 +100,7 @@ class Publication(Struct, frozen=True, eq=False):
     ending: Ending | None = None  #: how the call ends, if it does
     dead_reason: str = ""  #: why the call goes to the dead letters, if it does
     result: bytes = b""  #: what is too large for an event; `GatewayQueue.result` gives it
+    keep_s: float = 0.0  #: so long an ended call is kept at least
 
 
 class GatewayQueue(Protocol):

@@ -103,6 +103,22 @@ class RedisKeys:
         """Hash of their bytes by name, and of all under the empty name."""
         return f"{self.prefix}:{{{owner}}}:record-sizes"
 
+    def session(self, session_id: str) -> str:
+        """Hash of a session of an application: its record (JSON), its state, and tasks by how they ended."""
+        return f"{self.prefix}:session:{{{session_id}}}"
+
+    def session_tasks(self, session_id: str) -> str:
+        """Hash of its tasks by their ids: how each stands, and its record (JSON)."""
+        return f"{self.prefix}:session:{{{session_id}}}:tasks"
+
+    def session_open(self, session_id: str) -> str:
+        """Hash of the records of those whose end nobody has seen."""
+        return f"{self.prefix}:session:{{{session_id}}}:open"
+
+    def sessions(self, owner: str) -> str:
+        """Sorted set of the ids of a tenant's sessions, by when they were made."""
+        return f"{self.prefix}:sessions:{owner}"
+
     def blob(self, sha256: str) -> str:
         """Bytes by their hash, such as an encoded image."""
         return f"{self.prefix}:blob:{{{sha256}}}"

@@ -89,6 +89,8 @@ def _to_item(publication: Publication, worker_id: str) -> dict[str, Any]:
     }
     if publication.ending is not None:
         item["entry"], item["state"] = claim.entry_id.decode(), publication.ending
+        if publication.keep_s:
+            item["keep_ms"] = to_ms(publication.keep_s)
         if publication.ending == "failed":
             del item["index"]
         if publication.dead_reason:

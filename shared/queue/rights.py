@@ -47,6 +47,10 @@ GATEWAY = Rights(
         _KEYS.record("*", "*"),
         _KEYS.records("*"),
         _KEYS.record_sizes("*"),
+        _KEYS.session("*"),
+        _KEYS.session_tasks("*"),
+        _KEYS.session_open("*"),
+        _KEYS.sessions("*"),
     ),
     commands=(
         *("eval", "evalsha", "time"),

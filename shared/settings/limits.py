@@ -68,6 +68,10 @@ class LimitSettings(Group):
     max_filters: ClassVar[int] = 64  #: comparisons, `and` and `or` of one filter
     max_filter_depth: ClassVar[int] = 8
     max_item_chars: ClassVar[int] = 100_000  #: the text of one item
+    max_task_bytes: ClassVar[int] = 4 * MIB  #: `input` of a task for an application
+    max_common_bytes: ClassVar[int] = 1 * MIB  #: `common_data` of a session
+    max_tasks: ClassVar[int] = 1000  #: of one request
+    max_session_tasks: ClassVar[int] = 10_000
     max_wrong_keys_per_minute: ClassVar[int] = 60  #: of a client address, at each gateway
 
     max_body_bytes: int = Field(default=32 * MIB, ge=1024, description="Bytes of a request body.")

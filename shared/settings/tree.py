@@ -366,6 +366,15 @@ class DeploySettings(Group):
         return Path(self.allowed_signers).expanduser() if self.allowed_signers else None
 
 
+class NodeSettings(Group):
+    """How a node runs applications."""
+
+    isolation: Literal["auto", "require", "none"] = Field(
+        default="auto",
+        description="Applications in bubblewrap: where it is installed, always (a node without it does not start), or never.",
+    )
+
+
 class LogSettings(Group):
     """What the processes say."""
 
@@ -426,6 +435,7 @@ class Settings(BaseSettings):
     engine: EngineValues = EngineValues()
     search: SearchSettings = SearchSettings()
     deploy: DeploySettings = DeploySettings()
+    node: NodeSettings = NodeSettings()
     logs: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
 

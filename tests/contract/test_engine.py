@@ -1,7 +1,7 @@
 """What every engine that generates promises: to the thread that drives it, and behind a worker, Redis and the HTTP gateway.
 
 An engine joins by its name in the registry and a line in `SETTINGS`; one that gives numbers in those of
-`test_pooling_engine.py`.
+`test_pooling_engine.py`. Applications are tested in `tests/engines/application`.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ def case(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Case]:
 
 
 def test_every_engine_keeps_this_contract():
-    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS}
+    assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS, "application"}
 
 
 # Driven directly

@@ -1,6 +1,7 @@
 """One instance of a deployment on this node: fetched, started, watched, drained."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -120,12 +121,9 @@ class Instance:
             self._fail(str(error))
             return
         self._phase = "start"
-        if manifest.config.kind != "model":
-            self._fail(f"packages of kind {manifest.config.kind} are not run yet", is_final=True)
-            return
         try:
             environment = self._environment(manifest, folder)
-        except EngineStartError as error:
+        except (EngineStartError, InstallError) as error:
             self._fail(str(error), is_final=True)
             return
         if self._draining.is_set():
@@ -196,7 +194,7 @@ class Instance:
     def _environment(self, manifest: Manifest, folder: Path) -> dict[str, str]:
         """What the worker is told. Raises: EngineStartError."""
         values: dict[str, str] = {
-            **manifest.config.engine,
+            **self._engine(manifest),
             "model": str(folder),
             "served_name": queue_name(self.app, self.digest),
         }
@@ -215,6 +213,21 @@ class Instance:
         elif self.spec.resources.gpu == 0:
             environment[VARIABLE] = ""
         return environment
+
+    def _engine(self, manifest: Manifest) -> dict[str, str]:
+        """Which engine runs the package, and how."""
+        config, resources = manifest.config, self.spec.resources
+        if config.kind == "model":
+            return config.engine
+        return {
+            "kind": "application",
+            "entry": config.entry,
+            "command": json.dumps(config.command),
+            "network": str(config.network),
+            "memory_bytes": str(resources.memory_bytes),
+            "uses_gpu": str(resources.gpu > 0),
+            "isolation": self._settings.node.isolation,
+        }
 
     @staticmethod
     def _takes_threads(values: Mapping[str, str]) -> bool:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from engines.base import (
     Capabilities,
     Decode,
@@ -25,7 +27,17 @@ from engines.base import (
 )
 from engines.image_decoder import decode_image
 from shared.blobs.api import BlobStore, BlobsUnavailable
-from shared.protocol import Call, Embed, Generate, Grammar, ImageRef, Task, Tokenize
+from shared.protocol import (
+    BlobRef,
+    Call,
+    Embed,
+    Generate,
+    Grammar,
+    ImageRef,
+    Run,
+    Task,
+    Tokenize,
+)
 from shared.settings.limits import LimitSettings
 from worker.prepare.fair_threads import FairThreads
 from worker.prepare.pixel_cache import PixelCache
@@ -104,6 +116,8 @@ class Preprocessor:
         if isinstance(task, Tokenize):
             return await self._text_threads.run(tenant, lambda: self._engine.tokenize(task, images))
         call = _to_engine_call(request, engine_id, output_token_ids)
+        if isinstance(task, Run) and task.common is not None:
+            call = replace(call, common_data=await self._common_data(task.common, tenant))
         if self._is_quick(task):
             return self._engine.prepare(call, images)
         return await self._text_threads.run(tenant, lambda: self._engine.prepare(call, images))
@@ -166,18 +180,27 @@ class Preprocessor:
         content = await self._image_threads.run(tenant, lambda: prepare(data, image, decode))
         return content, getattr(content, "nbytes", len(data))
 
-    async def _fetch(self, image: ImageRef) -> bytes:
-        """The bytes of an image; waits out an outage of Redis. Raises: ImageUnavailable."""
+    async def _fetch(self, image: BlobRef, what: str = "an image of the request") -> bytes:
+        """The bytes of a blob; waits out an outage of Redis. Raises: ImageUnavailable."""
         while True:
             try:
                 data = await self._blobs.get(image)
                 break
             except BlobsUnavailable as error:
-                logger.warning("cannot fetch an image: %s", error)
+                logger.warning("cannot fetch %s: %s", what, error)
                 await asyncio.sleep(FETCH_PAUSE_S)
         if data is None:
-            raise ImageUnavailable("an image of the request is no longer stored; retry")
+            raise ImageUnavailable(f"{what} is no longer stored; retry")
         return data
+
+    async def _common_data(self, ref: BlobRef, tenant: str) -> bytes:
+        """The common data of a session; kept for its other tasks. Raises: ImageUnavailable."""
+
+        async def fetch() -> tuple[bytes, int]:
+            data = await self._fetch(ref, "the session's common data")
+            return data, len(data)
+
+        return await self._prepared.get("common " + salted_hash(ref.sha256, tenant), fetch)
 
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
@@ -252,6 +275,8 @@ def _bounds(task: Task, num_chars: int, limits: LimitSettings) -> tuple[tuple[st
     if isinstance(task, Tokenize):
         own = ("token ids", len(task.token_ids), limits.max_input_tokens)
         return (own,) if task.of is None else (own, *_bounds(task.of, num_chars, limits))
+    if isinstance(task, Run):
+        return (("bytes", len(bytes(task.input)), limits.max_task_bytes),)
     if isinstance(task, Embed):
         num_items, most = len(task.inputs), limits.max_inputs
     else:

@@ -4,7 +4,7 @@
 -- args: max_entries, group, keep_ms, dead_ttl_ms, max_dead, items: list of
 --   attempt, number (the how-maniest item of this attempt, so that a repeated call changes nothing),
 --   index, count (the first output token of the item and how many there are), and where the call ends:
---   entry, state (finished | failed), and of a dead letter: id, worker, reason;
+--   entry, state (finished | failed), perhaps keep_ms of its own, and of a dead letter: id, worker, reason;
 --   without index it ends wherever its tokens stand. Items that end come first: see `remove`
 -- raw: the events of each item, JSON objects with commas between
 -- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call answers ok again.
@@ -40,8 +40,9 @@ local function finish(request, log, item, events, num_tokens, reservation)
   if reservation and reservation ~= '' then redis.call('ZADD', reservations, 'XX', '0', reservation) end
   redis.call('HSET', request, 'state', item.state, 'tokens', digits(num_tokens + item.count), 'payload', '')
   redis.call('RPUSH', log, events)
-  redis.call('PEXPIRE', log, keep_ms)
-  redis.call('PEXPIRE', request, keep_ms)
+  local kept_ms = item.keep_ms and digits(item.keep_ms) or keep_ms
+  redis.call('PEXPIRE', log, kept_ms)
+  redis.call('PEXPIRE', request, kept_ms)
   if item.reason then
     redis.call('XADD', dead, 'MAXLEN', '~', args.max_dead, '*',
       'id', item.id, 'reason', item.reason, 'attempt', item.attempt, 'worker', item.worker)

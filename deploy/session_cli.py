@@ -1,0 +1,121 @@
+"""The commands of who uses applications: `vlm run` and `vlm session`."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.cli import URL, Form, Url
+
+if TYPE_CHECKING:
+    from deploy.client import Client
+
+Key = Annotated[
+    str | None, typer.Option("--api-key", envvar="API_KEY", help="A key.", show_default=False)
+]
+Session = Annotated[str, typer.Argument(help="Id of the session.", show_default=False)]
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...", help="JSON, a text that is none, or @FILE of JSON.", show_default=False
+    ),
+]
+
+
+def run(
+    name: Annotated[str, typer.Argument(help="Of the application.", show_default=False)],
+    inputs: Inputs,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Run tasks of an application, and print what each comes to: a line of JSON."""
+    from deploy import sessions
+
+    sessions.finish(lambda: sessions.run_tasks(_client(url, api_key), name, inputs))
+
+
+session = typer.Typer(
+    help="Sessions of applications: common data, and tasks that outlive their connections.",
+    no_args_is_help=True,
+)
+
+
+@session.command()
+def create(
+    application: Annotated[str, typer.Argument(help="Its name.", show_default=False)],
+    common_data: Annotated[
+        str, typer.Option(help="For `enter`: JSON, a text, or @FILE.", show_default=False)
+    ] = "",
+    priority: Annotated[str, typer.Option(help="interactive or batch.")] = "interactive",
+    idle_s: Annotated[float, typer.Option(help="Without a task, before it is forgotten.")] = 3600,
+    timeout_s: Annotated[float, typer.Option(help="In which each task has to end.")] = 3600,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Open a session, and print its id."""
+    from deploy import sessions
+
+    body = {"priority": priority, "idle_s": idle_s, "timeout_s": timeout_s}
+    client = _client(url, api_key)
+    sessions.finish(lambda: sessions.run_create(client, application, common_data, body))
+
+
+@session.command("run")
+def run_in(
+    session_id: Session,
+    inputs: Inputs,
+    prefix: Annotated[
+        str,
+        typer.Option(
+            "--id",
+            help="Of the tasks, -0, -1 ... behind it: sent again, they are the same tasks.",
+            show_default="at random",
+        ),
+    ] = "",
+    wait: Annotated[
+        bool, typer.Option(help="Wait for their ends, and print what they are.")
+    ] = True,
+    url: Url = URL,
+    api_key: Key = None,
+) -> None:
+    """Send tasks to a session; ends with 5 if one fails."""
+    from deploy import sessions
+
+    client = _client(url, api_key)
+    sessions.finish(lambda: sessions.run_in(client, session_id, inputs, prefix, wait))
+
+
+@session.command("list")
+def show_all(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
+    """List the sessions, and how their tasks stand."""
+    from deploy import sessions
+
+    sessions.finish(lambda: sessions.run_list(_client(url, api_key), output))
+
+
+@session.command()
+def view(session_id: Session, url: Url = URL, api_key: Key = None, output: Form = None) -> None:
+    """Show a session and its tasks."""
+    from deploy import sessions
+
+    sessions.finish(lambda: sessions.run_view(_client(url, api_key), session_id, output))
+
+
+@session.command("close")
+def close_session(session_id: Session, url: Url = URL, api_key: Key = None) -> None:
+    """Take no more tasks, cancel those that wait; those that run are finished."""
+    from deploy import sessions
+
+    client = _client(url, api_key)
+    sessions.finish(lambda: sessions.run_close(client, session_id))
+
+
+def _client(url: str, key: str | None) -> "Client":
+    from deploy.client import Client
+
+    return Client(url, key)
+
+
+def add_to(root: typer.Typer) -> None:
+    """Put the commands into the command line."""
+    root.command()(run)
+    root.add_typer(session, name="session")

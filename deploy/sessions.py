@@ -1,0 +1,160 @@
+"""What the commands of sessions do: send tasks, wait for them, show how they stand."""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from deploy.client import ApiFailed, Client
+from deploy.commands import API, ARGUMENTS, ROLLOUT, CommandFailed, finish
+
+_MAX_TASKS = 1000  # of one request
+_WAIT_S = 30
+_ENDED = ("succeed", "failed", "cancelled")
+_COUNTS = ("pending", "running", "succeed", "failed", "cancelled")
+
+__all__ = ["finish", "run_close", "run_create", "run_in", "run_list", "run_tasks", "run_view"]
+
+
+def read_input(text: str) -> Any:
+    """JSON, a text that is none, or what `@FILE` holds of either. Raises: CommandFailed."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandFailed(f"{text}: it cannot be read: {error}", ARGUMENTS) from None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def run_tasks(client: Client, name: str, inputs: Sequence[str]) -> None:
+    """One after another, without a session. Raises: CommandFailed."""
+    for text in inputs:
+        body = {"input": read_input(text)}
+        print(json.dumps(_ask(client, "POST", f"/v1/applications/{name}/run", body)["output"]))
+
+
+def run_create(client: Client, name: str, common_data: str, body: dict[str, Any]) -> None:
+    """Print the id. Raises: CommandFailed."""
+    if common_data:
+        body = {**body, "common_data": read_input(common_data)}
+    print(_ask(client, "POST", f"/v1/applications/{name}/sessions", body)["id"])
+
+
+def run_in(
+    client: Client, session_id: str, inputs: Sequence[str], prefix: str, waits: bool
+) -> None:
+    """Send tasks, as often as it takes; print what they come to, in their order. Raises: CommandFailed."""
+    prefix = prefix or secrets.token_hex(4)
+    tasks = [{"id": f"{prefix}-{i}", "input": read_input(t)} for i, t in enumerate(inputs)]
+    path = f"/v1/sessions/{session_id}/tasks"
+    for first in range(0, len(tasks), _MAX_TASKS):
+        _send(client, path, tasks[first : first + _MAX_TASKS])
+    if not waits:
+        print("\n".join(task["id"] for task in tasks))
+        return
+    num_failed = 0
+    for shown in _results(client, path, [task["id"] for task in tasks]):
+        if "output" in shown:
+            print(json.dumps(shown["output"]))
+        else:
+            num_failed += 1
+            said = shown.get("error", {}).get("message", shown["state"])
+            print(f"{shown['id']}: {said}", file=sys.stderr)
+    if num_failed:
+        raise CommandFailed(f"{num_failed} of {len(tasks)} tasks failed", ROLLOUT)
+
+
+def _send(client: Client, path: str, tasks: Sequence[dict[str, Any]]) -> None:
+    """Their ids make it safe to send them again while the queue is full."""
+    while True:
+        try:
+            client.ask("POST", path, {"tasks": list(tasks)})
+        except ApiFailed as error:
+            if error.retry_after_s is None:
+                raise CommandFailed(str(error), API) from None
+            time.sleep(error.retry_after_s)
+        else:
+            return
+
+
+def _results(client: Client, path: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        shown: dict[str, Any] = {"state": "pending"}
+        while shown["state"] not in _ENDED:
+            shown = _ask(client, "GET", f"{path}/{name}?wait={_WAIT_S}")
+        yield shown
+
+
+def run_list(client: Client, form: str | None) -> None:
+    """Print a table. Raises: CommandFailed."""
+    found = _ask(client, "GET", "/v1/sessions")["data"]
+    if form is not None:
+        _show(found, form)
+        return
+    names = ("ID", "State", "App", "Priority", *map(str.capitalize, _COUNTS), "Created")
+    table = Table(*names, box=None, header_style="bold")
+    for each in found:
+        counts = [str(each[state]) for state in _COUNTS]
+        table.add_row(
+            each["id"], each["state"].capitalize(), each["application"], each["priority"], *counts,
+            _ago(each["created"]),
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def run_view(client: Client, session_id: str, form: str | None) -> None:
+    """Print a session and its tasks. Raises: CommandFailed."""
+    path = f"/v1/sessions/{session_id}"
+    found = _ask(client, "GET", path)
+    after, has_more, found["tasks"] = "", True, []
+    while has_more:
+        page = _ask(client, "GET", f"{path}/tasks?after={after}")
+        found["tasks"] += page["data"]
+        has_more, after = page["has_more"], page["data"][-1]["id"] if page["data"] else ""
+    if form is not None:
+        _show(found, form)
+        return
+    counts = ", ".join(f"{found[state]} {state}" for state in _COUNTS)
+    print(f"{found['id']} of {found['application']}: {found['state']}; {counts}")
+    for task in found["tasks"]:
+        print(f"  {task['id']}  {task['state']}  {task['package'][:40]}")
+
+
+def run_close(client: Client, session_id: str) -> None:
+    """Raises: CommandFailed."""
+    found = _ask(client, "POST", f"/v1/sessions/{session_id}:close", {})
+    print(
+        f"{session_id}: closed; {found['running']} tasks run, {found['cancelled']} were cancelled"
+    )
+
+
+def _ask(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    try:
+        return client.ask(method, path, body)
+    except ApiFailed as error:
+        raise CommandFailed(str(error), API) from None
+
+
+def _show(content: Any, form: str) -> None:
+    if form == "json":
+        print(json.dumps(content, indent=2))
+    else:
+        print(yaml.safe_dump(content, sort_keys=False), end="")
+
+
+def _ago(at: float) -> str:
+    seconds = max(0, int(time.time() - at))  # noqa: TID251
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds // size}{unit} ago"
+    return f"{seconds}s ago"

@@ -1,0 +1,200 @@
+"""One process of an application: messages in and out, a line each, and an eye on what it takes."""
+
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import IO, Literal
+
+import msgspec
+import psutil
+
+from engines.application.sandbox import make_command, make_environment
+from engines.application.settings import ApplicationSettings
+
+_PIECE_BYTES = 64 * 1024
+#: Of what an application says to the log: so much at once, and so much a second.
+_LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
+_LOOK_S = 0.5  # between looks at what the processes take
+_STOP_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class ChildFailed(Exception):
+    """The process has ended, or was: it did what it may not. The message says what."""
+
+
+class Reply(msgspec.Struct):
+    """One line of an application."""
+
+    type: Literal["ready", "entered", "left", "item", "result", "error"]
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    message: str = ""
+
+
+_replies = msgspec.json.Decoder(Reply)
+
+
+class Child:
+    """A process that runs, until it ends or `close`."""
+
+    def __init__(self, settings: ApplicationSettings) -> None:
+        """Raises: EngineStartError, ChildFailed."""
+        self._settings = settings
+        self._scratch = Path(mkdtemp(prefix="vlm-app-"))
+        try:
+            self._process = subprocess.Popen(
+                make_command(settings, self._scratch),
+                env=make_environment(settings, self._scratch), cwd=settings.model,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True, bufsize=0,
+            )  # fmt: skip
+        except OSError as error:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise ChildFailed(f"it cannot be started: {error.strerror}") from None
+        except BaseException:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        os.set_blocking(self._in.fileno(), False)
+        self._unsent = bytearray()
+        self._unread = bytearray()
+        self._log = _Log(self._process.stderr)
+        self._looked_at = time.monotonic()
+        self.memory_bytes = 0  #: of all its processes, at the last look
+
+    def send(self, message: bytes) -> None:
+        """Say one thing; what the pipe does not take goes with the next `receive`."""
+        self._unsent += message + b"\n"
+
+    def receive(self, timeout_s: float) -> list[Reply]:
+        """What it has said; waits for something. Raises: ChildFailed."""
+        self._look()
+        writing = [self._in] if self._unsent else []
+        readable, writable, _ = select.select([self._out], writing, [], timeout_s)
+        if writable:
+            with suppress(BlockingIOError, BrokenPipeError):
+                del self._unsent[: os.write(self._in.fileno(), self._unsent[:_PIECE_BYTES])]
+        if not readable:
+            return []
+        data = os.read(self._out.fileno(), _PIECE_BYTES)
+        if not data:
+            raise ChildFailed(self._describe_end())
+        *lines, rest = (self._unread + data).split(b"\n")
+        self._unread = rest
+        if len(rest) > self._settings.max_output_bytes + 1024:
+            raise ChildFailed(
+                f"it wrote a line of more than {self._settings.max_output_bytes} bytes"
+            )
+        return [_decode(bytes(line)) for line in lines]
+
+    def _look(self) -> None:
+        """Raises: ChildFailed if the processes take more than they may."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        num_threads = num_bytes = 0
+        with suppress(psutil.Error):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    num_threads += process.num_threads()
+                    num_bytes += process.memory_info().rss
+        self.memory_bytes = num_bytes
+        settings = self._settings
+        if settings.memory_bytes and num_bytes > settings.memory_bytes:
+            raise ChildFailed(f"it took {num_bytes} of {settings.memory_bytes} bytes of memory")
+        if num_threads > settings.max_processes + 8:
+            raise ChildFailed(f"it ran {num_threads} of {settings.max_processes} processes")
+
+    def _describe_end(self) -> str:
+        try:
+            code = self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its output"
+        # bubblewrap tells a signal as a shell does.
+        number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
+        with suppress(ValueError):
+            if number:
+                return f"it was ended by {signal.Signals(number).name}" + self._log.last_words()
+        return f"it ended with exit code {code}" + self._log.last_words()
+
+    @property
+    def last_words(self) -> str:
+        """What it has said to the log last, to stand behind a message."""
+        return self._log.last_words()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End all its processes; with time to leave what it has entered. Idempotent."""
+        with suppress(OSError):
+            self._in.close()
+        if grace_s:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        own: list[psutil.Process] = []
+        with suppress(psutil.Error):  # also those that left its process group
+            own = psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in own:
+            with suppress(psutil.Error):
+                process.kill()
+        self._process.wait()
+        self._out.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _decode(line: bytes) -> Reply:
+    try:
+        return _replies.decode(line)
+    except msgspec.MsgspecError:
+        shown = line[:80].decode(errors="replace")
+        raise ChildFailed(f"it wrote what is no message: {shown!r}") from None
+
+
+class _Log:
+    """Passes on what the process says on stderr, as much as a log can bear."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._lines: deque[str] = deque(maxlen=5)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        left, then, dropped = float(_LOG_BYTES), time.monotonic(), 0
+        with self._file as file:
+            while data := file.read(_PIECE_BYTES):
+                now = time.monotonic()
+                left, then = min(_LOG_BYTES, left + (now - then) * _LOG_BYTES_PER_S), now
+                if len(data) > left:
+                    dropped += len(data)
+                    continue
+                left -= len(data)
+                if dropped:
+                    logger.warning(
+                        "the application said %d bytes more than a log can bear", dropped
+                    )
+                    dropped = 0
+                text = data.decode(errors="replace")
+                self._lines.extend(text.splitlines())
+                print(text, end="", file=sys.stderr, flush=True)
+
+    def last_words(self) -> str:
+        """The last line, to stand behind a message."""
+        self._thread.join(0.2)
+        return f": {self._lines[-1][:300]}" if self._lines else ""

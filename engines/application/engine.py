@@ -1,0 +1,355 @@
+"""Tasks of an application: one after another, in a process that is put back when it ends.
+
+A task that its process did not survive is tried once more in a new one; that is evidence enough. What it has told by
+then is not told twice: a streamed task that has begun is not tried again. A session is entered when its first task
+comes here, once in each process.
+"""
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from engines.application.child import Child, ChildFailed, Reply
+from engines.application.settings import ApplicationSettings
+from engines.base import (
+    Capabilities,
+    Engine,
+    EngineCall,
+    EngineLoadFailed,
+    EngineOutput,
+    EngineStartError,
+    EngineStats,
+    LoadedEngine,
+    PreparedImage,
+    Progress,
+)
+from shared.protocol import (
+    ErrorCode,
+    FinishReason,
+    ModelCard,
+    Priority,
+    Run,
+    RunOutput,
+    StageTimings,
+    Usage,
+)
+
+POLL_S = 0.05
+MAX_TRIES = 2  #: of a task whose process ends
+MAX_ENTERS = 3  #: of a session
+_MAX_STARTS = 3  # one after another that fail, before the worker gives up
+_ENTER_PAUSE_S = 0.5
+_STOP_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class TaskInput:
+    """A task, ready for the process."""
+
+    request_id: str
+    priority: Priority
+    task: Run
+    common_data: bytes
+    waiting_since: float
+    begun_at: float = 0.0
+    entered_at: float = 0.0
+    num_tries: int = 0
+    num_enters: int = 0
+    not_before: float = 0.0  #: of the next try to enter
+    num_told: int = 0
+    num_bytes: int = 0
+    lines: list[str] = field(default_factory=list)
+    is_cancelled: bool = False
+
+
+class ApplicationEngine(Engine[TaskInput]):
+    """One application. The process is there from the start, and again with the task after its end."""
+
+    def __init__(self, settings: ApplicationSettings) -> None:
+        """Blocks until the application is set up. Raises: EngineStartError, EngineLoadFailed."""
+        self._settings = settings
+        self._waiting: deque[TaskInput] = deque()
+        self._current: TaskInput | None = None
+        self._child: Child | None = None
+        self._state = "starting"  # then `idle`, and while a task is here `entering` and `running`
+        self._cancel_until = 0.0
+        self._sessions: OrderedDict[str, None] = OrderedDict()  # entered here, the latest last
+        self._num_starts = 0  # since one that succeeded
+        self._stats = EngineStats()
+        try:
+            self._start()
+            while self._state == "starting":
+                self._receive(POLL_S)
+        except ChildFailed as error:
+            self.close()
+            raise EngineLoadFailed(f"setup: {error}") from None
+
+    def capabilities(self) -> Capabilities:
+        """One task at a time."""
+        return Capabilities(max_num_seqs=1, tasks=("run",))
+
+    def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> TaskInput:
+        """See `Engine.prepare`."""
+        assert isinstance(call.task, Run)
+        return TaskInput(
+            call.request_id, call.priority, call.task, call.common_data, time.monotonic()
+        )
+
+    def add(self, request: TaskInput) -> None:
+        """Queue a task, interactive ones before others."""
+        if request.priority is Priority.BATCH:
+            self._waiting.append(request)
+            return
+        place = sum(each.priority is not Priority.BATCH for each in self._waiting)
+        self._waiting.insert(place, request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a task; one that runs is asked to end, and made to after a while."""
+        current = self._current
+        if current is None or current.request_id != request_id:
+            self._waiting = deque(each for each in self._waiting if each.request_id != request_id)
+        elif not current.is_cancelled:
+            current.is_cancelled = True
+            if self._state == "running" and self._child is not None:
+                self._cancel_until = time.monotonic() + self._settings.grace_s
+                self._child.send(b'{"type":"cancel"}')
+            else:  # its session can be entered all the same
+                self._current = None
+
+    def has_work(self) -> bool:
+        """Whether a task waits or runs."""
+        return bool(self._waiting) or self._current is not None or self._state == "entering"
+
+    def step(self) -> list[EngineOutput]:
+        """Do what can be done, or wait for a moment. Raises: EngineLoadFailed where the application starts no more."""
+        self._stats.num_steps += 1
+        try:
+            if self._child is None:
+                self._start()
+            if self._state == "idle":
+                self._begin()
+            return self._receive(POLL_S)
+        except ChildFailed as error:
+            return self._put_back(error)
+
+    # The process
+
+    def _start(self) -> None:
+        settings = self._settings
+        self._state, self._num_starts = "starting", self._num_starts + 1
+        self._sessions.clear()
+        self._child = Child(settings)
+        device = "cuda" if settings.uses_gpu else "cpu"
+        self._child.send(
+            _line(type="setup", package=settings.model, name=settings.served_name, device=device)
+        )
+
+    def _put_back(self, error: ChildFailed) -> list[EngineOutput]:
+        """Have the task fail or tried again in a new process."""
+        assert self._child is not None or self._state == "starting"
+        was, task = self._state, self._current
+        logger.warning("the application's process is gone while %s: %s", was, error)
+        self._drop_child()
+        if was == "starting" and self._num_starts >= _MAX_STARTS:
+            raise EngineLoadFailed(f"setup: {error}")
+        if was == "starting" or task is None:
+            return []
+        if task.is_cancelled:
+            self._current = None
+            return []
+        if was == "entering":
+            return self._enter_failed(task, str(error))
+        if task.num_told or task.num_tries >= MAX_TRIES:
+            times = "" if task.num_tries < 2 else f" {task.num_tries} times"
+            message = f"The application's process did not survive the task{times}: {error}"
+            return self._fail(task, ErrorCode.REQUEST_KILLS_WORKERS, message)
+        task.lines.clear()
+        task.num_bytes = 0
+        return []
+
+    def _drop_child(self) -> None:
+        child, self._child, self._state = self._child, None, "starting"
+        self._cancel_until = 0.0
+        if child is not None:
+            child.close()
+
+    # A task
+
+    def _begin(self) -> None:
+        """Enter the session of the next task, or run it."""
+        if self._current is None:
+            if not self._waiting:
+                return
+            self._current = self._waiting.popleft()
+            self._current.begun_at = time.monotonic()
+        task, now = self._current, time.monotonic()
+        assert self._child is not None
+        session = task.task.session
+        if not session or session in self._sessions:
+            if session:
+                self._sessions.move_to_end(session)
+            task.num_tries += 1
+            task.entered_at = task.entered_at or now
+            self._state, self._cancel_until = "running", 0.0
+            self._child.send(_line(type="run", session=session, input=task.task.input))
+        elif len(self._sessions) >= self._settings.max_sessions:
+            oldest, _ = self._sessions.popitem(last=False)
+            self._state = "leaving"
+            self._child.send(_line(type="leave", session=oldest))
+        elif now >= task.not_before:
+            task.num_enters += 1
+            self._state = "entering"
+            common_data = msgspec.Raw(task.common_data or b"null")
+            self._child.send(_line(type="enter", session=session, common_data=common_data))
+
+    def _receive(self, timeout_s: float) -> list[EngineOutput]:
+        """What the process has to say. Raises: ChildFailed."""
+        assert self._child is not None
+        outputs: list[EngineOutput] = []
+        for reply in self._child.receive(timeout_s):
+            outputs += self._take(reply)
+        self._stats.memory_bytes = {"application": self._child.memory_bytes}
+        if self._cancel_until and time.monotonic() > self._cancel_until:
+            raise ChildFailed("it did not end a task that was cancelled")
+        return outputs
+
+    def _take(self, reply: Reply) -> list[EngineOutput]:
+        match self._state, reply.type:
+            case "starting", "ready":
+                self._state, self._num_starts = "idle", 0
+            case "starting", "error":
+                assert self._child is not None
+                raise ChildFailed(reply.message)
+            case "leaving", "left" | "error":
+                self._state = "idle"
+            case "entering", "entered":
+                return self._entered()
+            case "entering", "error":
+                self._state = "idle"
+                if self._current is not None:
+                    return self._enter_failed(self._current, reply.message)
+            case "running", "item":
+                return self._tell(reply)
+            case "running", "result" | "error":
+                return self._end(reply)
+            case _:
+                raise ChildFailed(f"it said {reply.type!r} while it was {self._state}")
+        return []
+
+    def _entered(self) -> list[EngineOutput]:
+        self._state = "idle"
+        task = self._current
+        if task is not None:
+            self._sessions[task.task.session] = None
+        return []
+
+    def _enter_failed(self, task: TaskInput, message: str) -> list[EngineOutput]:
+        """A session that cannot be entered is no fault of its task, until it was tried often enough."""
+        if task.num_enters >= MAX_ENTERS:
+            text = f"The session cannot be entered, tried {task.num_enters} times: {message}"
+            return self._fail(task, ErrorCode.TASK_FAILED, text)
+        task.not_before = time.monotonic() + _ENTER_PAUSE_S * 2 ** (task.num_enters - 1)
+        return []
+
+    def _tell(self, reply: Reply) -> list[EngineOutput]:
+        task = self._current
+        assert task is not None
+        task.num_bytes += len(bytes(reply.value))
+        if task.num_bytes > self._settings.max_output_bytes:
+            most = self._settings.max_output_bytes
+            raise ChildFailed(f"it gave more than {most} bytes for one task")
+        line = msgspec.json.encode(RunOutput(item=reply.value)).decode()
+        if task.is_cancelled:
+            return []
+        if not task.task.is_streamed:
+            task.lines.append(line)
+            return []
+        return [self._output(task, [line])]
+
+    def _end(self, reply: Reply) -> list[EngineOutput]:
+        task = self._current
+        assert task is not None
+        self._state, self._cancel_until = "idle", 0.0
+        if task.is_cancelled:
+            self._current = None
+            return []
+        if reply.type == "error":
+            return self._fail(task, ErrorCode.TASK_FAILED, reply.message)
+        if len(bytes(reply.value)) + task.num_bytes > self._settings.max_output_bytes:
+            most = self._settings.max_output_bytes
+            text = f"The task's output is larger than {most} bytes: give it in smaller pieces."
+            return self._fail(task, ErrorCode.TASK_FAILED, text)
+        line = msgspec.json.encode(RunOutput(output=reply.value)).decode()
+        output = self._output(task, [*task.lines, line])
+        output.usage = Usage(0, task.num_told)
+        output.finish_reason = FinishReason.STOP
+        output.timings = self._timings(task)
+        self._current = None
+        return [output]
+
+    def _output(self, task: TaskInput, lines: Sequence[str]) -> EngineOutput:
+        index = task.num_told
+        task.num_told += len(lines)
+        return EngineOutput(
+            task.request_id, index, text="".join(f"{line}\n" for line in lines),
+            usage=None if index else Usage(0), num_without_id=len(lines),
+        )  # fmt: skip
+
+    def _fail(self, task: TaskInput, code: ErrorCode, message: str) -> list[EngineOutput]:
+        self._current = None
+        timings = self._timings(task)
+        return [EngineOutput(task.request_id, error=message, error_code=code, timings=timings)]
+
+    def _timings(self, task: TaskInput) -> StageTimings:
+        """Entering counts as prefill, running as decode."""
+        now = time.monotonic()
+        entered_at = task.entered_at or now
+        return StageTimings(
+            queue_s=task.begun_at - task.waiting_since,
+            prefill_s=entered_at - task.begun_at,
+            decode_s=now - entered_at,
+        )
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        self._stats.num_running = int(self._current is not None)
+        self._stats.num_waiting = len(self._waiting)
+        self._stats.num_waiting_batch = sum(
+            each.priority is Priority.BATCH for each in self._waiting
+        )
+        return self._stats
+
+    def close(self) -> None:
+        """Leave all sessions, end the process."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close(grace_s=0.0 if self._state == "starting" else _STOP_S)
+
+
+def _line(**message: object) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def load_application_engine(
+    settings: ApplicationSettings, progress: Progress | None
+) -> LoadedEngine:
+    """An application, set up. Raises: EngineStartError, EngineLoadFailed."""
+    if not settings.entry and not settings.command:
+        raise EngineStartError("VLM_ENGINE__ENTRY: name module:Class, or VLM_ENGINE__COMMAND")
+    engine = ApplicationEngine(settings)
+    card = ModelCard(
+        name=settings.served_name or Path(settings.model).name,
+        created_at=int(time.time()),  # noqa: TID251
+        max_model_len=0,
+        vocab_size=0,
+        supports_images=False,
+        tasks=("run",),
+    )
+    return LoadedEngine(engine, card)

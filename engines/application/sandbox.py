@@ -1,0 +1,155 @@
+"""How an application's process is started: its command, what it sees, and what it may use.
+
+With bubblewrap it sees the system's libraries, Python and its package, all read-only, a /tmp of its own, its own
+processes, and no network unless its package asks for that. Without, the limits of `launch.py` are all there is: they
+keep an application from taking the machine, not from reading it.
+
+Source: bubblewrap, `bwrap(1)`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from engines.application.settings import ApplicationSettings
+from engines.base import EngineStartError
+
+_SOURCE = Path(__file__).parents[2]
+LAUNCH = Path(__file__).with_name("launch.py")
+LIBRARY = _SOURCE / "vlm_app.py"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/ssl", "/etc/localtime")
+_NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
+_NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
+_PROBE_S = 10.0
+MAX_FILES = 1024  #: that a process has open
+MAX_FILE_BYTES = 4 * 1024**3
+
+
+@cache
+def find_bubblewrap() -> str | None:
+    """The program, if it is there and may make namespaces."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return None
+    probe = [program, *_NAMESPACES, "--unshare-net", "--ro-bind", "/", "/", "--", "/bin/true"]
+    try:
+        done = subprocess.run(probe, capture_output=True, timeout=_PROBE_S, env={})
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return program if done.returncode == 0 else None
+
+
+def check_isolation(isolation: str) -> None:
+    """Raises: EngineStartError where bubblewrap is required and does not run."""
+    if isolation == "require" and find_bubblewrap() is None:
+        raise EngineStartError(
+            "VLM_NODE__ISOLATION=require: bubblewrap (bwrap) is not installed, or may not make user "
+            "namespaces here; install it, or set auto to run applications with limits alone"
+        )
+
+
+def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
+    """The command line of the application's process. Raises: EngineStartError.
+
+    `scratch`: a directory of its own, where it has no /tmp of its own.
+    """
+    check_isolation(settings.isolation)
+    package = Path(settings.model).resolve()
+    limits = [
+        f"{name}={value}"
+        for name, value in {
+            "DATA": settings.memory_bytes,
+            "NOFILE": MAX_FILES,
+            "FSIZE": MAX_FILE_BYTES,
+            "NPROC": settings.max_processes,
+        }.items()
+        if value
+    ]
+    program = _program(settings, package)
+    launch = [sys.executable, "-I", "-S", str(LAUNCH), *limits, "--", *program]
+    bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
+    if bubblewrap is None:
+        return launch
+    return [bubblewrap, *_sandbox(settings, package), "--", *launch]
+
+
+def _program(settings: ApplicationSettings, package: Path) -> list[str]:
+    if settings.command:
+        first, *arguments = settings.command
+        return [str(package / first), *arguments]
+    # Its own packages replace those of the worker: `-S` leaves these out.
+    own = [settings.packages] if settings.packages else []
+    paths = [*own, *([] if own else [str(_SOURCE)])]
+    code = (
+        "import sys; from importlib.util import module_from_spec, spec_from_file_location; "
+        f"sys.path[:0] = {paths!r}; "
+        f"spec = spec_from_file_location('vlm_app', {str(LIBRARY)!r}); "
+        "app = sys.modules['vlm_app'] = module_from_spec(spec); spec.loader.exec_module(app); "
+        f"app.serve({settings.entry!r})"
+    )
+    return [sys.executable, "-I", *(["-S"] if own else []), "-c", code]
+
+
+def _sandbox(settings: ApplicationSettings, package: Path) -> Iterator[str]:
+    yield from (*_NAMESPACES, "--unshare-cgroup-try", "--die-with-parent", "--new-session")
+    yield from ("--cap-drop", "ALL", "--hostname", "application")
+    if not settings.network:
+        yield "--unshare-net"
+    seen = [*_SYSTEM, *_SYSTEM_FILES, *(_NETWORK_FILES if settings.network else ())]
+    yield from ("--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev")
+    for path in _outermost(_python(settings)):
+        yield from ("--ro-bind", path, path)
+    for path in seen:
+        yield from ("--ro-bind-try", path, path)
+    for device in _devices(settings.uses_gpu):
+        yield from ("--dev-bind-try", device, device)
+    yield from ("--ro-bind", str(package), str(package), "--chdir", str(package))
+
+
+def _python(settings: ApplicationSettings) -> list[str]:
+    """What Python and our two files need."""
+    own = [settings.packages] if settings.packages else []
+    source = [] if own or settings.command else [_SOURCE / "engines", _SOURCE / "shared"]
+    named = [sys.prefix, sys.base_prefix, *own, *source, LAUNCH, LIBRARY]
+    real = [os.path.realpath(path) for path in (*named, sys.executable)]
+    return [*map(str, named), *real[:-1], os.path.dirname(real[-1])]
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Without those inside others, and those that the system's folders hold."""
+    found: list[str] = []
+    for path in sorted(set(paths)):
+        if not any(Path(path).is_relative_to(other) for other in (*found, "/usr")):
+            found.append(path)
+    return found
+
+
+def _devices(uses_gpu: bool) -> Iterator[str]:
+    if uses_gpu:
+        yield "/sys"
+        yield from sorted(str(path) for path in Path("/dev").glob("nvidia*"))
+
+
+def make_environment(settings: ApplicationSettings, scratch: Path) -> Mapping[str, str]:
+    """All that the process has of an environment: no address, no key."""
+    threads = str(settings.num_threads or 1)
+    bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
+    folder = "/tmp" if bubblewrap else str(scratch)
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": folder,
+        "TMPDIR": folder,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if settings.uses_gpu
+        else "",
+    }

@@ -1,0 +1,187 @@
+"""`POST /v1/applications/{name}/run`: one task of an application, without a session."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from gateway.api.fields import (
+    RequestStruct,
+    ServiceTier,
+    Timings,
+    UserName,
+    find_priority,
+    invalid,
+    timings_of,
+    wants_timings,
+)
+from gateway.api.openapi import describe_operation
+from gateway.calls.open_call import ChoiceEvent
+from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
+from gateway.http import sse
+from gateway.http.body import JsonBody
+from gateway.http.context import RequestContext
+from gateway.http.errors import InvalidRequest
+from shared.protocol import CallEvent, ModelCard, Run, RunOutput, Tokens
+from shared.settings.limits import LimitSettings
+
+PATH = "/v1/applications/{name}/run"
+
+_lines = msgspec.json.Decoder(RunOutput)
+
+
+class RunRequest(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/applications/{name}/run`."""
+
+    input: Raw  #: any JSON; what it means is the application's
+    stream: bool | None = None  #: the pieces that the application yields, as they come
+    user: UserName | None = None  #: of a canary's sides, a user stays on one
+    service_tier: ServiceTier | None = None
+    timings: bool | None = None
+
+
+class RunAnswer(msgspec.Struct):
+    """What a task came to."""
+
+    id: str
+    application: str
+    #: What `run` returned, or a list of what it yielded. In a stream, pieces come before it as `item`.
+    output: Raw | UnsetType = UNSET
+    item: Raw | UnsetType = UNSET
+    timings: Timings = UNSET
+    object: str = "task"
+
+
+class RunOptions(msgspec.Struct, frozen=True):
+    """There are none."""
+
+
+class NamedRequest(msgspec.Struct, frozen=True):
+    """A body, and the application that its path names."""
+
+    model: str
+    body: RunRequest
+
+    @property
+    def user(self) -> str | None:
+        """See `Request.user`."""
+        return self.body.user
+
+
+class Running(Surface):
+    """Tasks of the application of one path."""
+
+    name = "run"
+    path = PATH
+    task = "run"
+    id_prefix = "task-"
+    options = RunOptions
+
+    def __init__(self, limits: LimitSettings, application: str = "") -> None:
+        self.limits = limits
+        self.max_commas = limits.max_task_bytes
+        self.application = application
+
+    def read(self, body: bytes, context: RequestContext) -> NamedRequest:
+        """The checked body. Raises: InvalidRequest."""
+        return NamedRequest(self.application, _BODY.decode(body))
+
+    def plan(self, request: NamedRequest, context: RequestContext, card: ModelCard) -> Plan:
+        """One task. Raises: InvalidRequest."""
+        body, headers = request.body, context.headers
+        is_streamed = bool(body.stream)
+        task = Run(
+            compact(body.input, "input", self.limits.max_task_bytes), is_streamed=is_streamed
+        )
+        return Plan(
+            [task],
+            RunOptions(),
+            is_streamed=is_streamed,
+            shows_timings=wants_timings(body.timings, headers),
+            priority=find_priority(body.service_tier, headers),
+        )
+
+    def answer(self, options: RunOptions, head: AnswerHead) -> Answer:
+        """A `RunAnswer`, or several."""
+        return TaskAnswer(head)
+
+    def openapi(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the structs that decode a request."""
+        operation, schemas = describe_operation(
+            operation_id="run_application",
+            summary="Run a task of an application",
+            tag="applications",
+            request=RunRequest,
+            answer=RunAnswer,
+            chunk=RunAnswer,
+            limits=self.limits,
+        )
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        return {**operation, "parameters": [name]}, schemas
+
+
+class TaskAnswer:
+    """What a task says, whole or as it comes."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._num_items = 0
+
+    def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
+        """A `RunAnswer`."""
+        output = output_of(event for _, event in events)
+        return self._encode(output=output, timings=timings_of(totals))
+
+    def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
+        """An item each; the last has the output."""
+        frames: list[Frame] = []
+        for line in lines_of(event for _, event in events):
+            self._num_items += 1
+            if line.item is not UNSET:
+                data = self._encode(item=line.item)
+            else:
+                timings = timings_of(totals) if totals is not None else UNSET
+                data = self._encode(output=line.output, timings=timings)
+            frames.append((self._num_items, sse.frame(data)))
+        if totals is not None:
+            frames.append((self._num_items + 1, sse.DONE))
+        return frames
+
+    def _encode(self, **fields: Any) -> bytes:
+        answer = RunAnswer(self._head.id, self._head.model, **fields)
+        return msgspec.json.encode(answer)
+
+
+def lines_of(events: Iterable[CallEvent]) -> Iterator[RunOutput]:
+    """The pieces and the end of a task, in order."""
+    text = "".join(event.text for event in events if isinstance(event, Tokens))
+    return (_lines.decode(line) for line in text.splitlines())
+
+
+def output_of(events: Iterable[CallEvent]) -> Raw:
+    """What a task came to: the pieces that it gave, or else its result."""
+    lines = list(lines_of(events))
+    items = [line.item for line in lines if line.item is not UNSET]
+    if items:
+        return Raw(msgspec.json.encode(items))
+    output = lines[-1].output if lines else UNSET
+    return Raw(b"null") if output is UNSET else output
+
+
+def compact(value: Raw, param: str, max_bytes: int) -> Raw:
+    """JSON in one line. Raises: InvalidRequest."""
+    if len(memoryview(value)) > max_bytes:
+        raise InvalidRequest(
+            f"{param} is too large: send at most {max_bytes} bytes.",
+            param=param,
+            status=413,
+            code="task_too_large",
+        )
+    try:
+        return Raw(msgspec.json.format(bytes(value), indent=-1))
+    except (msgspec.DecodeError, RecursionError):
+        raise invalid(param, "it is not JSON, or nests too deeply") from None
+
+
+_BODY = JsonBody(RunRequest)

@@ -1,0 +1,551 @@
+"""Sessions of applications: common data that is sent once, and tasks that outlive their connections.
+
+A task is a call like any other, and resumable: the fleet works on it whoever waits, and any gateway finds it again by
+its session and id. A session is served by whatever version of its application serves its name, always on one side of
+a canary; a version that replaces another enters it anew.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from secrets import token_hex
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import Response
+from msgspec import UNSET, Meta, Raw, UnsetType
+from starlette.responses import StreamingResponse
+
+from gateway.api.fields import RequestStruct, invalid
+from gateway.api.routes import Caller, Operation, body_of
+from gateway.api.run import TaskAnswer, compact, output_of
+from gateway.calls.lifecycle import Lifecycle
+from gateway.calls.open_call import Gone, OpenCall
+from gateway.calls.surface import AnswerHead, Totals
+from gateway.http import sse
+from gateway.http.errors import ErrorFields, InvalidRequest, NotFound, from_failed
+from shared.protocol import Call, CallEvent, Failed, Finished, ModelCard, Priority, Run, decode_log
+from shared.queue.api import DuplicateRequest, QueueRefused
+from shared.sessions.store import (
+    ENDED,
+    Session,
+    SessionState,
+    SessionStore,
+    TaskRecord,
+    TaskRefused,
+)
+from shared.settings.limits import MAX_PAGE, LimitSettings
+
+MAX_WAIT_S = 60.0
+#: A task that was just noted may not be queued yet.
+BEGINS_WITHIN_S = 10.0
+_DAY_S = 86_400.0
+
+TaskState = Literal["pending", "running", "succeed", "failed", "cancelled"]
+_STATES: dict[str, TaskState] = {
+    "queued": "pending",
+    "running": "running",
+    "finished": "succeed",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
+TaskId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$(?!\n)")]
+Seconds = Annotated[float, Meta(gt=0, le=_DAY_S)]
+
+
+class CreateSession(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/applications/{name}/sessions`. Units: seconds."""
+
+    common_data: Raw | UnsetType = UNSET  #: any JSON, for `enter`
+    priority: Priority = Priority.INTERACTIVE
+    #: Without a new task, before the session is forgotten; and so long results are kept.
+    idle_s: Seconds = 3600.0
+    timeout_s: Seconds = 3600.0  #: in which each task has to end, its wait included
+
+
+class TaskInput(RequestStruct, frozen=True, kw_only=True):
+    """One task. Sent again with the same `id`, it is the same task."""
+
+    input: Raw
+    id: TaskId | None = None
+
+
+class CreateTasks(RequestStruct, frozen=True, kw_only=True):
+    """The body of `POST /v1/sessions/{id}/tasks`: one task, or `tasks`."""
+
+    input: Raw | UnsetType = UNSET
+    id: TaskId | None = None
+    tasks: Annotated[list[TaskInput], Meta(min_length=1)] | None = None
+
+
+class Empty(RequestStruct, frozen=True, kw_only=True):
+    """A body without fields."""
+
+
+class TaskQuery(msgspec.Struct):
+    """How long to wait for the end of a task."""
+
+    wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+
+
+class TaskListQuery(msgspec.Struct):
+    """Which tasks to list."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = MAX_PAGE
+    after: str = ""  #: the id of the last task of the page before
+
+
+class SessionObject(msgspec.Struct):
+    """A session, and how its tasks stand."""
+
+    id: str
+    application: str
+    state: Literal["open", "closed"]
+    priority: Priority
+    pending: int
+    running: int
+    succeed: int
+    failed: int
+    cancelled: int
+    created: int
+    idle_s: float
+    timeout_s: float
+    object: str = "session"
+
+
+class SessionList(msgspec.Struct):
+    """The sessions of a key, the latest first."""
+
+    data: list[SessionObject]
+    object: str = "list"
+
+
+class TaskObject(msgspec.Struct):
+    """A task; `output` or `error` once it has ended. `package`: what does it."""
+
+    id: str
+    session: str
+    state: TaskState
+    package: str
+    created: int
+    output: Raw | UnsetType = UNSET
+    error: ErrorFields | UnsetType = UNSET
+    object: str = "task"
+
+
+class TaskList(msgspec.Struct):
+    """Tasks, the oldest first, without what they came to."""
+
+    data: list[TaskObject]
+    has_more: bool = False
+    object: str = "list"
+
+
+class Sessions:
+    """The operations."""
+
+    def __init__(self, lifecycle: Lifecycle, store: SessionStore, limits: LimitSettings) -> None:
+        self._lifecycle = lifecycle
+        self._store = store
+        self._limits = limits
+
+    def operations(self) -> list[Operation]:
+        """All of them."""
+        operation = partial(Operation, tag="sessions")
+        session, task = "/v1/sessions/{session_id}", "/v1/sessions/{session_id}/tasks/{task_id}"
+        return [
+            operation(
+                "POST", "/v1/applications/{name}/sessions", "create_session", "Open a session",
+                self.create, SessionObject, CreateSession,
+            ),
+            operation(
+                "GET", "/v1/sessions", "list_sessions", "List the sessions of this key",
+                self.list_all, SessionList,
+            ),
+            operation("GET", session, "retrieve_session", "Show a session", self.get, SessionObject),
+            operation(
+                "POST", session + ":close", "close_session",
+                "Take no more tasks, cancel those that wait", self.close, SessionObject, Empty,
+            ),
+            operation(
+                "POST", session + "/tasks", "create_tasks", "Send tasks",
+                self.create_tasks, TaskList, CreateTasks,
+            ),
+            operation(
+                "GET", session + "/tasks", "list_tasks", "List the tasks of a session",
+                self.list_tasks, TaskList, query=TaskListQuery,
+            ),
+            operation(
+                "GET", task, "retrieve_task", "Show a task, once it has ended or `wait` is over",
+                self.get_task, TaskObject, query=TaskQuery,
+            ),
+            operation(
+                "GET", task + "/events", "stream_task", "Follow a task from its first piece",
+                self.stream_task, None,
+            ),
+            operation(
+                "POST", task + ":cancel", "cancel_task", "Cancel a task",
+                self.cancel_task, TaskObject, Empty,
+            ),
+        ]  # fmt: skip
+
+    # Sessions
+
+    async def create(self, caller: Caller) -> SessionObject:
+        """Raises: ApiError, QueueUnavailable, BlobsUnavailable."""
+        wanted = _CREATE.decode(caller.body)
+        session_id = "sess_" + token_hex(16)
+        name = caller.path["name"]
+        await self._find_card(name, session_id)
+        session = Session(
+            session_id, _owner(caller), name, time.time(),  # noqa: TID251
+            wanted.idle_s, wanted.timeout_s, wanted.priority,
+        )  # fmt: skip
+        if wanted.common_data is not UNSET:
+            most = self._limits.max_common_bytes
+            data = bytes(compact(wanted.common_data, "common_data", most))
+            ref = await self._lifecycle.blobs.put(data, session_id, ttl_s=session.ttl_s)
+            session = msgspec.structs.replace(session, common=ref)
+        await self._store.create(session)
+        return _show(SessionState(session, "open", {}), {})
+
+    async def list_all(self, caller: Caller) -> SessionList:
+        """Raises: QueueUnavailable."""
+        found = await self._store.all(_owner(caller))
+        return SessionList([await self._describe(state) for state in found])
+
+    async def get(self, caller: Caller) -> SessionObject:
+        """Raises: NotFound, QueueUnavailable."""
+        return await self._describe(await self._find(caller))
+
+    async def close(self, caller: Caller) -> SessionObject:
+        """What runs is finished. Raises: ApiError, QueueUnavailable."""
+        _EMPTY.decode(caller.body)
+        found = await self._find(caller)
+        session_id = found.session.id
+        await self._store.close_session(session_id)
+        stands = await self._look_at_open(session_id)
+        await self._cancel(session_id, [t for t, state in stands if state == "pending"])
+        if found.session.common is not None:
+            self._lifecycle.blobs.release(session_id, [found.session.common])
+        return await self._describe(await self._find(caller))
+
+    async def _find(self, caller: Caller) -> SessionState:
+        """The caller's own. Raises: NotFound, QueueUnavailable."""
+        found = await self._store.find(caller.path["session_id"])
+        if found is None or not hmac.compare_digest(found.session.owner, _owner(caller)):
+            raise NotFound(
+                "There is no such session, or it was not used for longer than its idle_s: "
+                "GET /v1/sessions lists them.",
+                param="session",
+                code="session_not_found",
+            )
+        return found
+
+    async def _describe(self, found: SessionState) -> SessionObject:
+        stands = await self._look_at_open(found.session.id)
+        now_ended = [state for _, state in stands if state in ENDED]
+        ended = {s: found.ended.get(s, 0) + now_ended.count(s) for s in ENDED}
+        open_now: dict[str, int] = {}
+        for _, state in stands:
+            open_now[state] = open_now.get(state, 0) + 1
+        return _show(SessionState(found.session, found.state, ended), open_now)
+
+    async def _look_at_open(self, session_id: str) -> list[tuple[TaskRecord, TaskState]]:
+        """How the open tasks stand; what has ended is noted."""
+        tasks = await self._store.open_tasks(session_id)
+        states = await asyncio.gather(*(self._look(task) for task in tasks))
+        stands = list(zip(tasks, states, strict=True))
+        ended = {task.id: state for task, state in stands if state in ENDED}
+        await self._store.settle(session_id, ended)
+        return stands
+
+    # Tasks
+
+    async def create_tasks(self, caller: Caller) -> TaskList:
+        """Queue tasks that are not known. Raises: ApiError, QueueUnavailable."""
+        wanted = _TASKS.decode(caller.body)
+        tasks = wanted.tasks
+        if (tasks is None) == (wanted.input is UNSET):
+            raise invalid("tasks", "send input, or tasks with an input each")
+        if tasks is None:
+            assert wanted.input is not UNSET
+            tasks = [TaskInput(input=wanted.input, id=wanted.id)]
+        elif wanted.id is not None:
+            raise invalid("id", "each of tasks has its own")
+        if len(tasks) > self._limits.max_tasks:
+            raise invalid("tasks", f"send at most {self._limits.max_tasks} at a time")
+        session = (await self._find(caller)).session
+        card = await self._find_card(session.application, session.id)
+        if session.common is not None and not await self._lifecycle.blobs.hold(
+            session.common, session.id, ttl_s=session.ttl_s
+        ):
+            raise _conflict("The session's common data is lost: open another.", "session_lost")
+        inputs = [compact(task.input, "input", self._limits.max_task_bytes) for task in tasks]
+        submits = [
+            self._submit(caller, session, card, task.id or token_hex(8), data)
+            for task, data in zip(tasks, inputs, strict=True)
+        ]
+        shown = await asyncio.gather(*submits, return_exceptions=True)
+        for each in shown:
+            if isinstance(each, BaseException):
+                raise each
+        return TaskList([each for each in shown if isinstance(each, TaskObject)])
+
+    async def _submit(
+        self, caller: Caller, session: Session, card: ModelCard, task_id: str, data: Raw
+    ) -> TaskObject:
+        """Queue a task, unless it is there. Raises: ApiError, QueueUnavailable."""
+        now = time.time()  # noqa: TID251
+        wanted = TaskRecord(
+            task_id, _request_id(session.id, task_id), card.queue, card.package,
+            hashlib.sha256(bytes(data)).hexdigest(), now, now + session.timeout_s,
+        )  # fmt: skip
+        try:
+            task, state = await self._store.add(session, wanted, self._limits.max_session_tasks)
+        except TaskRefused as refused:
+            raise _refused(refused.reason, self._limits) from None
+        if task.fingerprint != wanted.fingerprint:
+            raise _conflict(
+                f"The task {task_id} has another input: take another id.", "task_id_reused"
+            )
+        if state == "new" or (state == "open" and now < task.deadline_at):
+            run = Run(data, session.id, session.common, is_streamed=False, keep_s=session.idle_s)
+            try:
+                await self._queue(caller, session, card, task, run, task.deadline_at - now)
+            except BaseException:
+                if state == "new":
+                    await self._store.settle(session.id, {task_id: "forgotten"})
+                raise
+        if state == "new":
+            return _show_task(session, task, "pending")
+        return _show_task(session, task, await self._stand(session, task, state))
+
+    async def _queue(
+        self,
+        caller: Caller,
+        session: Session,
+        card: ModelCard,
+        task: TaskRecord,
+        run: Run,
+        timeout_s: float,
+    ) -> None:
+        """Raises: Overloaded, QueueUnavailable."""
+        lifecycle, tenant = self._lifecycle, caller.context.tenant
+        lifecycle.key_limits.check(task.model, tenant)
+        call = Call(
+            id=task.request_id, reply_to=lifecycle.gateway_id, model=task.model, task=run,
+            tenant=tenant, priority=session.priority, trace_parent=caller.context.trace_parent,
+            is_resumable=True,
+        )  # fmt: skip
+        try:
+            submitted = await lifecycle.dispatcher.submit(
+                [call],
+                timeout_s=timeout_s,
+                max_waiting=lifecycle.key_limits.max_waiting(session.priority),
+                reservation=lifecycle.key_limits.reservation([call], card),
+            )
+        except QueueRefused as refused:
+            raise lifecycle.key_limits.to_error(refused, task.model, tenant) from None
+        except DuplicateRequest:
+            return
+        submitted.close()  # nobody waits for it here; it goes on
+
+    async def list_tasks(self, caller: Caller) -> TaskList:
+        """Raises: ApiError, QueueUnavailable."""
+        query = caller.read_query(TaskListQuery)
+        session = (await self._find(caller)).session
+        await self._look_at_open(session.id)
+        tasks = await self._store.tasks(session.id)
+        names = [task.id for task, _ in tasks]
+        first = names.index(query.after) + 1 if query.after in names else 0
+        page = tasks[first : first + query.limit]
+        states = await asyncio.gather(*(self._stand(session, *each) for each in page))
+        shown = [
+            _show_task(session, task, state) for (task, _), state in zip(page, states, strict=True)
+        ]
+        return TaskList(shown, len(tasks) > first + query.limit)
+
+    async def get_task(self, caller: Caller) -> TaskObject:
+        """Raises: ApiError, QueueUnavailable."""
+        query = caller.read_query(TaskQuery)
+        session = (await self._find(caller)).session
+        task, noted = await self._find_task(session, caller.path["task_id"])
+        state = await self._stand(session, task, noted)
+        if query.wait and state not in ENDED:
+            await self._wait(task, query.wait)
+            state = await self._stand(session, task, "open")
+        shown = _show_task(session, task, state)
+        if state in ENDED:
+            await self._complete(shown, task)
+        return shown
+
+    async def cancel_task(self, caller: Caller) -> TaskObject:
+        """Raises: ApiError, QueueUnavailable."""
+        _EMPTY.decode(caller.body)
+        session = (await self._find(caller)).session
+        task, noted = await self._find_task(session, caller.path["task_id"])
+        if await self._stand(session, task, noted) not in ENDED:
+            await self._cancel(session.id, [task])
+        return _show_task(session, task, await self._stand(session, task, "open"))
+
+    async def stream_task(self, caller: Caller) -> Response:
+        """Raises: ApiError, QueueUnavailable."""
+        session = (await self._find(caller)).session
+        task, _ = await self._find_task(session, caller.path["task_id"])
+        call = await self._follow(task, session.timeout_s)
+        head = AnswerHead(task.id, int(task.created_at), session.application, task.package)
+        headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
+        headers |= {"x-vlm-package": task.package} if task.package else {}
+        return StreamingResponse(self._frames(call, head), headers=headers)
+
+    async def _frames(self, call: OpenCall, head: AnswerHead) -> AsyncIterator[bytes]:
+        answer = TaskAnswer(head)
+        try:
+            while not call.choices[0].is_finished or call.has_pending:
+                events = await call.receive(self._lifecycle.settings.keep_alive_s)
+                if not events:
+                    yield sse.KEEP_ALIVE
+                    continue
+                last = events[-1][1]
+                totals = Totals() if isinstance(last, Finished) else None
+                yield b"".join(data for _, data in answer.frames(events, totals))
+                if isinstance(last, Failed):
+                    yield sse.frame(from_failed(last).event())
+        except Gone:
+            return
+        finally:
+            call.close()
+
+    # How tasks stand
+
+    async def _find_task(self, session: Session, task_id: str) -> tuple[TaskRecord, str]:
+        """Raises: NotFound, QueueUnavailable."""
+        found = await self._store.task(session.id, task_id)
+        if found is None:
+            raise NotFound("The session has no such task.", param="task", code="task_not_found")
+        return found
+
+    async def _stand(self, session: Session, task: TaskRecord, noted: str) -> TaskState:
+        """How a task stands; its end is noted."""
+        if noted in ENDED:
+            return noted
+        state = await self._look(task)
+        if state in ENDED:
+            await self._store.settle(session.id, {task.id: state})
+        return state
+
+    async def _look(self, task: TaskRecord) -> TaskState:
+        """How its call stands. One that nobody took in time, or that Redis has lost, has failed."""
+        now = time.time()  # noqa: TID251
+        found = await self._lifecycle.dispatcher.queue.state(task.model, task.request_id)
+        if found is None:
+            return "pending" if now < task.created_at + BEGINS_WITHIN_S else "failed"
+        if found.state in ("queued", "running") and found.remaining_s < 0:
+            return "failed"
+        return _STATES[found.state]
+
+    async def _complete(self, shown: TaskObject, task: TaskRecord) -> None:
+        """Add what the task came to, as its call's log has it."""
+        log = await self._lifecycle.dispatcher.queue.events(task.model, task.request_id)
+        events: Sequence[CallEvent] = decode_log(log)
+        if shown.state == "succeed" and events:
+            shown.output = output_of(events)
+        elif shown.state == "failed" and events and isinstance(events[-1], Failed):
+            error = from_failed(events[-1])
+            shown.error = ErrorFields(error.message, error.type, error.param, error.code)
+        elif shown.state != "cancelled":
+            lost = shown.state == "succeed"
+            text = (
+                "What the task came to is not kept any more."
+                if lost
+                else "The task did not end in time, or was lost; send it again under another id."
+            )
+            code = "result_expired" if lost else "deadline_exceeded"
+            shown.error = ErrorFields(text, "server_error", None, code)
+
+    async def _wait(self, task: TaskRecord, wait_s: float) -> None:
+        """Until a task has ended, or the time is over."""
+        until = time.monotonic() + wait_s
+        call = await self._follow(task, wait_s)
+        try:
+            while (left_s := until - time.monotonic()) > 0 and not call.choices[0].is_finished:
+                await call.receive(left_s)
+        except Gone:
+            pass
+        finally:
+            call.close()
+
+    async def _follow(self, task: TaskRecord, timeout_s: float) -> OpenCall:
+        lifecycle = self._lifecycle
+
+        async def listen(model: str, request_id: str):
+            return await lifecycle.resume.records.listen(model, request_id, lifecycle.gateway_id)
+
+        return await lifecycle.dispatcher.follow(
+            task.model, task.request_id, listen=listen, timeout_s=timeout_s + BEGINS_WITHIN_S,
+            begins_within_s=BEGINS_WITHIN_S,
+        )  # fmt: skip
+
+    async def _cancel(self, session_id: str, tasks: Sequence[TaskRecord]) -> None:
+        by_model: dict[str, list[str]] = {}
+        for task in tasks:
+            by_model.setdefault(task.model, []).append(task.request_id)
+        for model, request_ids in by_model.items():
+            await self._lifecycle.dispatcher.queue.cancel(model, request_ids)
+        await asyncio.gather(*(self._settle_cancelled(session_id, task) for task in tasks))
+
+    async def _settle_cancelled(self, session_id: str, task: TaskRecord) -> None:
+        state = await self._look(task)  # it may have ended just before
+        await self._store.settle(session_id, {task.id: state if state in ENDED else "cancelled"})
+
+    async def _find_card(self, name: str, side: str) -> ModelCard:
+        """The version that serves. Raises: ApiError, QueueUnavailable."""
+        card = await self._lifecycle.models.find(name, side)
+        if "run" not in card.tasks:
+            raise InvalidRequest(
+                "This is a model, not an application: ask it by the APIs of models.",
+                param="name",
+                code="wrong_task",
+            )
+        return card
+
+
+def _owner(caller: Caller) -> str:
+    """The caller's tenant; no secret."""
+    return hashlib.sha256(b"session " + caller.context.tenant.encode()).hexdigest()[:32]
+
+
+def _request_id(session_id: str, task_id: str) -> str:
+    return hashlib.sha256(f"{session_id}\0{task_id}".encode()).hexdigest()[:32] + "-0"
+
+
+def _show(found: SessionState, open_now: dict[str, int]) -> SessionObject:
+    session, ended = found.session, found.ended
+    return SessionObject(
+        session.id, session.application, found.state, session.priority,
+        open_now.get("pending", 0), open_now.get("running", 0),
+        ended.get("succeed", 0), ended.get("failed", 0), ended.get("cancelled", 0),
+        int(session.created_at), session.idle_s, session.timeout_s,
+    )  # fmt: skip
+
+
+def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObject:
+    return TaskObject(task.id, session.id, state, task.package, int(task.created_at))
+
+
+def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
+    if reason == "full":
+        most = limits.max_session_tasks
+        return _conflict(f"The session has {most} tasks: open another.", "session_full")
+    return _conflict("The session is closed: open another.", "session_closed")
+
+
+def _conflict(message: str, code: str) -> InvalidRequest:
+    return InvalidRequest(message, status=409, code=code)
+
+
+_CREATE, _TASKS, _EMPTY = body_of(CreateSession), body_of(CreateTasks), body_of(Empty)

@@ -1,0 +1,19 @@
+-- Note a task of a session, before it is queued. A session that is used lives on.
+-- KEYS: session, tasks, open    args: id, max_tasks, ttl_ms    raw: the task's record
+-- Returns {added | known | closed | full | gone, the record that is there}.
+local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
+local args = cmsgpack.unpack(ARGV[1])
+local state = redis.call('HGET', session, 'state')
+if not state then return {'gone', ''} end
+for _, key in ipairs(KEYS) do
+  if redis.call('PTTL', key) < args.ttl_ms then redis.call('PEXPIRE', key, args.ttl_ms) end
+end
+local known = redis.call('HGET', tasks, args.id)
+if known then return {'known', known} end
+if state ~= 'open' then return {'closed', ''} end
+if redis.call('HLEN', tasks) >= args.max_tasks then return {'full', ''} end
+redis.call('HSET', tasks, args.id, 'open ' .. ARGV[2])
+redis.call('HSET', open, args.id, ARGV[2])
+redis.call('PEXPIRE', tasks, args.ttl_ms)
+redis.call('PEXPIRE', open, args.ttl_ms)
+return {'added', ''}

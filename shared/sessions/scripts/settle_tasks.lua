@@ -1,0 +1,17 @@
+-- Note how tasks ended, each once; or forget those that were not queued after all.
+-- KEYS: session, tasks, open    args: states (by the task's id: succeed, failed, cancelled, or forgotten)
+local session, tasks, open = KEYS[1], KEYS[2], KEYS[3]
+local args = cmsgpack.unpack(ARGV[1])
+for id, state in pairs(args.states) do
+  local record = redis.call('HGET', open, id)
+  if record then
+    redis.call('HDEL', open, id)
+    if state == 'forgotten' then
+      redis.call('HDEL', tasks, id)
+    else
+      redis.call('HSET', tasks, id, state .. ' ' .. record)
+      redis.call('HINCRBY', session, state, 1)
+    end
+  end
+end
+return 1

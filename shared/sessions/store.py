@@ -1,0 +1,184 @@
+"""Sessions in Redis: a record each, the records of its tasks, and which of these are open.
+
+What a task came to is in its call's log, which the queue keeps; here is where to find it. Everything of a session
+expires when nobody has used it for long enough.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.protocol import BlobRef, Priority, encode
+from shared.queue.api import QueueUnavailable
+from shared.queue.keys import RedisKeys, to_ms
+from shared.redis.client import redis_errors_as, retry_idempotent
+from shared.redis.link import RedisSender
+from shared.redis.script import load_script, named
+
+_SCRIPTS = Path(__file__).parent / "scripts"
+ADD_TASK = load_script(_SCRIPTS / "add_task.lua")
+SETTLE_TASKS = load_script(_SCRIPTS / "settle_tasks.lua")
+
+Ended = Literal["succeed", "failed", "cancelled"]
+ENDED: tuple[Ended, ...] = ("succeed", "failed", "cancelled")
+MAX_SESSIONS = 1000  #: of an owner that are listed
+_INDEX_TTL_S = 7 * 24 * 3600.0
+
+
+class Session(msgspec.Struct, frozen=True):
+    """What was asked for. Units: seconds; `created_at` since the epoch."""
+
+    id: str
+    owner: str  #: of the tenant, no secret
+    application: str
+    created_at: float
+    idle_s: float  #: without a new task, before it is forgotten; and so long results are kept
+    timeout_s: float  #: in which a task has to end, its wait included
+    priority: Priority = Priority.INTERACTIVE
+    common: BlobRef | None = None
+
+    @property
+    def ttl_s(self) -> float:
+        """From its last use."""
+        return self.idle_s + self.timeout_s
+
+
+class SessionState(msgspec.Struct, frozen=True):
+    """A session as it stands. `ended`: tasks whose end somebody has seen, by how they ended."""
+
+    session: Session
+    state: Literal["open", "closed"]
+    ended: dict[str, int]
+
+
+class TaskRecord(msgspec.Struct, frozen=True):
+    """A task of a session, and the call that does it. Units: seconds since the epoch."""
+
+    id: str
+    request_id: str
+    model: str  #: whose queue has the call
+    package: str
+    fingerprint: str  #: of its input
+    created_at: float
+    deadline_at: float
+
+
+class TaskRefused(Exception):
+    """The session takes no task. `reason`: closed, full or gone."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+_sessions = msgspec.json.Decoder(Session)
+_tasks = msgspec.json.Decoder(TaskRecord)
+
+
+class SessionStore:
+    """The sessions of one fleet. All methods raise QueueUnavailable."""
+
+    def __init__(self, redis: Redis, prefix: str) -> None:
+        self._keys = RedisKeys(prefix)
+        self._sender = RedisSender(redis)
+
+    @redis_errors_as(QueueUnavailable)
+    async def create(self, session: Session) -> None:
+        """Open a session."""
+        key, index = self._keys.session(session.id), self._keys.sessions(session.owner)
+        await self._ask("HSET", key, "record", encode(session), "state", "open")
+        await self._ask("PEXPIRE", key, to_ms(session.ttl_s))
+        await self._ask("ZADD", index, session.created_at, session.id)
+        await self._ask("PEXPIRE", index, to_ms(_INDEX_TTL_S))
+
+    @redis_errors_as(QueueUnavailable)
+    async def find(self, session_id: str) -> SessionState | None:
+        """A session, if it is there."""
+        pairs = await self._ask("HGETALL", self._keys.session(session_id))
+        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        if b"record" not in fields:
+            return None
+        ended = {state: int(fields.get(state.encode(), 0)) for state in ENDED}
+        state = "open" if fields[b"state"] == b"open" else "closed"
+        return SessionState(_sessions.decode(fields[b"record"]), state, ended)
+
+    @redis_errors_as(QueueUnavailable)
+    async def all(self, owner: str) -> list[SessionState]:
+        """An owner's sessions, the latest first."""
+        index = self._keys.sessions(owner)
+        names = await self._ask("ZREVRANGE", index, 0, MAX_SESSIONS - 1)
+        found = {name: await self.find(name.decode()) for name in names}
+        gone = [name for name, session in found.items() if session is None]
+        if gone:
+            await self._ask("ZREM", index, *gone)
+        return [session for session in found.values() if session is not None]
+
+    @redis_errors_as(QueueUnavailable)
+    async def close_session(self, session_id: str) -> None:
+        """Let a session take no more tasks."""
+        await self._ask("HSET", self._keys.session(session_id), "state", "closed")
+
+    @redis_errors_as(QueueUnavailable)
+    async def add(
+        self, session: Session, task: TaskRecord, max_tasks: int
+    ) -> tuple[TaskRecord, str]:
+        """Note a task before it is queued. Returns it and `new`, or the known one of its id and how it stands.
+
+        Raises: TaskRefused.
+        """
+        arguments = named(
+            encode(task), id=task.id, max_tasks=max_tasks, ttl_ms=to_ms(session.ttl_s)
+        )
+        keys = self._task_keys(session.id)
+        verdict, known = await retry_idempotent(lambda: self._sender.run(ADD_TASK, keys, arguments))
+        if verdict == b"known":
+            return _read(known)
+        if verdict != b"added":
+            raise TaskRefused(verdict.decode())
+        return task, "new"
+
+    @redis_errors_as(QueueUnavailable)
+    async def settle(self, session_id: str, states: Mapping[str, str]) -> None:
+        """Note how tasks ended; `forgotten`: they were not queued after all."""
+        if states:
+            arguments, keys = named(states=dict(states)), self._task_keys(session_id)
+            await retry_idempotent(lambda: self._sender.run(SETTLE_TASKS, keys, arguments))
+
+    @redis_errors_as(QueueUnavailable)
+    async def task(self, session_id: str, task_id: str) -> tuple[TaskRecord, str] | None:
+        """A task, and `open` or how it ended."""
+        found = await self._ask("HGET", self._keys.session_tasks(session_id), task_id)
+        return None if found is None else _read(found)
+
+    @redis_errors_as(QueueUnavailable)
+    async def tasks(self, session_id: str) -> list[tuple[TaskRecord, str]]:
+        """All tasks, the oldest first."""
+        found = await self._ask("HGETALL", self._keys.session_tasks(session_id))
+        return sorted(map(_read, found[1::2]), key=lambda pair: (pair[0].created_at, pair[0].id))
+
+    @redis_errors_as(QueueUnavailable)
+    async def open_tasks(self, session_id: str) -> list[TaskRecord]:
+        """Those whose end nobody has seen."""
+        found = await self._ask("HGETALL", self._keys.session_open(session_id))
+        return [_tasks.decode(value) for value in found[1::2]]
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._sender.close()
+
+    def _task_keys(self, session_id: str) -> tuple[str, str, str]:
+        keys = self._keys
+        return (
+            keys.session(session_id), keys.session_tasks(session_id), keys.session_open(session_id),
+        )  # fmt: skip
+
+    async def _ask(self, *command: str | bytes | int | float):
+        return await retry_idempotent(lambda: self._sender.execute(*command))
+
+
+def _read(value: bytes) -> tuple[TaskRecord, str]:
+    state, _, record = value.partition(b" ")
+    return _tasks.decode(record), state.decode()

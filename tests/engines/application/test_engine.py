@@ -1,0 +1,340 @@
+"""An application behind the engine's interface: real processes, kind ones and bad ones."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from engines.application.engine import ApplicationEngine
+from engines.application.sandbox import find_bubblewrap
+from engines.application.settings import ApplicationSettings
+from engines.base import EngineCall, EngineLoadFailed, EngineOutput, EngineStartError
+from shared.protocol import ErrorCode, FinishReason, Run
+
+WITHIN_S = 30.0
+
+APPLICATION = """
+import os, sys, time
+from pathlib import Path
+from vlm_app import Application, TaskError
+
+class Toy(Application):
+    def setup(self, context):
+        self.loaded = []
+        print("printed, and no answer")
+
+    def enter(self, common_data):
+        self.loaded.append(common_data)
+        self.prefix = common_data
+        if common_data == "refuse":
+            raise ValueError("no such session")
+
+    def run(self, task):
+        if task == "pieces":
+            return (self.piece(i) for i in range(3))
+        return getattr(self, task["do"])(task)
+
+    def piece(self, number):
+        return {"piece": number}
+
+    def greet(self, task):
+        return f"{getattr(self, 'prefix', 'hello')} {task['name']}"
+
+    def count(self, task):
+        return len(self.loaded)
+
+    def fail(self, task):
+        raise TaskError("no such name")
+
+    def crash(self, task):
+        raise RuntimeError("broken")
+
+    def die(self, task):
+        mark = Path(task["mark"])
+        if not mark.exists() or task.get("always"):
+            mark.write_text("")
+            os._exit(3)
+        return "the second time"
+
+    def sleep(self, task):
+        if task.get("is_deaf"):
+            while True:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    pass
+        time.sleep(60)
+
+    def nan(self, task):
+        return float("nan")
+
+    def much(self, task):
+        return "x" * task["size"]
+
+    def environment(self, task):
+        return dict(os.environ)
+
+    def read(self, task):
+        return sorted(os.listdir(task["path"]))
+
+    def pid(self, task):
+        return os.getpid()
+
+    def connect(self, task):
+        import socket
+        socket.create_connection(("127.0.0.1", task["port"]), timeout=5).close()
+        return "connected"
+
+    def eat(self, task):
+        held = []
+        while True:
+            held.append(bytearray(b"x" * 2**22))
+
+    def flood(self, task):
+        for _ in range(200):
+            print("y" * 2**16)
+        return "done"
+"""
+
+
+class Driver:
+    """What a worker's engine thread does."""
+
+    def __init__(self, engine: ApplicationEngine) -> None:
+        self.engine = engine
+        self.number = 0
+
+    def add(self, value: Any, *, session: str = "", common: Any = None, **more: Any) -> str:
+        self.number += 1
+        task = Run(msgspec.Raw(msgspec.json.encode(value)), session, **more)
+        call = EngineCall(f"r{self.number}", task, common_data=msgspec.json.encode(common))
+        self.engine.add(self.engine.prepare(call, ()))
+        return call.request_id
+
+    def finish(self, *, until: Callable[[list[EngineOutput]], bool] = lambda _: False):
+        outputs: list[EngineOutput] = []
+        give_up_at = time.monotonic() + WITHIN_S
+        while self.engine.has_work() and not until(outputs):
+            assert time.monotonic() < give_up_at
+            outputs += self.engine.step()
+        return outputs
+
+    def ask(self, value: Any, **more: Any) -> Any:
+        self.add(value, **more)
+        *_, last = self.finish()
+        assert last.error is None, last.error
+        assert last.finish_reason is FinishReason.STOP
+        return lines_of([last])[-1]["output"]
+
+    def refused(self, value: Any, **more: Any) -> tuple[ErrorCode, str]:
+        self.add(value, **more)
+        *_, last = self.finish()
+        assert last.error is not None
+        return last.error_code, last.error
+
+
+def lines_of(outputs: list[EngineOutput]) -> list[dict]:
+    return [json.loads(line) for output in outputs for line in output.text.splitlines()]
+
+
+def make_engine(folder: Path, source: str = APPLICATION, **changes: Any) -> ApplicationEngine:
+    folder.mkdir(exist_ok=True)
+    (folder / "app.py").write_text(source)
+    values = {"model": str(folder), "entry": "app:Toy", "served_name": "toy@1", **changes}
+    return ApplicationEngine(ApplicationSettings(**values))
+
+
+ISOLATIONS = ["none", *(["require"] if find_bubblewrap() else [])]
+
+
+@pytest.fixture(scope="module", params=ISOLATIONS)
+def toy(request, tmp_path_factory) -> Iterator[Driver]:
+    engine = make_engine(
+        tmp_path_factory.mktemp("package"), isolation=request.param, memory_bytes=400 * 2**20,
+        max_output_bytes=2**16, grace_s=0.5, max_sessions=2,
+    )  # fmt: skip
+    yield Driver(engine)
+    engine.close()
+
+
+def test_a_task_gives_what_its_application_returns(toy):
+    assert toy.ask({"do": "greet", "name": "you"}) == "hello you"
+
+
+def test_pieces_come_one_by_one_where_they_are_wanted_so(toy):
+    toy.add("pieces", is_streamed=True)
+    outputs = toy.finish()
+    lines = [{"item": {"piece": i}} for i in range(3)] + [{"output": None}]
+    assert lines_of(outputs) == lines
+    assert [output.index for output in outputs] == [0, 1, 2, 3]
+    toy.add("pieces")
+    outputs = toy.finish()
+    assert len(outputs) == 1
+    assert lines_of(outputs) == lines
+
+
+def test_a_session_is_entered_once_and_sees_its_own(toy):
+    greet, count = {"do": "greet", "name": "you"}, {"do": "count"}
+    before = toy.ask(count)
+    assert toy.ask(greet, session="s1", common="dear") == "dear you"
+    assert toy.ask(greet, session="s2", common="sir") == "sir you"
+    assert toy.ask(greet, session="s1", common="dear") == "dear you"
+    assert toy.ask(count) == before + 2
+    assert toy.ask(greet, session="s3", common="oh") == "oh you"  # s2 had to leave
+    assert toy.ask(greet, session="s2", common="sir") == "sir you"
+    assert toy.ask(count) == before + 4
+
+
+def test_what_an_application_says_of_its_task_is_told(toy):
+    assert toy.refused({"do": "fail"}) == (ErrorCode.TASK_FAILED, "no such name")
+    assert toy.refused({"do": "crash"}) == (ErrorCode.TASK_FAILED, "RuntimeError: broken")
+    code, message = toy.refused({"do": "nan"})
+    assert "no JSON" in message
+    assert code is ErrorCode.TASK_FAILED
+
+
+def test_a_session_that_cannot_be_entered_is_tried_again_then_told(toy):
+    code, message = toy.refused({"do": "count"}, session="bad", common="refuse")
+    assert (code, message) == (
+        ErrorCode.TASK_FAILED,
+        "The session cannot be entered, tried 3 times: ValueError: no such session",
+    )
+
+
+def test_a_task_whose_process_ends_is_tried_once_more(toy, tmp_path):
+    if toy.engine._settings.isolation == "require":
+        pytest.skip("it cannot write the mark")
+    assert toy.ask({"do": "die", "mark": str(tmp_path / "mark")}) == "the second time"
+
+
+def test_a_task_that_no_process_survives_fails_and_the_next_one_does_not(toy, tmp_path):
+    code, message = toy.refused({"do": "die", "mark": str(Path("/tmp/x")), "always": True})
+    assert code is ErrorCode.REQUEST_KILLS_WORKERS
+    assert "2 times" in message
+    assert "exit code 3" in message
+    assert toy.ask({"do": "greet", "name": "you"}) == "hello you"
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_cancelled_task_makes_way(toy, is_deaf):
+    before = toy.ask({"do": "pid"})
+    name = toy.add({"do": "sleep", "is_deaf": is_deaf})
+    for _ in range(5):
+        toy.engine.step()
+    toy.engine.abort(name)
+    after = toy.ask({"do": "pid"})
+    if toy.engine._settings.isolation == "none":
+        assert (after != before) is is_deaf  # who listens keeps what it has loaded
+
+
+def test_output_that_is_too_large_is_refused(toy):
+    code, message = toy.refused({"do": "much", "size": 2**16})
+    assert code in (ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
+    assert "65536 bytes" in message
+
+
+def test_memory_has_a_limit(toy):
+    code, message = toy.refused({"do": "eat"})
+    assert (code, message[:11]) in {
+        (ErrorCode.TASK_FAILED, "MemoryError"),
+        (ErrorCode.REQUEST_KILLS_WORKERS, "The applica"),
+    }
+
+
+def test_what_it_prints_neither_blocks_nor_fills_the_log(toy, capfd):
+    assert toy.ask({"do": "flood"}) == "done"
+    assert len(capfd.readouterr().err) < 2**18
+
+
+def test_it_has_no_variable_of_the_worker(toy, monkeypatch):
+    monkeypatch.setenv("VLM_REDIS_URL", "redis://secret")
+    told = toy.ask({"do": "environment"})
+    assert not [name for name in told if name.startswith("VLM") or "KEY" in name]
+
+
+@pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
+def test_in_its_sandbox_it_sees_no_files_processes_or_network(tmp_path):
+    (tmp_path / "secret").write_text("")
+    engine = make_engine(tmp_path / "package", isolation="require")
+    inside = Driver(engine)
+    try:
+        assert inside.ask({"do": "pid"}) < 20
+        assert inside.ask({"do": "read", "path": str(tmp_path)}) == ["package"]
+        assert (tmp_path / "secret").exists()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            code, message = inside.refused({"do": "connect", "port": server.getsockname()[1]})
+        assert code is ErrorCode.TASK_FAILED
+        assert "Error" in message
+    finally:
+        engine.close()
+
+
+def test_nothing_is_left_of_it(tmp_path):
+    engine = make_engine(tmp_path / "package", isolation="none")
+    pid = Driver(engine).ask({"do": "pid"})
+    engine.close()
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ImportError('no such thing')", "ImportError: no such thing"),
+        ("import os; os._exit(7)", "exit code 7"),
+        ("Toy = 5", "TypeError"),
+    ],
+)
+def test_an_application_that_cannot_be_set_up_says_why(tmp_path, source, said):
+    with pytest.raises(EngineLoadFailed, match=said):
+        make_engine(tmp_path / "package", source)
+
+
+def test_isolation_may_be_required(tmp_path, monkeypatch):
+    monkeypatch.setattr("engines.application.sandbox.find_bubblewrap", lambda: None)
+    with pytest.raises(EngineStartError, match="bubblewrap"):
+        make_engine(tmp_path / "package", isolation="require")
+
+
+# Programs in other languages
+
+ECHO = """#!/bin/sh
+while IFS= read -r line; do
+  case "$line" in
+    '{"type":"setup"'*) echo '{"type":"ready"}' ;;
+    '{"type":"enter"'*) echo '{"type":"entered"}' ;;
+    '{"type":"leave"'*) echo '{"type":"left"}' ;;
+    *garbage*) echo 'Segmentation fault' ;;
+    *early*) echo '{"type":"entered"}' ;;
+    '{"type":"run"'*) input=${line#*'"input":'}; printf '{"type":"result","value":%s}\\n' "${input%?}" ;;
+  esac
+done
+"""
+
+
+@pytest.fixture(scope="module", params=ISOLATIONS)
+def echo(request, tmp_path_factory) -> Iterator[Driver]:
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "echo.sh").write_text(ECHO)
+    (folder / "echo.sh").chmod(0o755)
+    values = {"model": str(folder), "command": '["echo.sh"]', "isolation": request.param}
+    engine = ApplicationEngine(ApplicationSettings(**values))
+    yield Driver(engine)
+    engine.close()
+
+
+def test_a_program_speaks_lines(echo):
+    assert echo.ask({"a": [1, "two\n"]}, session="s") == {"a": [1, "two\n"]}
+
+
+@pytest.mark.parametrize("word", ["garbage", "early"])
+def test_what_is_no_message_is_evidence(echo, word):
+    code, message = echo.refused(word)
+    assert code is ErrorCode.REQUEST_KILLS_WORKERS
+    assert ("no message" in message) or ("'entered'" in message)
+    assert echo.ask(5) == 5
