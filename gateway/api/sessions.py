@@ -27,7 +27,17 @@ from gateway.calls.open_call import Gone, OpenCall
 from gateway.calls.surface import AnswerHead, Totals
 from gateway.http import sse
 from gateway.http.errors import ErrorFields, InvalidRequest, NotFound, from_failed
-from shared.protocol import Call, CallEvent, Failed, Finished, ModelCard, Priority, Run, decode_log
+from shared.protocol import (
+    Call,
+    CallEvent,
+    ErrorCode,
+    Failed,
+    Finished,
+    ModelCard,
+    Priority,
+    Run,
+    decode_log,
+)
 from shared.queue.api import DuplicateRequest, QueueRefused
 from shared.sessions.store import (
     ENDED,
@@ -283,7 +293,7 @@ class Sessions:
         if session.common is not None and not await self._lifecycle.blobs.hold(
             session.common, session.id, ttl_s=session.ttl_s
         ):
-            raise _conflict("The session's common data is lost: open another.", "session_lost")
+            raise _conflict("The session's common data is lost: open another.", code="session_lost")
         inputs = [compact(task.input, "input", self._limits.max_task_bytes) for task in tasks]
         submits = [
             self._submit(caller, session, card, task.id or token_hex(8), data)
@@ -310,7 +320,7 @@ class Sessions:
             raise _refused(refused.reason, self._limits) from None
         if task.fingerprint != wanted.fingerprint:
             raise _conflict(
-                f"The task {task_id} has another input: take another id.", "task_id_reused"
+                f"The task {task_id} has another input: take another id.", code="task_id_reused"
             )
         if state == "new" or (state == "open" and now < task.deadline_at):
             run = Run(data, session.id, session.common, is_streamed=False, keep_s=session.idle_s)
@@ -457,15 +467,11 @@ class Sessions:
         elif shown.state == "failed" and events and isinstance(events[-1], Failed):
             error = from_failed(events[-1])
             shown.error = ErrorFields(error.message, error.type, error.param, error.code)
-        elif shown.state != "cancelled":
-            lost = shown.state == "succeed"
-            text = (
-                "What the task came to is not kept any more."
-                if lost
-                else "The task did not end in time, or was lost; send it again under another id."
-            )
-            code = "result_expired" if lost else "deadline_exceeded"
-            shown.error = ErrorFields(text, "server_error", None, code)
+        elif shown.state == "succeed":
+            raise NotFound("What the task came to is not kept any more.", code="result_expired")
+        elif shown.state == "failed":
+            text = "The task did not end in time, or was lost; send it again under another id."
+            shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
     async def _wait(self, task: TaskRecord, wait_s: float) -> None:
         """Until a task has ended, or the time is over."""
@@ -540,11 +546,11 @@ def _show_task(session: Session, task: TaskRecord, state: TaskState) -> TaskObje
 def _refused(reason: str, limits: LimitSettings) -> InvalidRequest:
     if reason == "full":
         most = limits.max_session_tasks
-        return _conflict(f"The session has {most} tasks: open another.", "session_full")
-    return _conflict("The session is closed: open another.", "session_closed")
+        return _conflict(f"The session has {most} tasks: open another.", code="session_full")
+    return _conflict("The session is closed: open another.", code="session_closed")
 
 
-def _conflict(message: str, code: str) -> InvalidRequest:
+def _conflict(message: str, *, code: str) -> InvalidRequest:
     return InvalidRequest(message, status=409, code=code)
 
 
