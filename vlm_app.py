@@ -138,7 +138,7 @@ class _Runner:
         package = Path(message["package"])
         sys.path.insert(0, str(package))
         module, _, name = self._entry.partition(":")
-        kind = importlib.import_module(module)  # noqa: TID251 (the entry names it)
+        kind: Any = importlib.import_module(module)  # noqa: TID251 (the entry names it)
         for part in name.split("."):
             kind = getattr(kind, part)
         self._application = kind()

@@ -91,7 +91,7 @@ class SessionStore:
         key, index = self._keys.session(session.id), self._keys.sessions(session.owner)
         await self._ask("HSET", key, "record", encode(session), "state", "open")
         await self._ask("PEXPIRE", key, to_ms(session.ttl_s))
-        await self._ask("ZADD", index, session.created_at, session.id)
+        await self._ask("ZADD", index, int(1000 * session.created_at), session.id)
         await self._ask("PEXPIRE", index, to_ms(_INDEX_TTL_S))
 
     @redis_errors_as(QueueUnavailable)
@@ -175,7 +175,7 @@ class SessionStore:
             keys.session(session_id), keys.session_tasks(session_id), keys.session_open(session_id),
         )  # fmt: skip
 
-    async def _ask(self, *command: str | bytes | int | float):
+    async def _ask(self, *command: str | bytes | int):
         return await retry_idempotent(lambda: self._sender.execute(*command))
 
 
