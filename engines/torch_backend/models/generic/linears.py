@@ -104,6 +104,23 @@ def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch
     return num_quantized
 
 
+def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
+    """Have the linear maps beside a decoder and its head, those of towers and projectors, be in int8 where kernels read it."""
+    for name, linear in list(model.named_modules()):
+        is_beside = type(linear) is nn.Linear and linear is not head
+        if not is_beside or name.startswith(f"{decoder}.") or name.endswith(".weights"):
+            continue
+        with torch.device("meta"):
+            weights = LinearWeights(
+                linear.in_features,
+                linear.out_features,
+                bias=linear.bias is not None,
+                precision=Precision.INT8,
+            )
+        weights.load_state_dict(linear.state_dict(), assign=True)
+        model.set_submodule(name, OperatorLinear(weights.requires_grad_(False)))
+
+
 def stored_linears(config: GenericConfig, scheme: Scheme) -> nn.Module:
     """The linear maps of a model, without weights, where a checkpoint has them: those of a scheme within the decoder's
 

@@ -37,6 +37,7 @@ from engines.torch_backend.models.generic.config import GenericConfig
 from engines.torch_backend.models.generic.fused import Fused, Recognised, Watched
 from engines.torch_backend.models.generic.image_form import ImageForm
 from engines.torch_backend.models.generic.linears import (
+    allow_int8,
     has_quantized,
     keep_stored,
     linears_within,
@@ -325,6 +326,12 @@ class GenericModel(FamilyModel):
             raise UnsupportedCheckpoint(f"{name} has no linear maps that can be in {scheme.name}")
         self._is_rounded = True
         logger.info("%d linear maps are in %s", num_quantized, scheme.name)
+
+    def allow_int8_beside(self) -> None:
+        """Of models of images; what a text model has beside its layers is of every token."""
+        if self.config.takes_images:
+            decoder = self._layers_name.rpartition(".")[0]
+            allow_int8(self.inner, decoder, self.inner.get_output_embeddings())
 
     def decoder_layers(self) -> tuple[str, nn.Module]:
         """Where attention is."""

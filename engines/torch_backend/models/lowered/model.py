@@ -21,11 +21,13 @@ from engines.core.request import ImageInput
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.models.config import BeyondOurProgram
+from engines.torch_backend.models.generic.linears import OperatorLinear, allow_int8
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered.proof import check_levels, compare, observe
 from engines.torch_backend.models.lowered.reading import find_stack, order_of_pairs, read_decoder
 from engines.torch_backend.models.lowered.rotary import Rotary
 from engines.torch_backend.models.registry import FamilyModel, ImageSlots
+from engines.torch_backend.ops.registry import Ops
 
 
 def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
@@ -71,6 +73,7 @@ class LoweredModel(FamilyModel):
         self._rotary = rotary
         self._inputs = _DecoderInputs(decoder)
         self.front: Any = None
+        self._stack_name = stack_name
         if front.config.takes_images:
             front.inner.set_submodule(stack_name, self._inputs)
             front.inner.set_output_embeddings(nn.Identity())
@@ -86,6 +89,18 @@ class LoweredModel(FamilyModel):
     def quantize(self, scheme: Scheme, dtype: torch.dtype) -> None:
         """The linear maps of the decoder's layers."""
         scheme.convert_linears(self.language_model)
+
+    def allow_int8_beside(self) -> None:
+        """Those of transformers' front."""
+        if self.front is not None:
+            allow_int8(self.front.inner, self._stack_name, None)
+
+    def bind(self, ops: Ops, dtype: torch.dtype) -> None:
+        """Compute with these operators from now on."""
+        super().bind(ops, dtype)
+        for module in () if self.front is None else self.front.inner.modules():
+            if isinstance(module, OperatorLinear):
+                module.bind(ops, dtype)
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
         """As transformers merges them. Shapes: (N,); returns (N, C)."""

@@ -26,9 +26,11 @@ from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.llama import Llama
 from engines.torch_backend.models.lowered import proof
 from engines.torch_backend.models.registry import FamilyModel
+from engines.torch_backend.multimodal.processor import create_processor
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
+from tests.contract.test_model_family import ask
 from tests.engines.torch_backend import ways
 from tests.engines.torch_backend.models.family_table import (
     FAMILIES,
@@ -40,6 +42,7 @@ from tests.engines.torch_backend.models.family_table import (
 )
 from tests.engines.torch_backend.models.test_families import (
     CPU,
+    QUESTIONS,
     Loaded,
     load,
     load_family,
@@ -50,6 +53,11 @@ from tests.engines.torch_backend.models.test_families import (
 LATENT_HEADS: dict[str, Any] = {**LATENT}
 PLAIN_SCALE: dict[str, Any] = {"attention_multiplier": 0.25}
 LLAMA = text("Llama", "Llama", rope_parameters=LLAMA3_ROPE)
+
+
+needs_kernels = pytest.mark.skipif(
+    not cpu_ops("fast").uses("linear_int8", "cpu"), reason="no compiler"
+)
 
 
 def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
@@ -186,6 +194,27 @@ def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_
         )  # fmt: skip
         scores.append(_scores(model, kernels))
     torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lowers", [True, False])
+@pytest.mark.parametrize("name", ["Idefics3", "Qwen2.5-VL"])
+def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
+    name: str, lowers: bool, tmp_path: Path
+) -> None:
+    [family] = [each for each in FAMILIES if each.name == name]
+    write_checkpoint(family, tmp_path)
+    lowering, ops, features = GenericFamily(lowers), cpu_ops("fast"), []
+    config = lowering.check(read_fields(tmp_path))
+    processor = create_processor(tmp_path, lowering.processor(tmp_path, config), 512)
+    [image] = ask(processor, QUESTIONS["small"]).images
+    for scheme in (None, SCHEMES["int4"]):
+        model = load_model(tmp_path, lowering, config, CPU, torch.float32, scheme, ops=ops)
+        TorchRunner(model, TorchSettings(num_kv_blocks=64), CPU, torch.float32, ops=ops)
+        with torch.inference_mode():
+            features += model.encode([image], CPU, torch.float32)
+    difference = (features[0] - features[1]).norm() / features[0].norm()
+    assert 0 < difference < 0.1
 
 
 def _scores(model: FamilyModel, kernels: Any, **changes: Any) -> torch.Tensor:
