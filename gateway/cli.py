@@ -73,9 +73,29 @@ def bench_gateway(
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     connections: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,8,32,128",
+    depth: Annotated[
+        str, typer.Option(help="Measure a request's cost where so many wait: 0,1000,30000.")
+    ] = "",
+    streams: Annotated[
+        int, typer.Option(min=0, max=4000, help="Measure the memory of so many open streams.")
+    ] = 0,
     markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
-    from gateway.bench.run import run
+    from gateway.bench.run import BenchError, run, show
+    from gateway.bench.waiting import run_depths, run_streams
 
-    run(seconds, rounds, [int(number) for number in connections.split(",")], markdown)
+    if not (depth or streams):
+        run(seconds, rounds, _numbers(connections), markdown)
+        return
+    try:
+        tables = run_depths(_numbers(depth)) if depth else []
+        tables += run_streams(streams) if streams else []
+    except BenchError as error:
+        _fail(error)
+    else:
+        show(tables, markdown)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

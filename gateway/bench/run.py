@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -217,13 +217,13 @@ def run_bare() -> Iterator[Target]:
 
 
 @contextmanager
-def run_vlm_fleet() -> Iterator[Target]:
+def run_vlm_fleet(settings: Mapping[str, str] = INSTANT) -> Iterator[Target]:
     """The fleet on an engine that takes no time, unless the environment says otherwise; else with its defaults."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
         command = ["vlm", "serve", "--engine", "mock", "--host", HOST, "--port", str(port)]
-        engine = INSTANT | {name: os.environ[name] for name in INSTANT if name in os.environ}
-        with run_server([*command, "--data-dir", data_dir], port, engine) as process:
+        given = {name: os.environ[name] for name in INSTANT if name in os.environ}
+        with run_server([*command, "--data-dir", data_dir], port, {**settings, **given}) as process:
             model = ask(port, "/v1/models")["data"][0]["id"]
             family = process.children(recursive=True)
             yield Target(FLEET, port, model, {role: _find(family, role) for role in ROLES})

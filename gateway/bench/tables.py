@@ -123,9 +123,9 @@ class Goal:
 
 
 GOALS = (
-    Goal("32 connections, whole: ratio", False, 32, least_ratio=0.25),
-    Goal("32 connections, streamed: ratio", True, 32, least_ratio=0.3),
-    Goal("1 connection, whole: added ms", False, 1, most_added_ms=1.5),
+    Goal("32 connections, whole: ratio", False, 32, least_ratio=0.5),
+    Goal("32 connections, streamed: ratio", True, 32, least_ratio=1.0),
+    Goal("1 connection, whole: added ms", False, 1, most_added_ms=1.1),
 )
 
 

@@ -89,12 +89,12 @@ def test_numbers_are_medians_of_the_rounds():
 @pytest.mark.parametrize(
     ("cell", "fleet", "is_met"),
     [
-        (Cell(TEXT, False, 32), samples(rate=25), "yes"),
-        (Cell(TEXT, False, 32), samples(rate=24), "no"),
-        (Cell(TEXT, True, 32), samples(rate=30), "yes"),
-        (Cell(TEXT, True, 32), samples(rate=29), "no"),
-        (Cell(TEXT, False, 1), samples(p50_s=0.0024), "yes"),
-        (Cell(TEXT, False, 1), samples(p50_s=0.0026), "no"),
+        (Cell(TEXT, False, 32), samples(rate=50), "yes"),
+        (Cell(TEXT, False, 32), samples(rate=49), "no"),
+        (Cell(TEXT, True, 32), samples(rate=100), "yes"),
+        (Cell(TEXT, True, 32), samples(rate=99), "no"),
+        (Cell(TEXT, False, 1), samples(p50_s=0.0020), "yes"),
+        (Cell(TEXT, False, 1), samples(p50_s=0.0022), "no"),
     ],
 )
 def test_goals_are_judged(cell, fleet, is_met):
