@@ -77,6 +77,7 @@ class Services:
             self.mailbox.open,
             settings.redis.address,
             self.board if settings.deploy.store else None,
+            self.metrics.deployments.observe,
         )
         self.dispatcher = Dispatcher(
             self.queue,

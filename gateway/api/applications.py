@@ -37,6 +37,7 @@ from shared.packages.deployments import (
     read_history,
     record_generation,
     settle,
+    version_name,
 )
 from shared.packages.garbage import write_hold
 from shared.packages.manifest import BadPackage, Digest
@@ -101,6 +102,10 @@ class RevisionObject(msgspec.Struct):
     digest: str
     spec: Spec
     num_ready: int
+    #: requests that its instances of now hold, have answered, and have failed
+    num_running: int
+    num_finished: int
+    num_failed: int
 
 
 class EventObject(msgspec.Struct):
@@ -160,14 +165,15 @@ class Applications:
         """Raises: ApiError, RedisError."""
         apps = await self._board.apps()
         await self._open()
-        return ApplicationList([_to_object(app) for _, app in sorted(apps.items())], self._url)
+        found = [self._to_object(app) for _, app in sorted(apps.items())]
+        return ApplicationList(found, self._url)
 
     async def get(self, name: str) -> Application:
         """Raises: ApiError, RedisError."""
         history, app = await asyncio.gather(self._history(name), self._find(name))
         if history is None:
             raise _unknown(name)
-        found = _to_object(app or App(name, history.last.number))
+        found = self._to_object(app or App(name, history.last.number))
         found.generations = [
             _tell(each, history) for _, each in sorted(history.generations.items())
         ]
@@ -215,10 +221,9 @@ class Applications:
             back = history.generations.get(wanted.generation)
         if back is None or not back.digest:
             raise _conflict("There is no such earlier version to go back to.")
-        spec = replace((active or back).spec, canary=0.0)
-        number = history.last.number + 1
+        generation = history.back_to(back.digest, (active or back).spec)
         async with self._held(back.digest):
-            await self._add(Generation(name, number, back.digest, spec, "rollback"), history)
+            await self._add(generation, history)
         return await self.get(name)
 
     async def promote(self, name: str) -> Application:
@@ -260,6 +265,27 @@ class Applications:
         return await self.get(name)
 
     # What they share
+
+    def _to_object(self, app: App) -> Application:
+        def to_revision(revision: rollout.Revision | None) -> RevisionObject | None:
+            if revision is None:
+                return None
+            digest = revision.digest
+            model = version_name(app.name, digest)
+            workers = [each for each in self._models.workers if each.card.name == model]
+            return RevisionObject(
+                revision.number, digest, revision.spec, len(app.of(digest, "ready")),
+                sum(each.num_running + each.num_waiting for each in workers),
+                sum(each.num_finished for each in workers),
+                sum(each.num_failed for each in workers),
+            )  # fmt: skip
+
+        slots = [SlotObject(s.id, s.digest, s.state, s.phase, s.node, s.since) for s in app.slots]
+        events = [EventObject(event.at, event.text) for event in app.events]
+        return Application(
+            app.name, app.number, app.state, to_revision(app.active), to_revision(app.candidate),
+            app.desired, slots, app.message, events,
+        )  # fmt: skip
 
     async def _open(self) -> PackageStore:
         if not self._url:
@@ -363,21 +389,6 @@ def _check_signature(
             logger.info("the package %s is signed by %s", digest, name)
     except BadSignature as error:
         raise InvalidRequest(f"{error}.", param="signature", code="invalid_signature") from None
-
-
-def _to_object(app: App) -> Application:
-    def to_revision(revision: rollout.Revision | None) -> RevisionObject | None:
-        if revision is None:
-            return None
-        num_ready = len(app.of(revision.digest, "ready"))
-        return RevisionObject(revision.number, revision.digest, revision.spec, num_ready)
-
-    slots = [SlotObject(s.id, s.digest, s.state, s.phase, s.node, s.since) for s in app.slots]
-    events = [EventObject(event.at, event.text) for event in app.events]
-    return Application(
-        app.name, app.number, app.state, to_revision(app.active), to_revision(app.candidate),
-        app.desired, slots, app.message, events,
-    )  # fmt: skip
 
 
 def _tell(generation: Generation, history: History) -> GenerationObject:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from shared.packages.board import Board
 from shared.packages.rollout import App
 from shared.protocol import PROTOCOL_VERSION, AdapterCard, ModelCard, explain_versions
 from shared.queue.api import QueueUnavailable
-from shared.queue.registry import Registry
+from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.outage import OutageLog
 
 _REFRESH_PAUSE_S = 1.0
@@ -35,6 +35,7 @@ OTHER = "other"  #: stands for models that are not known
 logger = logging.getLogger(__name__)
 
 OnModels = Callable[[Iterable[str]], Awaitable[None]]
+OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class ModelDirectory:
     """The model cards of the fleet.
 
     `on_models` is called before a new model's requests are accepted. `board`: where deployments are,
-    if there are any.
+    if there are any; `on_deployments` is told of them with every refresh.
     """
 
     def __init__(
@@ -67,11 +68,15 @@ class ModelDirectory:
         on_models: OnModels,
         redis_address: str,
         board: Board | None = None,
+        on_deployments: OnDeployments | None = None,
     ) -> None:
         self.registry = registry
+        self.workers: list[WorkerRecord] = []
+        self._on_deployments = on_deployments
         self._board = board
         self.routes: dict[str, Route] = {}  #: deployments by name
         self._routes_seen_at = float("-inf")
+        self._apps: Mapping[str, App] = {}
         self._outage = OutageLog(redis_address)
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: of models, as `model:adapter`
@@ -106,6 +111,9 @@ class ModelDirectory:
                 await self._open(sorted(new))
             self.cards = cards
             self.routes = routes
+            self.workers = workers
+            if self._on_deployments is not None:
+                self._on_deployments(self._apps, workers)
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
             self.adapters = {card.name: card for card in _adapters(cards, live)}
             self._other_versions = others
@@ -118,7 +126,7 @@ class ModelDirectory:
         """Deployments that can serve, and the cards of their versions, whose workers may all be at rest."""
         if self._board is None:
             return {}, []
-        apps = await self._board.apps()
+        apps = self._apps = await self._board.apps()
         if apps:
             self._routes_seen_at = time.monotonic()
         elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:

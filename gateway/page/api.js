@@ -24,6 +24,12 @@ export async function listModels() {
   return (await response.json()).data;
 }
 
+/** The deployments of `/v1/applications`. Throws ApiError. */
+export async function listApplications() {
+  const response = await call("v1/applications");
+  return (await response.json()).data;
+}
+
 /** A vector of length 1 for each input, in order. Throws ApiError, or AbortError when `signal` says stop. */
 export async function embed(body, signal) {
   const response = await post("v1/embeddings", { ...body, encoding_format: "base64" }, signal);

@@ -1,7 +1,7 @@
 // Which view is shown, by the address: `#search`, or else the chat.
 
 const DEFAULT = "chat";
-const links = [...document.querySelectorAll("#views a")];
+const links = [...document.querySelectorAll("#views a[href^='#']")];
 
 export function shownView() {
   return document.body.dataset.view;

@@ -106,6 +106,16 @@ class History(msgspec.Struct):
                 return found
         return None
 
+    def back_to(self, digest: str, spec: Spec) -> Generation:
+        """The next generation, where that is an earlier package: it is known, so it is no canary."""
+        spec = msgspec.structs.replace(spec, canary=0.0)
+        return Generation(self.last.name, self.last.number + 1, digest, spec, "rollback")
+
+
+def version_name(name: str, digest: str) -> str:
+    """The model name, and so the queue, of one version of a deployment."""
+    return f"{name}@{digest.removeprefix('sha256:')[:12]}"
+
 
 def record_generation(store: PackageStore, generation: Generation) -> None:
     """Write a generation. Raises: Conflict if there is one of its number; StoreError."""

@@ -31,6 +31,8 @@ SCALE_PAUSE_S = 2.0
 LONGEST_BACKOFF_S = 60.0
 #: Ready for so long, a slot's earlier failures count no more.
 STABLE_S = 120.0
+#: A version that fails too often so soon after it took over is taken back.
+PROBATION_S = 600.0
 #: A canary is given up if, of that many answers, so much more fail than of the old version's.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
@@ -60,6 +62,8 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     num_failed: int = 0  #: starts and instances, since the last that was stable
     card: ModelCard | None = None  #: as its first instance announced it
     is_canary: bool = False
+    is_new: bool = False  #: deployed, not gone back to
+    promoted_at: float = 0.0
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -85,6 +89,9 @@ class App(msgspec.Struct, frozen=True):
     busy_at: float = 0.0
     message: str = ""
     events: tuple[Event, ...] = ()
+    num_promoted: int = 0  #: rollouts, since Redis has known it
+    num_rolled_back: int = 0
+    start_s: float = 0.0  #: from the claim of the latest instance until it was ready
 
     @property
     def state(self) -> str:
@@ -145,12 +152,12 @@ def admit(app: App, generation: Generation, now: float) -> App:
     """Take a new generation: what it names is started beside what serves."""
     app = replace(app, number=generation.number, message="")
     if not generation.digest:
-        app = _note(app, now, f"generation {generation.number}: undeployed")
+        app = note(app, now, f"generation {generation.number}: undeployed")
         for revision in (app.candidate, app.active):
             app = _retire(app, revision, now)
         return replace(app, active=None, candidate=None, desired=0)
     text = f"generation {generation.number} ({generation.cause}): {generation.digest[:19]}"
-    app = _note(app, now, text)
+    app = note(app, now, text)
     spec, digest = generation.spec, generation.digest
     if app.candidate is not None and app.candidate.digest != digest:
         app = _retire(app, app.candidate, now)
@@ -160,8 +167,9 @@ def admit(app: App, generation: Generation, now: float) -> App:
         return replace(app, active=active, candidate=None, desired=desired)
     known = app.revision(digest)
     candidate = Revision(
-        generation.number, digest, spec, since=now, card=known.card if known else None
-    )
+        generation.number, digest, spec, since=now, card=known.card if known else None,
+        is_new=generation.cause == "deploy",
+    )  # fmt: skip
     retiring = tuple(each for each in app.retiring if each.digest != digest)
     return replace(app, candidate=candidate, retiring=retiring)
 
@@ -176,7 +184,7 @@ def restore(
         app = replace(app, active=revision, desired=max(1, active.spec.min_instances), busy_at=now)
     if candidate is not None:
         app = admit(app, candidate, now)
-    return _note(app, now, "restored from the store")
+    return note(app, now, "restored from the store")
 
 
 def advance(
@@ -193,7 +201,7 @@ def advance(
     if outcome is None and app.candidate is not None and _is_canary_ready(app):
         candidate = replace(app.candidate, is_canary=True)
         share = f"{candidate.spec.canary:.0%}"
-        app = _note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
+        app = note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
     return app, outcome
 
 
@@ -205,14 +213,29 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
     app = replace(app, candidate=None, message=outcome.message)
     if outcome.verdict == "rolled_back":
         app = _retire(app, candidate, now)
-        return _note(app, now, f"generation {number} was rolled back: {outcome.message}")
+        app = replace(app, num_rolled_back=app.num_rolled_back + 1)
+        return note(app, now, f"generation {number} was rolled back: {outcome.message}")
     app = _retire(app, app.active, now)
     num_running = len(app.of(candidate.digest, "starting", "ready"))
     desired = max(num_running, candidate.spec.min_instances)
+    active = replace(candidate, is_canary=False, promoted_at=now)
     app = replace(
-        app, active=replace(candidate, is_canary=False), desired=desired, busy_at=now, scaled_at=now
+        app, active=active, desired=desired, busy_at=now, scaled_at=now,
+        num_promoted=app.num_promoted + 1,
+    )  # fmt: skip
+    return note(app, now, f"generation {number} is active")
+
+
+def is_failing(app: App, now: float) -> bool:
+    """Whether what serves should be taken back: it is new, and its instances keep ending."""
+    active = app.active
+    return (
+        active is not None
+        and app.candidate is None
+        and active.is_new
+        and active.num_failed > active.spec.retry_limit
+        and now - active.promoted_at < PROBATION_S
     )
-    return _note(app, now, f"generation {number} is active")
 
 
 def claim(app: App, node: NodeRecord, free: Resources, now: float) -> tuple[App, Slot | None]:
@@ -289,9 +312,11 @@ def _hear(app: App, slot: Slot, report: SlotReport, now: float) -> App:
     revision = app.revision(slot.digest)
     if slot.state != "ready":
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
+        if slot.phase or not app.start_s:  # else it was ready when we first saw it
+            app = replace(app, start_s=now - slot.since)
         if revision is not None and report.card is not None and revision.card is None:
             app = _change(app, replace(revision, card=report.card))
-        return _note(app, now, f"slot {slot.id} of {slot.digest[:19]} is ready on {slot.node}")
+        return note(app, now, f"slot {slot.id} of {slot.digest[:19]} is ready on {slot.node}")
     if revision is not None and revision.num_failed and now - slot.since > STABLE_S:
         return _change(app, replace(revision, num_failed=0))
     return app
@@ -301,7 +326,7 @@ def _free(
     app: App, slot: Slot, now: float, why: str, is_final: bool = False, *, is_blamed: bool = True
 ) -> App:
     """Have another instance in place of one that ended; it waits longer the more have failed."""
-    app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
+    app = note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
     revision = app.revision(slot.digest)
     if slot.state == "draining" or revision is None:
         return _remove(app, slot)
@@ -390,7 +415,7 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
         desired = max(desired - 1, spec.min_instances)
     if desired == app.desired:
         return app
-    app = _note(app, now, f"scaled from {app.desired} to {desired}")
+    app = note(app, now, f"scaled from {app.desired} to {desired}")
     return replace(app, desired=desired, scaled_at=now, busy_at=now)
 
 
@@ -460,7 +485,7 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
         app = _resize(app, revision.digest, 0, now)
         if not app.of(revision.digest):
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
-            app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
+            app = note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
     return app
 
 
@@ -514,5 +539,6 @@ def _change(app: App, revision: Revision) -> App:
     )
 
 
-def _note(app: App, now: float, text: str) -> App:
+def note(app: App, now: float, text: str) -> App:
+    """Add an event."""
     return replace(app, events=(*app.events, Event(now, text[:300]))[-MAX_EVENTS:])

@@ -13,7 +13,7 @@ The latencies, with vLLM's formulas:
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -22,6 +22,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from shared.packages.rollout import App
+from shared.queue.registry import WorkerRecord
 
 #: The stages of a request in their order. They add up to its end-to-end time.
 STAGES = (
@@ -44,6 +47,8 @@ LATENCY_BUCKETS = (
 TOKEN_BUCKETS = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 )  # fmt: skip
+
+_MAX_SEEN = 10_000
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -93,6 +98,22 @@ GATEWAY_METRICS = (
     Metric("vlm_images_total", "counter", "Images in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events from workers that no open request wanted (it had ended or was superseded)."),
+    Metric("vlm_deployment_generation", "gauge",
+           "The latest generation. Every gateway shows the same of deployments.", ("application",)),
+    Metric("vlm_deployment_instances", "gauge",
+           "Instances by version (active, candidate, retiring) and state (wanted, starting, ready, draining).",
+           ("application", "version", "state")),
+    Metric("vlm_deployment_desired_instances", "gauge",
+           "Instances that the active version should have.", ("application",)),
+    Metric("vlm_deployment_canary_ratio", "gauge",
+           "Share of the requests that go to the candidate.", ("application",)),
+    Metric("vlm_deployment_start_seconds", "gauge",
+           "From the claim of the latest instance until it was ready.", ("application",)),
+    Metric("vlm_deployment_rollouts_total", "counter",
+           "Versions by what came of them: active or rolled_back.", ("application", "outcome")),
+    Metric("vlm_deployment_requests_total", "counter",
+           "Requests that ended at the workers of a version (its first 12 digits): finished or failed.",
+           ("application", "digest", "outcome")),
 )  # fmt: skip
 
 WORKER_METRICS = (
@@ -208,6 +229,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self._set = MetricSet(GATEWAY_METRICS)
         self.registry = self._set.registry
+        self.deployments = DeploymentMetrics(self._set)
         self._finished: dict[str, _ModelMetrics] = {}
         self._outcomes: dict[tuple[str, str], Counter] = {}
 
@@ -257,6 +279,74 @@ class GatewayMetrics:
         if metrics is None:
             metrics = self._finished[model] = _ModelMetrics(self._set, model)
         return metrics
+
+
+class DeploymentMetrics:
+    """What is deployed, as Redis tells every gateway: counters by what was added since it was last seen."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._gauges, self._counters = metrics.gauges, metrics.counters
+        self._seen: dict[tuple[str, ...], int] = {}  # also of workers that are silent for a while
+        self._versions: set[tuple[str, ...]] = set()
+
+    def observe(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:
+        """Show deployments as they are now."""
+        for name, gauge in self._gauges.items():
+            if name.startswith("vlm_deployment_"):
+                gauge.clear()
+        for app in apps.values():
+            self._show(app)
+            for outcome, count in (
+                ("active", app.num_promoted),
+                ("rolled_back", app.num_rolled_back),
+            ):
+                labels = (app.name, outcome)
+                self._add("vlm_deployment_rollouts_total", labels, labels, count)
+        for worker in workers:
+            name, at, version = worker.card.name.partition("@")
+            if not at or name not in apps:
+                continue
+            for outcome, count in (
+                ("finished", worker.num_finished),
+                ("failed", worker.num_failed),
+            ):
+                key = (worker.worker_id, outcome)
+                self._versions.add((name, version))
+                self._add("vlm_deployment_requests_total", (name, version, outcome), key, count)
+        self._forget(apps, workers)
+
+    def _forget(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:
+        """Show no more of versions that are gone."""
+        known = {tuple(worker.card.name.split("@", 1)) for worker in workers}
+        for app in apps.values():
+            shown = (app.active, app.candidate, *app.retiring)
+            known |= {(app.name, each.digest[7:19]) for each in shown if each is not None}
+        for name, version in self._versions - known:
+            for outcome in ("finished", "failed"):
+                self._counters["vlm_deployment_requests_total"].remove(name, version, outcome)
+        self._versions &= known
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.clear()
+
+    def _show(self, app: App) -> None:
+        gauges, name = self._gauges, app.name
+        gauges["vlm_deployment_generation"].labels(name).set(app.number)
+        gauges["vlm_deployment_desired_instances"].labels(name).set(app.desired)
+        gauges["vlm_deployment_start_seconds"].labels(name).set(app.start_s)
+        candidate = app.candidate
+        share = candidate.spec.canary if candidate is not None and candidate.is_canary else 0.0
+        gauges["vlm_deployment_canary_ratio"].labels(name).set(share)
+        versions = {revision.digest: "retiring" for revision in app.retiring}
+        versions |= {candidate.digest: "candidate"} if candidate is not None else {}
+        versions |= {app.active.digest: "active"} if app.active is not None else {}
+        for slot in app.slots:
+            version = versions.get(slot.digest, "retiring")
+            gauges["vlm_deployment_instances"].labels(name, version, slot.state).inc()
+
+    def _add(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], count: int) -> None:
+        counter = self._counters[name].labels(*labels)
+        counter.inc(max(0, count - self._seen.get(key, 0)))
+        self._seen[key] = count
 
 
 class _ModelMetrics:

@@ -11,6 +11,7 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ from tests.integration.dashboard_image import (
     image_of,
     read_target,
 )
-from tests.integration.fleet_process import ROOT, start_fleet
+from tests.integration.fleet_process import ROOT, Served, run_vlm, start_fleet
 from tests.integration.prometheus_process import (
     CONFIG,
     as_asked,
@@ -118,6 +119,20 @@ async def watch(client: httpx.Client, url: str) -> Watched:
     return Watched(missing, targets, span[1] - span[0])
 
 
+def deploy(fleet: Served, folder: Path) -> None:
+    """A package whose instance is there, though nobody asks it."""
+    package = folder / "package"
+    package.mkdir()
+    (package / "config.json").write_text("{}")
+    key = (folder / "fleet" / "deploy.key").read_text()
+    done = run_vlm(
+        *("deploy", "--name", "captioner", "--application", str(package), "--set", "kind=mock"),
+        *("--url", fleet.url, "--min-instances", "1"),
+        env={**os.environ, "DEPLOY_KEY": key},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory) -> Watched:
     needed("prometheus")
@@ -128,6 +143,7 @@ def watched(tmp_path_factory) -> Watched:
         VLM_LIMITS__MAX_OPEN_REQUESTS=str(MAX_OPEN),
         VLM_ENGINE__MOCK__DECODE_S="0.01",
     )
+    deploy(fleet, folder)
     ports = {"gateway": int(fleet.url.rpartition(":")[2]), "worker": worker_port}
     try:
         with run_prometheus(folder, ports) as client:

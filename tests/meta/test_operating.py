@@ -65,7 +65,7 @@ def test_the_dashboard_answers_its_questions_in_order():
     rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
     assert rows == [
         "Is it up?", "Is it fast?", "Which stage is slow?", "Is it full?", "What is it doing?",
-        "What went wrong?",
+        "What went wrong?", "What is deployed?",
     ]  # fmt: skip
     shown = [panel for panel in PANELS if panel["type"] != "row"]
     assert all(panel["description"] for panel in shown)

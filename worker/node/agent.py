@@ -17,16 +17,20 @@ from secrets import token_hex
 from zlib import crc32
 
 import psutil
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.packages import rollout
 from shared.packages.board import Board
 from shared.packages.deployments import (
+    Conflict,
     Resources,
     last_numbers,
     read_history,
+    record_generation,
     settle,
+    version_name,
 )
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import App, Load, NodeRecord, Revision, Slot
@@ -40,7 +44,7 @@ from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
 from worker.node.gpus import find_gpus
 from worker.node.install import install
-from worker.node.instance import Instance, queue_name
+from worker.node.instance import Instance
 
 TICK_S = 0.5
 RECORD_TTL_S = 5.0
@@ -211,9 +215,11 @@ class NodeAgent:
             outcome = await asyncio.to_thread(settle, self._store, app.name, number, outcome)
             after = rollout.conclude(after, number, outcome, now)
             logger.info("%s: %s", app.name, after.events[-1].text)
+        if rollout.is_failing(after, now):
+            after = await self._go_back(after, now)
         for revision in app.retiring:
             if after.revision(revision.digest) is None:
-                model = queue_name(app.name, revision.digest)
+                model = version_name(app.name, revision.digest)
                 if num := await self._queue.cancel_all(model):
                     logger.warning("%s: nobody can answer %d requests any more", model, num)
                 await self._registry.forget(model)
@@ -222,8 +228,26 @@ class NodeAgent:
             return None
         return app if after == app else await self._board.put(app, after)
 
+    async def _go_back(self, app: App, now: float) -> App:
+        """Have the version before serve again, unless there is none or somebody else has decided."""
+        history = await asyncio.to_thread(read_history, self._store, app.name)
+        active = app.active
+        if history is None or active is None or history.last.number != app.number:
+            return app
+        back = history.before(active.digest)
+        if back is None:
+            return app
+        generation = replace(history.back_to(back.digest, active.spec), created_at=now)
+        try:
+            await asyncio.to_thread(record_generation, self._store, generation)
+        except Conflict:
+            return app
+        text = f"generation {active.number} failed {active.num_failed} times: {app.message}"
+        logger.warning("%s: %s; going back to %s", app.name, text, back.digest)
+        return rollout.admit(rollout.note(app, now, text), generation, now)
+
     async def _load(self, name: str, digest: str) -> Load:
-        model = queue_name(name, digest)
+        model = version_name(name, digest)
         stats = await self._queue.stats(model)
         workers = [worker for worker in self._workers if worker.card.name == model]
         return Load(

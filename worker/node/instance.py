@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engines.base import EngineStartError
 from engines.registry import engine_kinds, kind_of
-from shared.packages.deployments import Spec
+from shared.packages.deployments import Spec, version_name
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, SlotReport
 from shared.protocol import ModelCard
@@ -34,11 +34,6 @@ logger = logging.getLogger(__name__)
 Install = Callable[[str], tuple[Manifest, Path]]
 #: The card that a worker has announced under its id.
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
-
-
-def queue_name(app: str, digest: str) -> str:
-    """The model name, and so the queue, of one version of a deployment."""
-    return f"{app}@{digest.removeprefix('sha256:')[:12]}"
 
 
 class Instance:
@@ -196,7 +191,7 @@ class Instance:
         values: dict[str, str] = {
             **self._engine(manifest),
             "model": str(folder),
-            "served_name": queue_name(self.app, self.digest),
+            "served_name": version_name(self.app, self.digest),
         }
         if self._takes_threads(values):
             values.setdefault("num_threads", str(max(1, round(self.spec.resources.cpu))))

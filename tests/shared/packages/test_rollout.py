@@ -318,3 +318,28 @@ def test_nothing_changes_where_nothing_happens(world: World):
     before = world.app
     world.run(200)
     assert replace(world.app, busy_at=0) == replace(before, busy_at=0)
+
+
+def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World):
+    world.deploy(B)
+    world.run(10)
+    assert world.active == B
+    for _ in range(SPEC.retry_limit + 1):
+        assert not rollout.is_failing(world.app, world.now)
+        [slot] = world.app.of(B, "ready")
+        node, report = world.running[slot.id]
+        world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+        world.run(10)
+    assert rollout.is_failing(world.app, world.now)
+    assert not rollout.is_failing(world.app, world.now + 1000)
+    back = Generation("n", 3, A, SPEC, "rollback")
+    world.app = rollout.admit(world.app, back, world.now)
+    assert not rollout.is_failing(world.app, world.now)
+    world.run(10)
+    assert world.active == A
+    for _ in range(SPEC.retry_limit + 1):
+        [slot] = world.app.of(A, "ready")
+        node, report = world.running[slot.id]
+        world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
+        world.run(10)
+    assert not rollout.is_failing(world.app, world.now)  # there is no to and fro

@@ -1,0 +1,65 @@
+"""The page of deployments, on a fleet that serves one, with a canary of it."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.chat_page import DESK, PHONE, SCREENSHOTS, ChatPage
+from tests.integration.fleet_process import Served, run_vlm, start_fleet
+
+ROWS = """return [...document.querySelectorAll(arguments[0])].map(
+    (row) => [...row.cells].map((cell) => cell.textContent))"""
+
+
+@pytest.fixture(scope="module")
+def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
+    """A fleet, and its key to deploy."""
+    folder = tmp_path_factory.mktemp("apps")
+    fleet = start_fleet(folder)
+    key = (folder / "deploy.key").read_text()
+    for number, more in ((1, ("--min-instances", "1")), (2, ("--canary", "25%"))):
+        package = folder / f"version-{number}"
+        package.mkdir()
+        (package / "config.json").write_text(f'{{"version": {number}}}')
+        done = run_vlm(
+            *("deploy", "--name", "captioner", "--application", str(package), "--set", "kind=mock"),
+            *("--url", fleet.url, *more),
+            env={**os.environ, "DEPLOY_KEY": key},
+        )
+        assert done.returncode == 0, done.stderr
+    yield fleet, key
+    fleet.end()
+
+
+def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, deployed):
+    fleet, key = deployed
+    page = ChatPage(browser, f"{fleet.url}/apps")
+    page.open(DESK)
+    page.wait_for(lambda: page.find("#key-dialog").is_displayed())
+    page.find("#key").send_keys("wrong", Keys.ENTER)
+    page.wait_for(lambda: "did not take" in page.find("#key-error").text)
+    page.find("#key").send_keys(key, Keys.ENTER)
+
+    def rows(kind: str) -> list[list[str]]:
+        return browser.execute_script(ROWS, f".app .{kind} tbody tr")  # at one moment
+
+    page.wait_for(lambda: len(rows("versions")) == 2)
+    assert page.find(".app .name").text == "captioner"
+    assert page.find(".app .state").text == "canary"
+    assert [row[0] for row in rows("versions")] == ["active", "candidate"]
+    assert [row[3] for row in rows("versions")] == ["75 %", "25 %"]
+    assert {row[2] for row in rows("slots")} == {"ready"}
+    assert "canary: 25% of the requests" in page.find(".app .events").text
+    page.wait_for(lambda: rows("versions")[0][6] == "0.0")  # a rate, by the second look
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    for name, size in (("desk", DESK), ("phone", PHONE)):
+        screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        page.wait_for(lambda: len(rows("versions")) == 2)
+        wide = "return document.documentElement.scrollWidth > innerWidth"
+        assert not browser.execute_script(wide)
+        browser.save_screenshot(str(SCREENSHOTS / f"apps-{name}.png"))
+    refused = ("401 (Unauthorized)", "403 (Forbidden)")  # no key yet, a wrong one
+    assert [each for each in page.complaints() if not any(r in each for r in refused)] == []
