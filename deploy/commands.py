@@ -281,19 +281,41 @@ def run_app(client: Client, name: str, form: str | None, pause_s: float | None) 
     if form:
         _show(found, form)
         return
+    rates = _Rates()
     if pause_s is None:
-        Console().print(_table(found))
+        Console().print(_table(found, rates))
         return
-    with Live(_table(found), console=Console()) as live:
+    with Live(_table(found, rates), console=Console()) as live:
         while True:
             time.sleep(pause_s)
-            live.update(_table(_ask(lambda: client.call("GET", f"/{name}"))))
+            live.update(_table(_ask(lambda: client.call("GET", f"/{name}")), rates))
 
 
-def _table(app: dict[str, Any]) -> Table:
+class _Rates:
+    """Answers a second of each version, since they were last asked for."""
+
+    def __init__(self) -> None:
+        self._counted: dict[str, tuple[int, float]] = {}
+
+    def of(self, revision: dict[str, Any]) -> str:
+        count, now = revision["num_finished"] + revision["num_failed"], time.monotonic()
+        before, at = self._counted.get(revision["digest"], (count, now))
+        self._counted[revision["digest"]] = (count, now)
+        return f"{max(0, count - before) / (now - at):.1f}" if now > at else "-"
+
+
+def _table(app: dict[str, Any], rates: _Rates) -> Table:
     outer = Table(
         title=f"{app['name']}: {app['state']}. {app['message']}", show_header=False, box=None
     )
+    versions = Table("version", "digest", "share", "ready", "running", "answers/s", "failed")
+    share = app["candidate"]["spec"]["canary"] if app["state"] == "canary" else 0.0
+    for role, part in (("active", 1 - share), ("candidate", share)):
+        if (each := app[role]) is not None:
+            versions.add_row(
+                role, _short(each), f"{part:.0%}", str(each["num_ready"]),
+                str(each["num_running"]), rates.of(each), str(each["num_failed"]),
+            )  # fmt: skip
     revisions = Table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
         digest = each["digest"][:19]
@@ -312,7 +334,7 @@ def _table(app: dict[str, Any]) -> Table:
     events = Table("event")
     for event in app["events"][-10:]:
         events.add_row(event["text"])
-    for each in (revisions, slots, events):
+    for each in (versions, revisions, slots, events):
         outer.add_row(each)
     return outer
 

@@ -176,6 +176,22 @@ def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer
         )  # fmt: skip
 
 
+def test_a_version_that_ends_after_it_took_over_is_taken_back(deployer: Deployer):
+    old = deployer.active()
+    done = deployer.deploy(5, "--retry-limit", "0")
+    assert done.returncode == 0, done.stderr
+    new = deployer.active()
+    with load(deployer) as running:
+        [instance] = [p for p in deployer.instances() if new in p.environ()["VLM_WORKER__PACKAGE"]]
+        instance.kill()
+        app = deployer.wait(lambda app: app["active"]["digest"] == old)
+    assert [g["cause"] for g in app["generations"]][-2:] == ["deploy", "rollback"]
+    assert set(running.packages) <= {f"cap@{old}", f"cap@{new}"}
+    shown = deployer.vlm("app", "cap")
+    assert "failed 1 times" in " ".join(shown.stdout.split())
+    deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
+
+
 def test_a_redis_that_forgot_the_deployments_has_them_back_from_the_store(deployer: Deployer):
     [before] = deployer.instances()
     with load(deployer):
