@@ -152,12 +152,12 @@ def admit(app: App, generation: Generation, now: float) -> App:
     """Take a new generation: what it names is started beside what serves."""
     app = replace(app, number=generation.number, message="")
     if not generation.digest:
-        app = note(app, now, f"generation {generation.number}: undeployed")
+        app = _note(app, now, f"generation {generation.number}: undeployed")
         for revision in (app.candidate, app.active):
             app = _retire(app, revision, now)
         return replace(app, active=None, candidate=None, desired=0)
     text = f"generation {generation.number} ({generation.cause}): {generation.digest[:19]}"
-    app = note(app, now, text)
+    app = _note(app, now, text)
     spec, digest = generation.spec, generation.digest
     if app.candidate is not None and app.candidate.digest != digest:
         app = _retire(app, app.candidate, now)
@@ -184,7 +184,7 @@ def restore(
         app = replace(app, active=revision, desired=max(1, active.spec.min_instances), busy_at=now)
     if candidate is not None:
         app = admit(app, candidate, now)
-    return note(app, now, "restored from the store")
+    return _note(app, now, "restored from the store")
 
 
 def advance(
@@ -201,7 +201,7 @@ def advance(
     if outcome is None and app.candidate is not None and _is_canary_ready(app):
         candidate = replace(app.candidate, is_canary=True)
         share = f"{candidate.spec.canary:.0%}"
-        app = note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
+        app = _note(replace(app, candidate=candidate), now, f"canary: {share} of the requests")
     return app, outcome
 
 
@@ -212,9 +212,11 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
         return app
     app = replace(app, candidate=None, message=outcome.message)
     if outcome.verdict == "rolled_back":
-        app = _retire(app, candidate, now)
+        # A canary has requests in its queue: it may try again to answer them.
+        num_failed = 0 if candidate.is_canary else candidate.num_failed
+        app = _retire(app, replace(candidate, num_failed=num_failed), now)
         app = replace(app, num_rolled_back=app.num_rolled_back + 1)
-        return note(app, now, f"generation {number} was rolled back: {outcome.message}")
+        return _note(app, now, f"generation {number} was rolled back: {outcome.message}")
     app = _retire(app, app.active, now)
     num_running = len(app.of(candidate.digest, "starting", "ready"))
     desired = max(num_running, candidate.spec.min_instances)
@@ -223,7 +225,7 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
         app, active=active, desired=desired, busy_at=now, scaled_at=now,
         num_promoted=app.num_promoted + 1,
     )  # fmt: skip
-    return note(app, now, f"generation {number} is active")
+    return _note(app, now, f"generation {number} is active")
 
 
 def is_failing(app: App, now: float) -> bool:
@@ -236,6 +238,15 @@ def is_failing(app: App, now: float) -> bool:
         and active.num_failed > active.spec.retry_limit
         and now - active.promoted_at < PROBATION_S
     )
+
+
+def take_back(app: App, back: Generation, now: float) -> App:
+    """Begin to go back from what is failing, which may try again to answer what is in its queue."""
+    assert app.active is not None
+    failing = app.active
+    text = f"generation {failing.number} failed {failing.num_failed} times: {app.message}"
+    app = replace(_note(app, now, text), active=replace(failing, num_failed=0))
+    return admit(app, back, now)
 
 
 def claim(app: App, node: NodeRecord, free: Resources, now: float) -> tuple[App, Slot | None]:
@@ -316,7 +327,7 @@ def _hear(app: App, slot: Slot, report: SlotReport, now: float) -> App:
             app = replace(app, start_s=now - slot.since)
         if revision is not None and report.card is not None and revision.card is None:
             app = _change(app, replace(revision, card=report.card))
-        return note(app, now, f"slot {slot.id} of {slot.digest[:19]} is ready on {slot.node}")
+        return _note(app, now, f"slot {slot.id} of {slot.digest[:19]} is ready on {slot.node}")
     if revision is not None and revision.num_failed and now - slot.since > STABLE_S:
         return _change(app, replace(revision, num_failed=0))
     return app
@@ -326,7 +337,7 @@ def _free(
     app: App, slot: Slot, now: float, why: str, is_final: bool = False, *, is_blamed: bool = True
 ) -> App:
     """Have another instance in place of one that ended; it waits longer the more have failed."""
-    app = note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
+    app = _note(app, now, f"slot {slot.id} of {slot.digest[:19]} failed: {why}")
     revision = app.revision(slot.digest)
     if slot.state == "draining" or revision is None:
         return _remove(app, slot)
@@ -415,7 +426,7 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
         desired = max(desired - 1, spec.min_instances)
     if desired == app.desired:
         return app
-    app = note(app, now, f"scaled from {app.desired} to {desired}")
+    app = _note(app, now, f"scaled from {app.desired} to {desired}")
     return replace(app, desired=desired, scaled_at=now, busy_at=now)
 
 
@@ -485,7 +496,7 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
         app = _resize(app, revision.digest, 0, now)
         if not app.of(revision.digest):
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
-            app = note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
+            app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
     return app
 
 
@@ -539,6 +550,5 @@ def _change(app: App, revision: Revision) -> App:
     )
 
 
-def note(app: App, now: float, text: str) -> App:
-    """Add an event."""
+def _note(app: App, now: float, text: str) -> App:
     return replace(app, events=(*app.events, Event(now, text[:300]))[-MAX_EVENTS:])

@@ -242,9 +242,8 @@ class NodeAgent:
             await asyncio.to_thread(record_generation, self._store, generation)
         except Conflict:
             return app
-        text = f"generation {active.number} failed {active.num_failed} times: {app.message}"
-        logger.warning("%s: %s; going back to %s", app.name, text, back.digest)
-        return rollout.admit(rollout.note(app, now, text), generation, now)
+        logger.warning("%s: %s; going back to %s", app.name, app.message, back.digest)
+        return rollout.take_back(app, generation, now)
 
     async def _load(self, name: str, digest: str) -> Load:
         model = version_name(name, digest)

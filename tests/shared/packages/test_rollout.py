@@ -199,9 +199,15 @@ def test_a_canary_that_crashes_is_rolled_back(world: World):
     [slot] = world.app.of(B)
     node, report = world.running[slot.id]
     world.running[slot.id] = (node, replace(report, state="failed", phase="serve", message="OOM"))
+    world.loads = {B: Load(num_open=3)}
     world.run(3)
     assert world.outcomes[-1][1].message == "serve: OOM"
     assert world.active == A
+    world.run(7)
+    assert world.num_ready(B) == 1  # what it was asked is answered, if that can be
+    world.loads = {}
+    world.run(20)
+    assert not world.app.of(B)
 
 
 def test_rollback_in_the_middle_of_an_update(world: World):
@@ -333,10 +339,15 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
     assert rollout.is_failing(world.app, world.now)
     assert not rollout.is_failing(world.app, world.now + 1000)
     back = Generation("n", 3, A, SPEC, "rollback")
-    world.app = rollout.admit(world.app, back, world.now)
+    world.loads = {B: Load(num_open=2)}
+    world.app = rollout.take_back(world.app, back, world.now)
     assert not rollout.is_failing(world.app, world.now)
-    world.run(10)
+    world.run(20)
     assert world.active == A
+    assert world.num_ready(B) == 1  # for what is in its queue
+    world.loads = {}
+    world.run(20)
+    assert not world.app.of(B)
     for _ in range(SPEC.retry_limit + 1):
         [slot] = world.app.of(A, "ready")
         node, report = world.running[slot.id]
