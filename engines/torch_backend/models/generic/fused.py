@@ -318,13 +318,22 @@ class _Recorder:
 
 # -- whole layers
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A module that reads the stream and adds to it, and the norms before and behind it, where there are such."""
+
+    module: nn.Module
+    before: RMSNorm | None
+    behind: RMSNorm | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A layer of attention and feed-forward, each on the normalised stream and added to it."""
+    """A layer of attention and feed-forward."""
 
     module: nn.Module
     attention: AttentionParts
     gated: GatedParts
-    norms: tuple[RMSNorm, RMSNorm]
+    blocks: tuple[Block, Block]
 
     def build(self) -> "Layer":
         """Norms and sums within the products."""
@@ -335,8 +344,9 @@ class Layer:
     """Stands for the forward pass of a layer."""
 
     def __init__(self, parts: LayerParts) -> None:
-        self._attention = Attention(parts.attention, parts.module, parts.norms[0])
-        self._gated = Gated(parts.gated, parts.module, parts.norms[1])
+        self._blocks = parts.blocks
+        self._attention = Attention(parts.attention, parts.module, parts.blocks[0].before)
+        self._gated = Gated(parts.gated, parts.module, parts.blocks[1].before)
         self.linears = (*self._attention.linears, *self._gated.linears)
         self.dtype: torch.dtype | None = None
 
@@ -346,9 +356,16 @@ class Layer:
         rows = x[0].to(self.dtype or x.dtype, copy=True)
         stream = Stream(rows, is_own=True)
         mixed = attention.mix(attention.qkv(stream), options, x.dtype)
-        attention.out(mixed, add_to=stream)
-        gated.down(gated.gate_up(stream), add_to=stream)
+        _add(stream, attention.out, mixed, self._blocks[0].behind)
+        _add(stream, gated.down, gated.gate_up(stream), self._blocks[1].behind)
         return stream.tensor().to(x.dtype)[None]
+
+
+def _add(stream: Stream, linear: Linear, x: Tensor, norm: RMSNorm | None) -> None:
+    if norm is None:
+        linear(x, add_to=stream)
+    else:
+        stream.add(norm(linear(x)))
 
 
 def find_layer(
@@ -357,20 +374,24 @@ def find_layer(
     attentions: dict[nn.Module, AttentionParts],
     gated: dict[nn.Module, GatedParts],
 ) -> LayerParts | None:
-    """A layer's parts, if it computes y = x + attention(norm(x)), then y + feed_forward(norm(y))."""
+    """A layer's parts, if it computes y = x + attention(x), then y + feed_forward(y), with norms around each or none."""
     call = watched.call(module)
     children = watched.within(module)
-    if call is None or not isinstance(call.output, Tensor) or len(children) != 4:
+    if call is None or not isinstance(call.output, Tensor) or not _is_flat(call):
         return None
-    (_, first, one), (_, attention, two), (_, second, three), (_, mlp, four) = children
-    chain = one.input is call.input and two.input is one.output and four.input is three.output
-    if not chain or attention not in attentions or mlp not in gated or not _is_flat(call):
+    attention = next((each for _, each, _ in children if each in attentions), None)
+    mlp = next((each for _, each, _ in children if each in gated), None)
+    if attention is None or mlp is None:
         return None
-    angles: list[Any] = [each.kwargs.get("position_embeddings") for each in (call, two)]
-    norms = find_norm(first), find_norm(second)
-    if angles[0] is not angles[1] or norms[0] is None or norms[1] is None:
+    blocks = [_find_block(each, children, watched) for each in (attention, mlp)]
+    norms = [norm for each in blocks for norm in (each.before, each.behind) if norm is not None]
+    mixing = watched.call(attention)
+    if len(norms) + len(blocks) != len(children) or mixing is None:
         return None
-    parts = LayerParts(module, attentions[attention], gated[mlp], (norms[0], norms[1]))
+    angles: list[Any] = [each.kwargs.get("position_embeddings") for each in (call, mixing)]
+    if angles[0] is not angles[1]:
+        return None
+    parts = LayerParts(module, attentions[attention], gated[mlp], (blocks[0], blocks[1]))
     given = {"position_embeddings": _random_angles(angles[0])} if _are_angles(angles[0]) else {}
     x = 0.05 * _random(*call.input.shape).to(call.input)  # small beside what is added to it
     pages: Any = attention.pages
@@ -383,6 +404,17 @@ def find_layer(
     finally:
         attention.pages = pages
     return None
+
+
+def _find_block(
+    module: nn.Module, children: list[tuple[str, nn.Module, Call]], watched: Watched
+) -> Block:
+    """A module of a layer with the norms whose result it reads, and that read its own."""
+    call = watched.calls(module)[0]
+    before = [norm for _, norm, each in children if each.output is call.input]
+    behind = [norm for _, norm, each in children if each.input is first_of(call.output)]
+    norms = [find_norm(found[0]) if found else None for found in (before, behind)]
+    return Block(module, *norms)
 
 
 # -- all of a model

@@ -68,7 +68,8 @@ def family(name: str) -> Family:
             2,
             2,
         ),  # one matrix for all three, and for gate and values; dropouts in its layers
-        ("Gemma 2", 0, 2, 2),  # gains of one more, norms behind, a gate that is no SiLU
+        ("Gemma 2", 2, 2, 2),  # gains of one more, norms behind, a gate that is no SiLU
+        ("OLMo 2", 2, 2, 2),  # norms behind alone
         ("StableLM", 0, 2, 2),  # some channels are rotated
         ("Granite", 0, 2, 2),  # its layers scale what they add
         ("Cohere 2", 0, 1, 2),  # neighbours are rotated, and nothing in every other layer
