@@ -6,7 +6,8 @@ the largest. Knows no kernels and no models.
 """
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class CpuLevel:
     compiler_flags: tuple[str, ...] | None = None
     #: Tokens up to which C++ kernels beat torch's products with floating-point weights.
     max_float_tokens: int = _ALWAYS
+    #: The same of bfloat16 weights in an engine of bfloat16, whose activations kernels round; 0: they do not.
+    max_rounded_tokens: int = 0
     #: Tokens up to which torch's own kernels beat dequantizing, where there are no C++ kernels.
     max_torch_int8_tokens: int = 0
     max_torch_int4_tokens: int = 0
@@ -51,18 +54,27 @@ _V3_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe
 _V3_NEEDS = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4_PARTS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
-#: The largest first. No kernel uses instructions for bfloat16, so that no level asks for them.
+_V4_VNNI = CpuLevel(
+    "x86-64-v4-vnni",
+    _X86,
+    _V3_NEEDS | {*_V4_PARTS, "avx512_vnni"},
+    (*_V3_FLAGS, *(f"-m{part}" for part in _V4_PARTS), "-mavx512vnni"),
+    max_float_tokens=48,
+    max_torch_int8_tokens=4,
+    max_torch_int4_tokens=16,
+    bfloat16_flags=frozenset({"avx512_bf16", "amx_bf16"}),
+)
+
+#: The largest first.
 LEVELS = (
-    CpuLevel(
-        "x86-64-v4-vnni",
-        _X86,
-        _V3_NEEDS | {*_V4_PARTS, "avx512_vnni"},
-        (*_V3_FLAGS, *(f"-m{part}" for part in _V4_PARTS), "-mavx512vnni"),
-        max_float_tokens=48,
-        max_torch_int8_tokens=4,
-        max_torch_int4_tokens=16,
-        bfloat16_flags=frozenset({"avx512_bf16", "amx_bf16"}),
+    replace(
+        _V4_VNNI,
+        name="x86-64-v4-bf16",
+        needs=_V4_VNNI.needs | {"avx512_bf16"},
+        compiler_flags=(*(_V4_VNNI.compiler_flags or ()), "-mavx512bf16"),
+        max_rounded_tokens=_ALWAYS,
     ),
+    _V4_VNNI,
     CpuLevel("x86-64-v3-vnni", _X86, _V3_NEEDS | {"avx_vnni"}, (*_V3_FLAGS, "-mavxvnni")),
     CpuLevel("x86-64-v3", _X86, _V3_NEEDS, _V3_FLAGS),
     CpuLevel(
@@ -81,9 +93,13 @@ LEVELS = (
 def choose_level() -> CpuLevel:
     """The largest that this machine has, and that torch may use: ATEN_CPU_CAPABILITY lowers both alike."""
     capability = torch.backends.cpu.get_cpu_capability()
-    allowed = LEVELS
+    allowed: Sequence[CpuLevel] = LEVELS
     if platform.machine() in _X86 and not capability.startswith("AVX512"):
-        allowed = LEVELS[1:] if capability == "AVX2" else LEVELS[-1:]
+        allowed = (
+            [x for x in LEVELS if _V4_PARTS[0] not in x.needs]
+            if capability == "AVX2"
+            else LEVELS[-1:]
+        )
     return next(level for level in allowed if not level.lacks())
 
 

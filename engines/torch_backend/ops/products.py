@@ -104,18 +104,21 @@ def _multiply(module: nn.Module, x: Tensor) -> Tensor:
 
 def example(bind: Bind, site: Site, make: Callable[[tuple[int, int]], nn.Module]) -> list[Tensor]:
     """Products of `make(shape)` alone, and of two side by side with each that may be before, added to something."""
+    stream = site.dtype if site.cpu_kernels == "off" else torch.float32
+
+    def numbers(*shape: int, seed: int) -> Tensor:
+        return site.numbers(*shape, seed=seed).to(stream)
+
     width = 3 * site.text.hidden_size  # groups, and a part of one
     alone = _bound(bind, [make((50, width))], Before(), site.dtype)
-    found = [
-        multiply(alone, Before(), site.numbers(rows, width, seed=rows)) for rows in (1, 3, 6, 64)
-    ]
-    norm = RMSNorm(width, 1e-5).to(site.device, site.dtype).requires_grad_(False)
+    found = [multiply(alone, Before(), numbers(rows, width, seed=rows)) for rows in (1, 3, 6, 64)]
+    norm = RMSNorm(width, 1e-5).to(site.device, stream).requires_grad_(False)
     norm.weight.copy_(site.numbers(width, seed=5))
     for before in (Before(norm=norm), Before(gate=F.silu)):
         parts = [make((48, width)), make((17, width))]
-        x = 3 * site.numbers(5, width * (2 if before.gate else 1))
-        stream = site.numbers(5, 65, seed=4)
-        found.append(multiply(_bound(bind, parts, before, site.dtype), before, x, stream))
+        x = 3 * numbers(5, width * (2 if before.gate else 1), seed=1)
+        added = numbers(5, 65, seed=4)
+        found.append(multiply(_bound(bind, parts, before, site.dtype), before, x, added))
     return found
 
 

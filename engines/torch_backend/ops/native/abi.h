@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-constexpr int32_t VLM_ABI = 3;
+constexpr int32_t VLM_ABI = 4;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT4_BFLOAT16_SCALES };
 
@@ -29,7 +29,7 @@ struct Step {
     const Linear* linears;  // of one kind and width, whose outputs lie side by side in y
     int32_t count;
     int32_t before;
-    int32_t bits;  // of activations that meet integer weights
+    int32_t bits;  // of activations: 8 or 16 beside integer weights; beside BFLOAT16 16, rounded alike, or 32
     float eps;
     const float* gain;  // (K,), of the norm
     int64_t num_tokens;

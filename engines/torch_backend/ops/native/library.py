@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 3  #: `VLM_ABI` of abi.h
+ABI = 4  #: `VLM_ABI` of abi.h
 
 
 class AbiMismatch(Exception):
@@ -234,7 +234,7 @@ class BoundProduct:
         gain: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """`gain` (K,), float32, and `eps` are those of the norm; `bits` of activations beside integers."""
+        """`gain` (K,), float32, and `eps` are those of the norm; `bits` as of `Step` in abi.h."""
         self.num_inputs = weights[0].num_inputs * (2 if before is Before.SILU_GATE else 1)
         self.num_outputs = sum(part.num_outputs for part in weights)
         self.takes_before = True  #: whether all that comes before is part of it

@@ -50,6 +50,40 @@ inline void put_tile(const Linear& linear, const Target& target, int64_t m, int6
 void multiply_floats(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start,
                      int64_t stop);
 
+constexpr int64_t ROUNDED_WIDTH = 32;  // inputs of a token that lie side by side
+
+// How tokens rounded to bfloat16 lie: blocks of up to six alike, in each ROUNDED_WIDTH inputs of one token after another.
+struct RoundedTokens {
+    int64_t num_blocks, width;
+
+    RoundedTokens(int64_t num_tokens, int64_t num_inputs)
+        : num_blocks((num_tokens + 5) / 6), width((num_inputs + ROUNDED_WIDTH - 1) / ROUNDED_WIDTH * ROUNDED_WIDTH) {
+        least_ = num_tokens / num_blocks;
+        num_larger_ = num_tokens % num_blocks;
+    }
+
+    int64_t size(int64_t block) const { return least_ + (block < num_larger_); }
+    int64_t first(int64_t block) const { return block * least_ + (block < num_larger_ ? block : num_larger_); }
+    int64_t block_of(int64_t token) const {
+        const int64_t in_larger = num_larger_ * (least_ + 1);
+        return token < in_larger ? token / (least_ + 1) : num_larger_ + (token - in_larger) / least_;
+    }
+    // Of the inputs from k on, a multiple of ROUNDED_WIDTH, of a block's token.
+    int64_t place(int64_t block, int64_t within, int64_t k) const {
+        return first(block) * width + k * size(block) + within * ROUNDED_WIDTH;
+    }
+
+  private:
+    int64_t least_, num_larger_;
+};
+
+// One token's inputs to bfloat16, zeros behind the last. Shapes: x (K,).
+void round_token(const float* x, int64_t num_inputs, const RoundedTokens& tokens, int64_t token, BFloat16* rounded);
+
+// `multiply_floats` of bfloat16 weights and tokens rounded to it.
+void multiply_rounded(const Linear& linear, int64_t num_tokens, const BFloat16* x, Target target, int64_t start,
+                      int64_t stop);
+
 // The same for integer weights and activations; start is a multiple of TILE.
 void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop);
 

@@ -14,6 +14,7 @@ from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.ops import native
 from engines.torch_backend.ops.native.library import FLOAT_KINDS, BoundProduct, Weights
 from engines.torch_backend.ops.native.library import Before as Kind
+from engines.torch_backend.ops.native.library import Kind as Stored
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.ops.products import UNLIMITED, Before, Bind, Product
 from engines.torch_backend.ops.registry import Candidate, Site
@@ -44,12 +45,23 @@ def _build(site: Site) -> Bind:
             kind = Kind.QUICK_GELU
         elif before.activation is F.gelu:
             kind = Kind.GELU
-        bound = BoundProduct(library, usable, site.bits, kind, gain, eps)
+        bits, max_tokens = _limits(site, usable[0].kind, dtype)
+        bound = BoundProduct(library, usable, bits, kind, gain, eps)
         bound.takes_before = kind is not Kind.NOTHING or not before
-        bound.max_tokens = site.level.max_float_tokens if usable[0].group == 0 else UNLIMITED
+        bound.max_tokens = max_tokens
         return bound
 
     return bind
+
+
+def _limits(site: Site, weights: Stored, dtype: torch.dtype) -> tuple[int, int]:
+    """Bits of activations, and for how many tokens the kernel is the fastest."""
+    if weights not in FLOAT_KINDS.values():
+        return site.bits, UNLIMITED
+    is_rounded = weights is Stored.BFLOAT16 and dtype is torch.bfloat16
+    if is_rounded and site.level.max_rounded_tokens:
+        return 16, site.level.max_rounded_tokens
+    return 32, site.level.max_float_tokens
 
 
 def to_weights(module: nn.Module) -> Weights | None:

@@ -65,6 +65,7 @@ class Product {
     Product(const Step& step, Workspace& room) : step_(step), linear_(step.linears[0]), room_(room) {
         for (int32_t i = 0; i < step.count; i++) stride_ += step.linears[i].num_outputs;
         inputs_ = step.before == NOTHING ? step.x : room.inputs.data();
+        rounds_ = rounds_to_bfloat16(step);
         if (linear_.kind < INT8) return;
         const int64_t num_groups = (linear_.num_inputs + linear_.group - 1) / linear_.group;
         integers_ = {step.num_tokens,   num_groups,        linear_.group, step.bits, room.integers.data(),
@@ -75,9 +76,9 @@ class Product {
         return step_.num_tokens * count_weights(step_) < MIN_PARALLEL_PRODUCTS ? 1 : step_.num_threads;
     }
 
-    bool prepares() const { return step_.before != NOTHING || linear_.kind >= INT8; }
+    bool prepares() const { return step_.before != NOTHING || linear_.kind >= INT8 || rounds_; }
 
-    // A token's norm or gate, and its integers.
+    // A token's norm or gate, and how it meets the weights.
     void prepare(int64_t token) {
         const int64_t width = linear_.num_inputs;
         float* into = room_.inputs.data() + token * width;
@@ -85,6 +86,10 @@ class Product {
         if (step_.before == SILU_GATE) gate(step_.x + token * 2 * width, width, into);
         if (step_.before == QUICK_GELU) quick_gelu(step_.x + token * width, width, into);
         if (step_.before == GELU) gelu(step_.x + token * width, width, into);
+        if (rounds_) {
+            const RoundedTokens tokens(step_.num_tokens, width);
+            round_token(inputs_ + token * width, width, tokens, token, room_.rounded[0].values);
+        }
         if (linear_.kind < INT8) return;
         const int64_t num_groups = integers_.num_groups, place = token * num_groups;
         char* integers = (char*)room_.integers.data() + place * linear_.group * (step_.bits / 8);
@@ -99,6 +104,8 @@ class Product {
             const Share outputs = share_of(linear.num_outputs, TILE, thread, team);
             const Target into = {target, stride_, step_.adds != 0};
             if (linear.kind >= INT8) multiply_integers(linear, integers_, into, outputs.start, outputs.stop);
+            else if (rounds_)
+                multiply_rounded(linear, step_.num_tokens, room_.rounded[0].values, into, outputs.start, outputs.stop);
             else multiply_floats(linear, step_.num_tokens, inputs_, into, outputs.start, outputs.stop);
             target += linear.num_outputs;
         }
@@ -110,6 +117,7 @@ class Product {
     Workspace& room_;
     Activations integers_ = {};
     const float* inputs_;
+    bool rounds_;
     int64_t stride_ = 0;
 };
 

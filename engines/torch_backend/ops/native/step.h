@@ -7,15 +7,24 @@
 #include "abi.h"
 #include "linear.h"
 
+// Whether activations are rounded to bfloat16, as the weights are.
+inline bool rounds_to_bfloat16(const Step& step) { return step.linears[0].kind == BFLOAT16 && step.bits == 16; }
+
 // Room that a calling thread keeps from call to call.
 struct Workspace {
     std::vector<float> inputs;
     std::vector<int16_t> integers;
     std::vector<float> scale, sum;
+    struct alignas(64) RoundedInputs {
+        BFloat16 values[ROUNDED_WIDTH];
+    };
+    std::vector<RoundedInputs> rounded;
 
     void fit(const Step& step, int64_t num_tokens) {
         const Linear& linear = step.linears[0];
         if (step.before != NOTHING) grow(inputs, num_tokens * linear.num_inputs);
+        if (rounds_to_bfloat16(step))
+            grow(rounded, num_tokens * ((linear.num_inputs + ROUNDED_WIDTH - 1) / ROUNDED_WIDTH));
         if (linear.kind < INT8) return;
         const int64_t num_groups = (linear.num_inputs + linear.group - 1) / linear.group;
         grow(integers, num_tokens * num_groups * linear.group);

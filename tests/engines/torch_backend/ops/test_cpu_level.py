@@ -27,7 +27,7 @@ def _probed_anew() -> Iterator[None]:
     ("machine", "cpuinfo", "capability", "name", "is_bfloat16_fast"),
     [
         ("x86_64", f"flags : {V4} avx512_vnni", "AVX512", "x86-64-v4-vnni", False),
-        ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX512", "x86-64-v4-vnni", True),
+        ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX512", "x86-64-v4-bf16", True),
         ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX2", "x86-64-v3", False),
         ("x86_64", f"flags : {V4} avx512_vnni amx_bf16", "AVX512", "x86-64-v4-vnni", True),
         ("aarch64", "Features : fp asimd asimddp fphp bf16", "DEFAULT", "armv8.2-a", True),

@@ -86,6 +86,13 @@ def with_max_float_tokens(ops: Ops, max_tokens: int) -> Ops:
     return replace(ops, functions={**ops.functions, "linear_float": kernel.build(site)})
 
 
+def with_rounding(ops: Ops) -> Ops:
+    """Every level computes what those with instructions for bfloat16 do."""
+    site = replace(ops.site, level=replace(ops.site.level, max_rounded_tokens=1 << 30))
+    [kernel, *_] = ops.registered["linear_float"].candidates
+    return replace(ops, functions={**ops.functions, "linear_float": kernel.build(site)})
+
+
 def forbid(*_: object) -> Tensor:
     pytest.fail("somebody else computed it")
 
@@ -111,6 +118,37 @@ def test_a_token_is_computed_alike_in_any_company(ops: Ops, form: str):
     x = make_numbers(11, 128, seed=1)
     alone = torch.cat([fused(row) for row in x.split(1)])
     assert_near(alone, fused(x), 0.0 if form.startswith("int") else 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (33, 100), (3, 2100)])
+def test_an_engine_of_bfloat16_rounds_activations_as_its_weights(
+    ops: Ops, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Widths of no whole vector, and of more than one pass over the inputs."""
+    linear = make_linear("bfloat16", shape)
+    fused = make_map(with_rounding(ops), [linear], dtype=torch.bfloat16)
+    monkeypatch.setattr(PlainProduct, "__call__", forbid)
+    for num_tokens in TOKENS:
+        x = make_numbers(num_tokens, shape[1], seed=1)
+        assert_near(fused(x), meant(linear, x.bfloat16().float()), 2e-6)
+
+
+def test_rounded_tokens_are_computed_alike_in_any_company(ops: Ops):
+    fused = make_map(
+        with_rounding(ops), [make_linear("bfloat16", (90, 2100))], dtype=torch.bfloat16
+    )
+    x = make_numbers(53, 2100, seed=1)
+    alone = torch.cat([fused(row) for row in x.split(1)])
+    for count in (2, 3, 7, 16, 53):
+        assert_near(alone[:count], fused(x[:count]), 0.0)
+
+
+def test_only_an_engine_of_bfloat16_rounds(ops: Ops):
+    """float32 arithmetic over bfloat16 weights is exact where a checkpoint is."""
+    linear = make_linear("bfloat16", (96, 128))
+    x = make_numbers(5, 128, seed=1)
+
+    assert_near(make_map(with_rounding(ops), [linear])(x), meant(linear, x), 2e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
