@@ -31,6 +31,8 @@ class EngineKind:
     settings: type[EngineSettings] | str
     create: Callable[[Any, Progress | None], LoadedEngine] | str
     install: str = ""  #: what to install where a package that `create` needs is missing
+    #: Refuses the name of a model that cannot be found, before anything is loaded. Raises: EngineStartError.
+    check_model: Callable[[str], None] | str | None = None
 
     def load_settings(self) -> type[EngineSettings]:
         """The class of its settings."""
@@ -46,6 +48,7 @@ _kinds: dict[str, EngineKind] = {
         "engines.torch_backend.settings:TorchSettings",
         "engines.torch_backend.loading.load:load_engine",
         install="vlm-fleet[torch]",
+        check_model="engines.packages.resolve:check_reference",
     ),
     "mock": EngineKind(
         "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"
@@ -54,6 +57,7 @@ _kinds: dict[str, EngineKind] = {
         "engines.pooling.settings:EncoderSettings",
         "engines.pooling.load:load_pooling_engine",
         install="vlm-fleet[torch]",
+        check_model="engines.packages.resolve:check_reference",
     ),
     "mock_pooling": EngineKind(
         "engines.mock_pooling.settings:MockPoolingSettings",
@@ -86,6 +90,15 @@ def read_settings(values: Mapping[str, object]) -> EngineSettings:
     """What raw values say, `kind` among them, checked by the engine that they name. Raises: BadEngineSettings."""
     kind, found = _find(values)
     return found.load_settings().read(kind, {k: v for k, v in values.items() if k != "kind"})
+
+
+def check_settings(values: Mapping[str, object]) -> EngineSettings:
+    """`read_settings`, and what else can be refused before anything is loaded. Raises: EngineStartError."""
+    settings = read_settings(values)
+    check = _find(values)[1].check_model
+    if check is not None:
+        (resolve_name(check) if isinstance(check, str) else check)(settings.model)
+    return settings
 
 
 def create_engine(values: Mapping[str, object], progress: Progress | None = None) -> LoadedEngine:

@@ -69,12 +69,30 @@ def resolve_model(model: str, report: Report | None = None, check: Check | None 
     """
     if model in BUILT_IN:
         return BUILT_IN[model]
-    directory = Path(model).expanduser()
-    if model and (directory.is_dir() or (model.endswith(GGUF) and directory.is_file())):
-        return directory
-    if match := _HUB_ID.fullmatch(model):
-        return _fetch(match["repo"], match["revision"], report, check)
-    raise ModelUnavailable(
+    if path := _on_disk(model):
+        return path
+    match = _HUB_ID.fullmatch(model)
+    if match is None:
+        raise _unknown(model)
+    return _fetch(match["repo"], match["revision"], report, check)
+
+
+def check_reference(model: str) -> None:
+    """Whether a model can be looked for at all, without a look at the network. Raises: ModelUnavailable."""
+    if model in BUILT_IN or _HUB_ID.fullmatch(model):
+        return
+    if _on_disk(model) is None:
+        raise _unknown(model)
+
+
+def _on_disk(model: str) -> Path | None:
+    path = Path(model).expanduser()
+    is_there = path.is_dir() or (model.endswith(GGUF) and path.is_file())
+    return path if model and is_there else None
+
+
+def _unknown(model: str) -> ModelUnavailable:
+    return ModelUnavailable(
         f"model {model!r} is unknown: give a built-in name ({', '.join(BUILT_IN)}), a directory, "
         "or a hub id as org/name[@revision], such as llava-hf/llava-1.5-7b-hf"
     )

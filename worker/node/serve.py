@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from engines.base import EngineStartError
-from engines.registry import kind_of, read_settings
+from engines.registry import check_settings, kind_of
 from engines.settings import EngineSettings
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError
@@ -254,7 +254,7 @@ def create_node(
 def read_engine_settings(settings: Settings) -> EngineSettings:
     """The engine's settings, checked by the engine. Raises: SettingsError."""
     try:
-        return read_settings(settings.engine.values())
+        return check_settings(settings.engine.values())
     except EngineStartError as error:
         raise SettingsError(str(error)) from None
 
