@@ -189,38 +189,43 @@ def find_config(
     files: Mapping[str, Path], engine: dict[str, str], entry: str, command: tuple[str, ...]
 ) -> PackageConfig:
     """How these files are run. Raises: BadPackage."""
+    tool = _read_tool(files)
+    network = tool.get("network") is True
     if command:
-        return PackageConfig("executable", command=command)
+        return PackageConfig("executable", command=command, network=network)
     if entry:
-        return PackageConfig("python", entry=entry)
+        return PackageConfig("python", entry=entry, network=network)
     has_weights = any(path.endswith(".safetensors") for path in files)
     if ("config.json" in files and has_weights) or engine.get("kind", "").startswith("mock"):
         return PackageConfig("model", engine=engine)
     if engine:
         raise BadPackage("settings of an engine are for models: config.json and *.safetensors")
-    if found := _find_application(files):
-        return PackageConfig("python", entry=found)
+    if found := str(tool.get("entry", "")) or _find_application(files):
+        return PackageConfig("python", entry=found, network=network)
     programs = [path for path in files if path.startswith("bin/") and path.count("/") == 1]
     programs = programs or (list(files) if len(files) == 1 else [])
     programs = [path for path in programs if _is_executable(files[path])]
     if len(programs) == 1:
-        return PackageConfig("executable", command=(programs[0],))
+        return PackageConfig("executable", command=(programs[0],), network=network)
     raise BadPackage(
         "it is no model (config.json and *.safetensors), no Python application (app.py with one class "
         "of Application, or --entry module:Class), and has not one executable (in bin/, or --command)"
     )
 
 
+def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
+    """What pyproject.toml says below `tool.vlm`. Raises: BadPackage."""
+    if "pyproject.toml" not in files:
+        return {}
+    try:
+        project = tomllib.loads(files["pyproject.toml"].read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadPackage(f"pyproject.toml: it is not TOML: {error}") from None
+    return project.get("tool", {}).get("vlm", {})
+
+
 def _find_application(files: Mapping[str, Path]) -> str:
-    """The entry of `tool.vlm.entry` in pyproject.toml, or the one Application of app.py; empty without. Raises: BadPackage."""
-    if "pyproject.toml" in files:
-        try:
-            project = tomllib.loads(files["pyproject.toml"].read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadPackage(f"pyproject.toml: it is not TOML: {error}") from None
-        entry = project.get("tool", {}).get("vlm", {}).get("entry", "")
-        if entry:
-            return str(entry)
+    """The one Application of app.py; empty without. Raises: BadPackage."""
     sources = [
         path for path in files if path == "app.py" or (len(files) == 1 and path[-3:] == ".py")
     ]

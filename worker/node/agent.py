@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from zlib import crc32
@@ -21,6 +22,8 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from engines.application.sandbox import check_isolation
+from engines.base import EngineStartError
 from shared.packages import rollout
 from shared.packages.board import Board
 from shared.packages.deployments import (
@@ -42,6 +45,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
+from worker.node.environments import make_packages
 from worker.node.gpus import find_gpus
 from worker.node.install import install
 from worker.node.instance import Instance
@@ -71,6 +75,10 @@ class NodeAgent:
             self._store: PackageStore = open_store(deploy.store)
         except StoreError as error:
             raise SettingsError(f"VLM_DEPLOY__STORE: {error}") from None
+        try:
+            check_isolation(settings.node.isolation)
+        except EngineStartError as error:
+            raise SettingsError(str(error)) from None
         self._settings = settings
         self._tick_s = tick_s
         self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
@@ -278,6 +286,7 @@ class NodeAgent:
         self._instances[name, slot.id] = Instance(
             app=name, slot=slot.id, digest=slot.digest, spec=revision.spec, gpus=gpus,
             settings=self._settings, install=self._install,
+            make_packages=partial(make_packages, cache=self._cache),
             find_card=self._find_card,
         )  # fmt: skip
 

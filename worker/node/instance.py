@@ -32,6 +32,8 @@ _MAX_LINE_BYTES = 64 * 1024
 logger = logging.getLogger(__name__)
 
 Install = Callable[[str], tuple[Manifest, Path]]
+#: The folder with what an application imports besides, if it names any.
+MakePackages = Callable[[Manifest, Path], Path | None]
 #: The card that a worker has announced under its id.
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
 
@@ -49,6 +51,7 @@ class Instance:
         gpus: list[str],
         settings: Settings,
         install: Install,
+        make_packages: MakePackages,
         find_card: FindCard,
     ) -> None:
         self.app = app
@@ -58,6 +61,7 @@ class Instance:
         self.gpus = gpus
         self._settings = settings
         self._install = install
+        self._make_packages = make_packages
         self._find_card = find_card
         self.worker_id = f"{app}-{slot}-{os.getpid()}"
         self._state: ReportState = "starting"
@@ -115,10 +119,16 @@ class Instance:
         except InstallError as error:
             self._fail(str(error))
             return
+        self._phase = "install"
+        try:
+            packages = await asyncio.to_thread(self._make_packages, manifest, folder)
+        except InstallError as error:
+            self._fail(str(error))
+            return
         self._phase = "start"
         try:
-            environment = self._environment(manifest, folder)
-        except (EngineStartError, InstallError) as error:
+            environment = self._environment(manifest, folder, packages)
+        except EngineStartError as error:
             self._fail(str(error), is_final=True)
             return
         if self._draining.is_set():
@@ -186,10 +196,12 @@ class Instance:
             self._lines.append(text[-300:])
             print(f"{self.app}: {text}", file=sys.stderr, flush=True)
 
-    def _environment(self, manifest: Manifest, folder: Path) -> dict[str, str]:
+    def _environment(
+        self, manifest: Manifest, folder: Path, packages: Path | None
+    ) -> dict[str, str]:
         """What the worker is told. Raises: EngineStartError."""
         values: dict[str, str] = {
-            **self._engine(manifest),
+            **self._engine(manifest, packages),
             "model": str(folder),
             "served_name": version_name(self.app, self.digest),
         }
@@ -209,7 +221,7 @@ class Instance:
             environment[VARIABLE] = ""
         return environment
 
-    def _engine(self, manifest: Manifest) -> dict[str, str]:
+    def _engine(self, manifest: Manifest, packages: Path | None) -> dict[str, str]:
         """Which engine runs the package, and how."""
         config, resources = manifest.config, self.spec.resources
         if config.kind == "model":
@@ -220,6 +232,7 @@ class Instance:
             "command": json.dumps(config.command),
             "network": str(config.network),
             "memory_bytes": str(resources.memory_bytes),
+            "packages": str(packages or ""),
             "uses_gpu": str(resources.gpu > 0),
             "isolation": self._settings.node.isolation,
         }

@@ -1,0 +1,94 @@
+"""What an application imports besides: from its own wheels, by its lock file, without a network."""
+
+import base64
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engines.application.engine import ApplicationEngine
+from engines.application.settings import ApplicationSettings
+from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
+from tests.engines.application.test_engine import ISOLATIONS, Driver
+from worker.node.environments import make_packages
+from worker.node.install import InstallError
+
+WHEEL = "wheels/greetings-1.0-py3-none-any.whl"
+APPLICATION = """
+import greetings
+from vlm_app import Application
+
+class Toy(Application):
+    def run(self, task):
+        try:
+            import msgspec
+        except ImportError:
+            return greetings.WORD
+        return "the worker's packages are here too"
+"""
+
+
+def make_wheel(path: Path, word: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    info = "greetings-1.0.dist-info"
+    files = {
+        "greetings.py": f"WORD = {word!r}\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: greetings\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    rows = []
+    for name, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=")
+        rows.append(f"{name},sha256={digest.decode()},{len(text)}")
+    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,\n"])
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+
+
+def make_package(folder: Path, word: str, lock: str | None = None) -> Manifest:
+    folder.mkdir(exist_ok=True)
+    (folder / "app.py").write_text(APPLICATION)
+    make_wheel(folder / WHEEL, word)
+    found = hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest()
+    (folder / "requirements.lock").write_text(
+        f"greetings==1.0 --hash=sha256:{found}\n" if lock is None else lock
+    )
+    layers = [
+        Layer(name, digest_of((folder / name).read_bytes()), (folder / name).stat().st_size)
+        for name in ("app.py", "requirements.lock", WHEEL)
+    ]
+    return Manifest(PackageConfig("python", entry="app:Toy"), tuple(layers))
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolation):
+    manifest = make_package(tmp_path / "package", "hello")
+    packages = make_packages(manifest, tmp_path / "package", tmp_path / "cache")
+    assert packages is not None
+    settings = ApplicationSettings(
+        model=str(tmp_path / "package"), entry="app:Toy", packages=str(packages),
+        isolation=isolation,
+    )  # fmt: skip
+    engine = ApplicationEngine(settings)
+    try:
+        assert Driver(engine).ask(0) == "hello"
+    finally:
+        engine.close()
+    again = make_packages(manifest, tmp_path / "package", tmp_path / "cache")
+    assert again == packages
+
+
+def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
+    lock = f"greetings==1.0 --hash=sha256:{'0' * 64}\n"
+    manifest = make_package(tmp_path / "package", "hello", lock)
+    with pytest.raises(InstallError, match=r"requirements.lock: .*"):
+        make_packages(manifest, tmp_path / "package", tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.py"))
+
+
+def test_an_application_that_names_nothing_needs_no_folder(tmp_path):
+    manifest = make_package(tmp_path / "package", "hello")
+    bare = Manifest(manifest.config, manifest.layers[:1])
+    assert make_packages(bare, tmp_path / "package", tmp_path / "cache") is None

@@ -1,0 +1,74 @@
+"""What an application imports besides: its own packages, installed once for each lock file.
+
+`requirements.lock` names them with their hashes, and `wheels/` may hold them; then nothing is downloaded. Wheels
+only: to build a package is to run its code, outside of any sandbox.
+
+Source: pip, "Secure installs".
+"""
+
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from shared.packages.manifest import Manifest
+from shared.settings.tree import PREFIX
+from worker.node.environment import CLIENT_SECRETS, HUB_SECRETS
+from worker.node.install import InstallError
+
+LOCK = "requirements.lock"
+WHEELS = "wheels/"
+_WITHIN_S = 900.0
+
+
+def make_packages(manifest: Manifest, folder: Path, cache: Path) -> Path | None:
+    """The folder of an application's own packages; None if it names none. Blocks. Raises: InstallError."""
+    layers = {layer.path: layer for layer in manifest.layers}
+    wheels = [path for path in layers if path.startswith(WHEELS) and path.endswith(".whl")]
+    if manifest.config.kind != "python" or (LOCK not in layers and not wheels):
+        return None
+    named = [layers[path].digest for path in (LOCK, *wheels) if path in layers]
+    python = f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}"
+    digest = hashlib.sha256("\n".join([python, *named]).encode()).hexdigest()
+    target = cache / "environments" / digest
+    if target.is_dir():
+        return target
+    what = ["--requirement", LOCK, "--require-hashes"] if LOCK in layers else ["--no-deps", *wheels]
+    where = ["--no-index", "--find-links", WHEELS] if wheels else []
+    aside = target.with_name(f"{secrets.token_hex(8)}.part")
+    try:
+        aside.mkdir(parents=True)
+        _run_pip([*what, *where, "--target", str(aside)], folder)
+        os.rename(aside, target)
+    except OSError as error:
+        if not target.is_dir():  # else another was first
+            raise InstallError(f"{error.filename or aside}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _run_pip(arguments: list[str], folder: Path) -> None:
+    """Raises: InstallError, OSError."""
+    secret = CLIENT_SECRETS | HUB_SECRETS
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(PREFIX) and name not in secret
+    }
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
+    command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_WITHIN_S
+        )
+    except subprocess.TimeoutExpired:
+        raise InstallError(f"{LOCK}: not installed within {_WITHIN_S:g} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+        said = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        raise InstallError(f"{LOCK}: {said[:300]}")
