@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make serve` and `make test`. Each does all the set-up it needs.
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clients embedding-clients store-test families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
+.PHONY: help install serve test clients embedding-clients store-test applications families fuzz hostile faults accuracy walk browser-test compose-test lint format typecheck bench trace-request loadtest up down clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -69,6 +69,9 @@ walk: $(STAMP)  ## embed 20,000 texts by the built-in model, serve them and sear
 
 compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it, restart it under load; takes minutes
 	COMPOSE_TEST=1 $(BIN)/python -m pytest -s tests/e2e/test_compose*.py $(ARGS)
+
+applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute
+	APPLICATIONS_LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
 
 store-test: $(STAMP)  ## keep packages in a bucket of moto, an S3-compatible server that this installs apart
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }

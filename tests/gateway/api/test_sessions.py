@@ -1,0 +1,270 @@
+"""Sessions of applications: tasks that anybody of the same key finds again, once, whoever waits."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from shared.protocol import ErrorCode
+from tests.factories_gateway import (
+    CARD,
+    MODEL,
+    Answer,
+    make_settings,
+    run_gateway_on_socket,
+)
+
+ENDED = {"succeed", "failed", "cancelled"}
+
+
+@pytest.fixture
+def card():
+    return replace(CARD, tasks=("run",), package=f"{MODEL}@sha256:0")
+
+
+class Scripted:
+    """A worker that answers with what it was asked, when it may."""
+
+    def __init__(self, worker) -> None:
+        self.worker = worker
+        self.gate = asyncio.Event()
+        self.gate.set()
+        worker.script = self.play
+
+    async def play(self, answer: Answer) -> None:
+        asked = json.loads(bytes(answer.request.task.input))
+        await self.gate.wait()
+        if asked == "fail":
+            await answer.fail(ErrorCode.TASK_FAILED, "told to")
+        elif asked == "pieces":
+            await answer.finish('{"item":1}\n', '{"item":2}\n', '{"output":null}\n')
+        else:
+            await answer.finish(json.dumps({"output": [asked]}) + "\n")
+
+
+class Client:
+    """What a client does with one session."""
+
+    def __init__(self, gateway, key: str = "") -> None:
+        self.gateway = gateway
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.id = ""
+
+    async def ask(self, method: str, path: str = "", body: Any = None, status: int = 200) -> Any:
+        path = f"/v1/sessions/{self.id}{path}" if self.id else path
+        answer = await self.gateway.client.request(method, path, json=body, headers=self.headers)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def open(self, **body: Any) -> "Client":
+        self.id = (await self.ask("POST", f"/v1/applications/{MODEL}/sessions", body))["id"]
+        return self
+
+    async def send(self, *tasks: dict[str, Any], status: int = 200) -> Any:
+        return await self.ask("POST", "/tasks", {"tasks": list(tasks)}, status)
+
+    async def end_of(self, task_id: str) -> dict[str, Any]:
+        return await self.ask("GET", f"/tasks/{task_id}?wait=20")
+
+    async def counts(self) -> dict[str, int]:
+        found = await self.ask("GET")
+        names = ("pending", "running", "succeed", "failed", "cancelled")
+        return {name: found[name] for name in names if found[name]}
+
+
+@pytest.fixture
+def scripted(worker) -> Scripted:
+    return Scripted(worker)
+
+
+@pytest.fixture
+async def session(gateway, scripted) -> Client:
+    return await Client(gateway).open(common_data={"word": "dear"})
+
+
+async def test_tasks_of_a_session_have_its_common_data_and_come_to_something(session, worker):
+    sent = await session.send({"input": {"a": 1}, "id": "one"}, {"input": "fail", "id": "two"})
+    assert [task["state"] for task in sent["data"]] == ["pending", "pending"]
+    one, two = await session.end_of("one"), await session.end_of("two")
+    assert (one["state"], one["output"]) == ("succeed", [{"a": 1}])
+    assert one["package"] == f"{MODEL}@sha256:0"
+    assert (two["state"], two["error"]["message"]) == ("failed", "told to")
+    assert two["error"]["code"] == "task_failed"
+    common = {request.task.common for request in worker.requests}
+    assert len(common) == 1
+    assert await worker.blobs.get(common.pop()) == b'{"word":"dear"}'
+    assert await session.counts() == {"succeed": 1, "failed": 1}
+
+
+async def test_a_task_sent_again_is_the_same_task(session, worker):
+    await session.send({"input": 1, "id": "x"})
+    first = await session.end_of("x")
+    again = await session.send({"input": 1, "id": "x"})
+    assert again["data"][0]["state"] == "succeed"
+    assert await session.end_of("x") == first
+    assert len(worker.requests) == 1
+    other = await session.send({"input": 2, "id": "x"}, status=409)
+    assert other["error"]["code"] == "task_id_reused"
+
+
+async def test_states_are_counted_and_tasks_listed_in_pages(session, scripted):
+    scripted.gate.clear()
+    await session.send(*({"input": i, "id": f"t{i:03}"} for i in range(102)))
+    while (counts := await session.counts()).get("running") != 102:
+        assert counts["pending"] + counts.get("running", 0) == 102
+        await asyncio.sleep(0.02)
+    scripted.gate.set()
+    while await session.counts() != {"succeed": 102}:
+        await asyncio.sleep(0.02)
+    assert (await session.end_of("t101"))["output"] == [101]
+    first = await session.ask("GET", "/tasks")
+    rest = await session.ask("GET", f"/tasks?after={first['data'][-1]['id']}")
+    assert first["has_more"] is True
+    assert rest["has_more"] is False
+    names = [task["id"] for task in first["data"] + rest["data"]]
+    assert sorted(names) == [f"t{i:03}" for i in range(102)]
+
+
+async def test_a_task_is_followed_piece_by_piece(session, gateway):
+    await session.send({"input": "pieces", "id": "p"})
+    answer = await gateway.client.get(f"/v1/sessions/{session.id}/tasks/p/events")
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    assert [json.loads(line).get("item") for line in lines[:-1]] == [1, 2, None]
+    assert (await session.end_of("p"))["output"] == [1, 2]
+    await session.send({"input": "fail", "id": "f"})
+    answer = await gateway.client.get(f"/v1/sessions/{session.id}/tasks/f/events")
+    assert '"code":"task_failed"' in answer.text
+
+
+async def test_any_gateway_finds_a_task(session, redis_server, redis_prefix, scripted):
+    scripted.gate.clear()
+    await session.send({"input": 1, "id": "x"})
+    settings = make_settings(redis_server, redis_prefix)
+    async with run_gateway_on_socket(settings) as other:
+        elsewhere = Client(other)
+        elsewhere.id = session.id
+        waiting = asyncio.create_task(elsewhere.end_of("x"))
+        while (await elsewhere.counts()) != {"running": 1}:
+            await asyncio.sleep(0.02)
+        scripted.gate.set()
+        assert (await waiting)["output"] == [1]
+
+
+async def test_closing_cancels_what_waits_and_lets_finish_what_runs(session, scripted, worker):
+    scripted.gate.clear()
+    await session.send({"input": 0, "id": "runs"})
+    while not worker.requests:
+        await asyncio.sleep(0.02)
+    worker._tasks[0].cancel()  # it takes no more
+    await session.send({"input": 1, "id": "waits"})
+    # What was being read at this moment may have been taken all the same.
+    closed = await session.ask("POST", ":close", {})
+    assert closed["state"] == "closed"
+    assert closed["cancelled"] == 1
+    scripted.gate.set()
+    assert (await session.end_of("runs"))["state"] == "succeed"
+    assert (await session.end_of("waits"))["state"] == "cancelled"
+    refused = await session.send({"input": 2}, status=409)
+    assert refused["error"]["code"] == "session_closed"
+
+
+async def test_a_cancelled_task_stops_its_worker(session, scripted, worker):
+    async def wait(answer: Answer) -> None:
+        await answer.start()
+        while answer.refused is None:
+            answer.refused = (await worker.queue.renew([answer.claim])).get(answer.request.id)
+            await asyncio.sleep(0.02)
+        worker.cancelled.set()
+
+    worker.script = wait
+    await session.send({"input": 0, "id": "x"})
+    while await session.counts() != {"running": 1}:
+        await asyncio.sleep(0.02)
+    assert (await session.ask("POST", "/tasks/x:cancel", {}))["state"] == "cancelled"
+    await asyncio.wait_for(worker.cancelled.wait(), 20)
+
+
+@pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])
+async def test_what_a_full_queue_refuses_may_be_sent_again(session, scripted, worker):
+    scripted.gate.clear()
+    tasks = [{"input": i, "id": f"t{i}"} for i in range(8)]
+    worker._tasks[0].cancel()
+    refused = await session.send(*tasks, status=503)
+    assert refused["error"]["code"] == "server_overloaded"
+    await worker.start()
+    scripted.gate.set()
+    ended: set[str] = set()
+    while len(ended) < 8:
+        for task in tasks:
+            answer = await session.gateway.client.post(
+                f"/v1/sessions/{session.id}/tasks", json={"input": task["input"], "id": task["id"]}
+            )
+            assert answer.status_code in (200, 503)
+            if answer.is_success and (await session.end_of(task["id"]))["state"] == "succeed":
+                ended.add(task["id"])
+    assert len({request.id for request in worker.requests}) == len(worker.requests) == 8
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"api_keys": "sk-one,sk-two"}}])
+async def test_a_session_is_its_tenants_own(gateway, scripted):
+    own = await Client(gateway, "sk-one").open()
+    await own.send({"input": 1, "id": "x"})
+    await own.end_of("x")
+    stranger = Client(gateway, "sk-two")
+    assert (await stranger.ask("GET", "/v1/sessions"))["data"] == []
+    stranger.id = own.id
+    await stranger.send({"input": 1}, status=404)
+    for method, path, body in (
+        ("GET", "", None), ("GET", "/tasks", None), ("GET", "/tasks/x", None),
+        ("GET", "/tasks/x/events", None), ("POST", ":close", {}), ("POST", "/tasks/x:cancel", {}),
+    ):  # fmt: skip
+        told = await stranger.ask(method, path, body, status=404)
+        assert told["error"]["code"] == "session_not_found"
+    assert (await own.end_of("x"))["output"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "tasks"),
+        ({"input": 1, "tasks": [{"input": 1}]}, "tasks"),
+        ({"tasks": []}, "tasks"),
+        ({"tasks": [{"input": 1}], "id": "x"}, "id"),
+        ({"tasks": [{"id": "x"}]}, "tasks.[0].input"),
+        ({"input": 1, "id": "a b"}, "id"),
+        ({"input": 1, "max": 2}, "max"),
+        ({"tasks": [{"input": i} for i in range(1001)]}, "tasks"),
+    ],
+)
+async def test_bad_tasks_name_the_field(session, body, param):
+    told = await session.ask("POST", "/tasks", body, 400)
+    assert told["error"]["param"] == param
+
+
+async def test_too_much_data_is_refused(gateway, session):
+    told = await session.send({"input": "x" * (4 * 2**20 + 1)}, status=413)
+    assert told["error"]["code"] == "task_too_large"
+    answer = await gateway.client.post(
+        f"/v1/applications/{MODEL}/sessions", json={"common_data": "x" * (2**20 + 1)}
+    )
+    assert answer.status_code == 413
+    assert answer.json()["error"]["param"] == "common_data"
+
+
+@pytest.mark.parametrize("card", [CARD])
+async def test_a_model_has_no_sessions(gateway, worker):
+    for path in ("sessions", "run"):
+        answer = await gateway.client.post(f"/v1/applications/{MODEL}/{path}", json={"input": 1})
+        assert answer.status_code == 400, answer.text
+        expected = "unsupported_parameter" if path == "sessions" else "wrong_task"
+        assert answer.json()["error"]["code"] == expected
+    answer = await gateway.client.post(f"/v1/applications/{MODEL}/sessions", json={})
+    assert answer.json()["error"]["code"] == "wrong_task"
+
+
+async def test_an_unknown_application_is_not_found(gateway):
+    answer = await gateway.client.post("/v1/applications/nobody/run", json={"input": 1})
+    assert answer.status_code == 404
