@@ -87,7 +87,13 @@ def deploy(
         Path | None, typer.Option(help="An SSH key that signs the package.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
-    output: Annotated[Literal["yaml", "json"], typer.Option("-o", help="Of --dry-run.")] = "yaml",
+    target: Annotated[
+        Literal["fleet", "kubernetes"],
+        typer.Option(help="kubernetes: print manifests of nodes for this version, and do nothing."),
+    ] = "fleet",
+    output: Annotated[
+        Literal["yaml", "json"], typer.Option("-o", help="Of --dry-run and --target.")
+    ] = "yaml",
     wait: Wait = 300,
 ) -> None:
     """Make a package, and have it served under a name."""
@@ -103,7 +109,8 @@ def deploy(
         commands.run_deploy(
             _client(url, api_key), name, application, spec, engine=settings, entry=entry,
             command=shlex.split(command), store_url=store,
-            signing_key=sign, dry_run=output if dry_run else None,
+            signing_key=sign, dry_run=output if dry_run or target == "kubernetes" else None,
+            target=target,
             wait_s=wait,
         )  # fmt: skip
 

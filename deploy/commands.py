@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from deploy.client import ApiFailed, Client, GatewayStore
+from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack
 from shared.packages.deployments import Resources, Spec
 from shared.packages.garbage import blobs_of, collect, hold
@@ -86,6 +87,7 @@ def run_deploy(
     store_url: str | None,
     signing_key: Path | None,
     dry_run: str | None,
+    target: str,
     wait_s: float,
 ) -> None:
     """Pack, upload, deploy, wait. Raises: CommandFailed."""
@@ -95,6 +97,10 @@ def run_deploy(
     except (BadPackage, OSError) as error:
         raise CommandFailed(str(error), PACKAGING) from None
     try:
+        if target == "kubernetes":
+            documents = render(name, packed.manifest.digest, spec, store_url or find_store(client))
+            _show(documents, dry_run or "yaml")
+            return
         if dry_run is not None:
             _show(_plan(name, packed, spec), dry_run)
             return
@@ -106,6 +112,8 @@ def run_deploy(
             found = _ask(lambda: client.call("PUT", f"/{name}", body))
     except BadSignature as error:
         raise CommandFailed(str(error), PACKAGING) from None
+    except CannotRender as error:
+        raise CommandFailed(str(error), ARGUMENTS) from None
     finally:
         packed.close()
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
@@ -131,6 +139,8 @@ def _plan(name: str, packed: Packed, spec: Spec) -> dict[str, Any]:
 def _show(content: Any, form: str) -> None:
     if form == "json":
         print(json.dumps(content, indent=2))
+    elif isinstance(content, list):
+        print(yaml.safe_dump_all(content, sort_keys=False), end="")
     else:
         print(yaml.safe_dump(content, sort_keys=False), end="")
 

@@ -9,7 +9,7 @@ after: the old version keeps its instances until the new one serves. Units: seco
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -249,13 +249,21 @@ def take_back(app: App, back: Generation, now: float) -> App:
     return admit(app, back, now)
 
 
-def claim(app: App, node: NodeRecord, free: Resources, now: float) -> tuple[App, Slot | None]:
-    """Take one slot that waits and fits."""
+def claim(
+    app: App,
+    node: NodeRecord,
+    free: Resources,
+    now: float,
+    digests: Collection[str] | None = None,
+) -> tuple[App, Slot | None]:
+    """Take one slot that waits and fits, of these packages if some are named."""
     if node.is_stopping:
         return app, None
     for slot in app.slots:
         revision = app.revision(slot.digest)
         if slot.state != "wanted" or slot.not_before > now or revision is None:
+            continue
+        if digests is not None and slot.digest not in digests:
             continue
         if not fits(revision.spec.resources, free):
             continue

@@ -355,6 +355,11 @@ class DeploySettings(Group):
     memory_bytes: int = Field(
         default=0, ge=0, description="Memory that they may share; 0: the machine's."
     )
+    takes: str = Field(
+        default="",
+        pattern=r"^(none|[A-Za-z0-9][A-Za-z0-9._-]{0,62}@[0-9a-f]{12})?$",
+        description="The only version of which a node takes instances, `name@3f2a...` (12 digits), or `none`; empty: all.",
+    )
     allowed_signers: str = Field(
         default="",
         description="File of SSH keys, one of which must have signed a package, as OpenSSH's `allowed_signers`; empty: none.",

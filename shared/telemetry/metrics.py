@@ -102,7 +102,7 @@ GATEWAY_METRICS = (
            "The latest generation. Every gateway shows the same of deployments.", ("application",)),
     Metric("vlm_deployment_instances", "gauge",
            "Instances by version (active, candidate, retiring) and state (wanted, starting, ready, draining).",
-           ("application", "version", "state")),
+           ("application", "version", "digest", "state")),
     Metric("vlm_deployment_desired_instances", "gauge",
            "Instances that the active version should have.", ("application",)),
     Metric("vlm_deployment_canary_ratio", "gauge",
@@ -341,7 +341,8 @@ class DeploymentMetrics:
         versions |= {app.active.digest: "active"} if app.active is not None else {}
         for slot in app.slots:
             version = versions.get(slot.digest, "retiring")
-            gauges["vlm_deployment_instances"].labels(name, version, slot.state).inc()
+            labels = (name, version, slot.digest[7:19], slot.state)
+            gauges["vlm_deployment_instances"].labels(*labels).inc()
 
     def _add(self, name: str, labels: tuple[str, ...], key: tuple[str, ...], count: int) -> None:
         counter = self._counters[name].labels(*labels)

@@ -89,6 +89,8 @@ class NodeAgent:
             deploy.memory_bytes or psutil.virtual_memory().total,
             len(self._gpus),
         )
+        if deploy.takes == "none":
+            self._room = Resources(0.0, 0, 0)
         self._redis: Redis = create_redis(settings.redis)
         prefix = settings.redis.key_prefix
         self._board = Board(self._redis, prefix)
@@ -264,7 +266,9 @@ class NodeAgent:
         )  # fmt: skip
 
     async def _claim(self, app: App, now: float) -> None:
-        after, slot = rollout.claim(app, self._record(), self._free(), now)
+        takes = self._settings.deploy.takes
+        digests = {d for d in _digests(app) if takes in ("", version_name(app.name, d))}
+        after, slot = rollout.claim(app, self._record(), self._free(), now, digests)
         if slot is None or await self._board.put(app, after) is None:
             return
         revision = after.revision(slot.digest)

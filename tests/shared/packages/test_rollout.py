@@ -354,3 +354,14 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
         world.running[slot.id] = (node, replace(report, state="failed", phase="serve"))
         world.run(10)
     assert not rollout.is_failing(world.app, world.now)  # there is no to and fro
+
+
+def test_a_node_of_one_version_takes_no_other(world: World):
+    world.app = rollout.admit(world.app, Generation("n", 2, B, SPEC), world.now)
+    world.app, _ = rollout.advance(world.app, world.nodes(), {}, world.now)
+    node, free = world.nodes()["one"], Resources(8)
+    assert rollout.claim(world.app, node, free, world.now, {A})[1] is None
+    assert rollout.claim(world.app, node, free, world.now, set())[1] is None
+    _, slot = rollout.claim(world.app, node, free, world.now, {B})
+    assert slot is not None
+    assert slot.digest == B

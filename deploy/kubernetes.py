@@ -1,0 +1,157 @@
+"""A version of a deployment on Kubernetes: nodes for it alone, as many as it should have instances.
+
+Its pods are nodes (`vlm node`) with room for one instance, which take the slots of one digest. Rollouts, canaries
+and how many instances there should be stay as they are elsewhere; KEDA gives them room by what gateways say.
+"""
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from shared.packages.deployments import Spec, version_name
+
+PROMETHEUS = "http://prometheus.monitoring:9090"
+IMAGE = "vlm-fleet-worker"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
+_DRAIN_S = 30
+_KEEPER = "deployments"
+
+
+class CannotRender(ValueError):
+    """Kubernetes cannot have it so; the message says what to change."""
+
+
+def render(
+    name: str, digest: str, spec: Spec, store: str, image: str = IMAGE
+) -> list[dict[str, Any]]:
+    """The manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
+    if not _NAME.fullmatch(name):
+        raise CannotRender(
+            f"--name {name}: on Kubernetes a name has 1 to 50 lower-case letters, digits and dashes"
+        )
+    if urlsplit(store).scheme == "file":
+        raise CannotRender(f"{store}: pods do not see it; give --store s3://, gs:// or az://")
+    short = version_name("", digest).removeprefix("@")
+    unique = f"{name}-{short}"
+    needed = spec.resources
+    requests: dict[str, Any] = {"cpu": f"{needed.cpu:g}"}
+    limits: dict[str, Any] = {}
+    if needed.memory_bytes:
+        requests["memory"] = limits["memory"] = str(needed.memory_bytes)
+    if needed.gpu:
+        limits["nvidia.com/gpu"] = needed.gpu
+    room = {
+        "VLM_DEPLOY__TAKES": version_name(name, digest),
+        "VLM_DEPLOY__CPU": f"{max(needed.cpu, 0.001):g}",
+        **({"VLM_DEPLOY__MEMORY_BYTES": str(needed.memory_bytes)} if needed.memory_bytes else {}),
+    }
+    pods = _deployment(unique, image, store, room, {"requests": requests, "limits": limits})
+    keeper = _deployment(
+        _KEEPER, image, store, {"VLM_DEPLOY__TAKES": "none"},
+        {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
+    )  # fmt: skip
+    keeper["spec"]["replicas"] = 1
+    return [keeper, pods, _scaled(unique, name, short, spec)]
+
+
+def _deployment(
+    name: str, image: str, store: str, settings: dict[str, str], resources: dict[str, Any]
+) -> dict[str, Any]:
+    labels = {"app": "node", "version": name}
+    password = {"secretKeyRef": {"name": "vlm-fleet", "key": "redis-node-password"}}
+    values = {
+        "VLM_REDIS_URL": "redis://node:$(REDIS_PASSWORD)@redis:6379/0",
+        "VLM_DEPLOY__STORE": store,
+        "VLM_DEPLOY__CACHE_DIR": "/models/packages",
+        "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
+        "VLM_LOGS__FORMAT": "json",
+        **settings,
+    }
+    environment = [
+        {"name": "REDIS_PASSWORD", "valueFrom": password},
+        *({"name": key, "value": value} for key, value in values.items()),
+    ]
+    container = {
+        "name": "node",
+        "image": image,
+        "args": ["node"],
+        "env": environment,
+        # The store's credentials, as the cloud's own tools take them.
+        "envFrom": [{"secretRef": {"name": "vlm-fleet-store", "optional": True}}],
+        "resources": resources,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "models", "mountPath": "/models"},
+            {"name": "cache", "mountPath": "/cache"},
+        ],
+    }
+    pod = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": _DRAIN_S + 15,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": each, "emptyDir": {}} for each in ("tmp", "models", "cache")],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _scaled(unique: str, name: str, short: str, spec: Spec) -> dict[str, Any]:
+    chosen = f'application="{name}",digest="{short}",state!="draining"'
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": unique},
+        "spec": {
+            "scaleTargetRef": {"name": unique},
+            "minReplicaCount": 0,
+            "maxReplicaCount": spec.max_instances,
+            "pollingInterval": 2,
+            "cooldownPeriod": 30,  # those that drain, and others that were just stopped
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {
+                    "behavior": {
+                        "scaleUp": {"stabilizationWindowSeconds": 0},
+                        "scaleDown": {
+                            "stabilizationWindowSeconds": _DRAIN_S + 15,
+                            "policies": [{"type": "Pods", "value": 1, "periodSeconds": 15}],
+                        },
+                    }
+                }
+            },
+            "triggers": [
+                {
+                    "type": "prometheus",
+                    "name": "slots",
+                    "metricType": "AverageValue",
+                    "metadata": {
+                        "serverAddress": PROMETHEUS,
+                        # Every gateway says the same.
+                        "query": f"max(sum by (instance) (vlm_deployment_instances{{{chosen}}}))",
+                        "threshold": "1",
+                        "ignoreNullValues": "true",  # no slots: no pods
+                    },
+                }
+            ],
+        },
+    }
