@@ -1,69 +1,14 @@
 """Deployments by the command line, on real processes, under load of which not one request may fail."""
 
 import json
-import os
-import re
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 
-import httpx
-import psutil
 import pytest
 from redis import Redis
 
-from tests.integration.fleet_process import Served, run_vlm, start_fleet
-
-CHAT = "/v1/chat/completions"
-WITHIN_S = 60.0
-
-
-class Deployer:
-    """A fleet, and the commands of who deploys."""
-
-    def __init__(self, fleet: Served, folder: Path) -> None:
-        self.fleet = fleet
-        self.folder = folder
-        self.key = (folder / "deploy.key").read_text()
-
-    def vlm(self, *arguments: str):
-        environment = {**os.environ, "DEPLOY_KEY": self.key}
-        return run_vlm(*arguments, "--url", self.fleet.url, env=environment)
-
-    def deploy(self, version: int, *more: str):
-        package = self.folder / f"version-{version}"
-        package.mkdir(exist_ok=True)
-        (package / "config.json").write_text(f'{{"version": {version}}}')
-        (package / "shared.json").write_text('"the same in all versions"')
-        given = ("--name", "cap", "--application", str(package), "--set", "kind=mock")
-        return self.vlm("deploy", *given, *more)
-
-    def app(self) -> dict:
-        headers = {"authorization": f"Bearer {self.key}"}
-        with self.fleet.client() as client:
-            answer = client.get("/v1/applications/cap", headers=headers)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def active(self) -> str:
-        return self.app()["active"]["digest"]
-
-    def wait(self, is_so: Callable[[dict], bool]) -> dict:
-        give_up_at = time.monotonic() + WITHIN_S
-        while not is_so(app := self.app()):
-            assert time.monotonic() < give_up_at, app
-            time.sleep(0.2)
-        return app
-
-    def instances(self) -> list[psutil.Process]:
-        found = []
-        for process in self.fleet.family():
-            if "worker" in process.cmdline():
-                package = process.environ().get("VLM_WORKER__PACKAGE", "")
-                found += [process] if package.startswith("cap@") else []
-        return found
+from tests.integration.deployer import CHAT, WITHIN_S, Deployer, load
+from tests.integration.fleet_process import start_fleet
 
 
 @pytest.fixture(scope="module")
@@ -72,52 +17,6 @@ def deployer(tmp_path_factory) -> Iterator[Deployer]:
     fleet = start_fleet(folder, VLM_ENGINE__MOCK__DECODE_S="0.02")
     yield Deployer(fleet, folder)
     fleet.end()
-
-
-class Load:
-    """Requests one after another, whole and streamed, until the block ends; each names one package."""
-
-    def __init__(self, url: str) -> None:
-        self.packages: list[str] = []
-        self.faults: list[str] = []
-        self._url = url
-        self.stopping = threading.Event()
-
-    def run(self, number: int) -> None:
-        with httpx.Client(base_url=self._url, trust_env=False, timeout=60) as client:
-            while not self.stopping.is_set():
-                try:
-                    self._ask(client, is_streamed=number % 2 == 0)
-                except (httpx.HTTPError, AssertionError) as error:
-                    self.faults.append(f"{type(error).__name__}: {error}")
-                self.stopping.wait(0.05)
-
-    def _ask(self, client: httpx.Client, is_streamed: bool) -> None:
-        messages = [{"role": "user", "content": "hi"}]
-        body = {"model": "cap", "messages": messages, "max_tokens": 8, "stream": is_streamed}
-        answer = client.post(CHAT, json=body)
-        assert answer.status_code == 200, answer.text
-        package = answer.headers["x-vlm-package"]
-        named = set(re.findall(r'"system_fingerprint":"([^"]+)"', answer.text))
-        assert named == {package}
-        assert not is_streamed or answer.text.endswith("data: [DONE]\n\n")
-        self.packages.append(package)
-
-
-@contextmanager
-def load(deployer: Deployer, num_clients: int = 4) -> Iterator[Load]:
-    running = Load(deployer.fleet.url)
-    threads = [threading.Thread(target=running.run, args=(n,)) for n in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield running
-    finally:
-        running.stopping.set()
-        for thread in threads:
-            thread.join()
-    assert not running.faults, running.faults[:3]
-    assert running.packages
 
 
 def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):

@@ -1,0 +1,207 @@
+"""Two real nodes on one Redis and one store; their instances alone are not processes."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from shared.packages import rollout
+from shared.packages.board import Board
+from shared.packages.deployments import (
+    Generation,
+    Resources,
+    Spec,
+    read_history,
+    record_generation,
+)
+from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
+from shared.packages.rollout import App, SlotReport
+from shared.packages.store import FileStore
+from shared.protocol import ModelCard
+from shared.redis.client import create_redis
+from shared.settings.tree import DeploySettings, RedisSettings, Settings
+from worker.node import agent as agents
+from worker.node.agent import NodeAgent
+
+WITHIN_S = 30.0
+
+
+class FakeInstance:
+    """Ready at once, unless its package is among `failing`; gone as soon as it is drained."""
+
+    failing: ClassVar[set[str]] = set()
+    all: ClassVar[list["FakeInstance"]] = []
+
+    def __init__(self, *, app: str, slot: int, digest: str, spec: Spec, gpus: list[str], **_: Any):
+        self.spec, self.gpus, self.digest = spec, gpus, digest
+        self.key = (app, slot)
+        self.state: Any = "failed" if digest in self.failing else "ready"
+        self.all.append(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("failed", "gone")
+
+    @property
+    def report(self) -> SlotReport:
+        app, slot = self.key
+        card = ModelCard(f"{app}@{self.digest[7:19]}", 1, 10, 10)
+        return SlotReport(app, slot, self.digest, self.state, "start", "exit code 1", card=card)
+
+    def drain(self) -> None:
+        self.state = "gone"
+
+    async def close(self) -> None:
+        self.drain()
+
+
+class Machines:
+    """Nodes that run until they are killed."""
+
+    def __init__(self, settings: Settings, store: FileStore, board: Board) -> None:
+        self.settings, self.store, self.board = settings, store, board
+        self.running: dict[str, tuple[NodeAgent, asyncio.Task[None]]] = {}
+
+    def start(self, name: str, gpus: list[str] | None = None, **room: Any) -> NodeAgent:
+        room = {"cpu": 8.0, "memory_bytes": 10**9, **room}
+        deploy = self.settings.deploy.model_copy(update={"node_id": name, **room})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agents, "find_gpus", lambda _: gpus or [])
+            agent = NodeAgent(self.settings.model_copy(update={"deploy": deploy}), tick_s=0.02)
+        self.running[name] = agent, asyncio.create_task(agent.run())
+        return agent
+
+    async def kill(self, name: str) -> None:
+        """As kill -9: it says nothing more."""
+        agent, task = self.running.pop(name)
+        agent.tick = lambda: asyncio.sleep(3600)  # type: ignore[method-assign]
+        task.cancel()
+        await asyncio.wait({task})
+
+    def add_package(self, text: str) -> str:
+        data = text.encode()
+        layers = (Layer("config.json", digest_of(data), len(data)),)
+        manifest = Manifest(PackageConfig("model", engine={"kind": "mock"}), layers)
+        for each in (data, manifest.encode()):
+            self.store.put(digest_of(each), io.BytesIO(each))
+        return manifest.digest
+
+    def deploy(self, digest: str, number: int = 1, **spec: Any) -> None:
+        """Into the store alone: nodes find it there."""
+        record_generation(self.store, Generation("n", number, digest, Spec(**spec)))
+
+    async def wait(self, is_so: Callable[[App], Any]) -> App:
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                app = (await self.board.apps()).get("n")
+                if app is not None and is_so(app):
+                    return app
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def machines(redis_server, redis_prefix, tmp_path, monkeypatch) -> AsyncIterator[Machines]:
+    monkeypatch.setattr(agents, "Instance", FakeInstance)
+    monkeypatch.setattr(agents, "SYNC_S", 0.1)
+    monkeypatch.setattr(agents, "SYNC_EMPTY_S", 0.1)
+    monkeypatch.setattr(agents, "RECORD_TTL_S", 2.0)
+    monkeypatch.setattr(rollout, "SETTLE_S", 0.2)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    monkeypatch.setattr(FakeInstance, "failing", set())
+    monkeypatch.setattr(FakeInstance, "all", [])
+    store = FileStore(tmp_path / "store")
+    settings = Settings().model_copy(
+        update={
+            "redis": RedisSettings(url=redis_server, key_prefix=redis_prefix),
+            "deploy": DeploySettings(store=store.url, cache_dir=str(tmp_path / "cache")),
+        }
+    )
+    redis = create_redis(settings.redis)
+    machines = Machines(settings, store, Board(redis, redis_prefix))
+    yield machines
+    for agent, _ in machines.running.values():
+        agent.stop()
+    await asyncio.gather(*(task for _, task in machines.running.values()))
+    await machines.board.close()
+    await redis.aclose()
+
+
+def nodes_of(app: App) -> list[str]:
+    return sorted(slot.node for slot in app.slots if slot.state == "ready")
+
+
+async def test_an_instance_goes_where_it_fits_and_gets_what_it_was_promised(machines):
+    machines.start("small", cpu=1.0)
+    machines.start("large", ["7"], cpu=4.0)
+    machines.deploy(machines.add_package("{}"), min_instances=1, resources=Resources(cpu=2, gpu=1))
+    app = await machines.wait(lambda app: app.active is not None)
+    assert nodes_of(app) == ["large"]
+    [instance] = FakeInstance.all
+    assert instance.gpus == ["7"]
+    # One more of the GPU is not there: the second waits, and nobody flaps.
+    spec = Spec(min_instances=2, resources=Resources(cpu=2, gpu=1))
+    record_generation(machines.store, Generation("n", 2, instance.digest, spec, "scale"))
+    app = await machines.wait(lambda app: len(app.slots) == 2)
+    for _ in range(20):
+        await machines.running["large"][0].tick()
+    assert nodes_of((await machines.board.apps())["n"]) == ["large"]
+    assert len(FakeInstance.all) == 1
+
+
+async def test_instances_are_shared_out_and_a_slot_is_taken_once(machines):
+    for name in ("one", "two", "three"):
+        machines.start(name, cpu=2.0)
+    machines.deploy(machines.add_package("{}"), min_instances=6, max_instances=6)
+    app = await machines.wait(lambda app: len(nodes_of(app)) == 6)
+    assert nodes_of(app) == ["one", "one", "three", "three", "two", "two"]
+    keys = [instance.key for instance in FakeInstance.all]
+    assert len(keys) == len(set(keys)) == 6
+
+
+async def test_the_slots_of_a_killed_node_go_to_the_other(machines):
+    machines.start("one", cpu=2.0)
+    machines.start("two", cpu=2.0)
+    machines.deploy(machines.add_package("{}"), min_instances=2, resources=Resources(cpu=1))
+    await machines.wait(lambda app: len(nodes_of(app)) == 2)
+    await machines.kill("one")
+    app = await machines.wait(lambda app: nodes_of(app) == ["two", "two"])
+    assert app.active is not None
+    assert app.active.num_failed == 0
+
+
+async def test_a_version_that_keeps_failing_is_taken_back_in_the_store(machines):
+    machines.start("one")
+    good, bad = machines.add_package("{}"), machines.add_package("[]")
+    machines.deploy(good, min_instances=1)
+    await machines.wait(lambda app: app.active is not None)
+    machines.deploy(bad, 2, min_instances=1, retry_limit=0)
+    await machines.wait(lambda app: app.active.digest == bad)
+    FakeInstance.failing.add(bad)
+    for instance in FakeInstance.all:
+        if instance.digest == bad:
+            instance.state = "failed"
+    await machines.wait(lambda app: app.active.digest == good and not app.candidate)
+    history = read_history(machines.store, "n")
+    assert history is not None
+    assert (history.last.number, history.last.cause, history.last.digest) == (3, "rollback", good)
+    assert history.active == history.last
+
+
+async def test_a_package_that_was_changed_in_the_store_is_not_run(machines, monkeypatch, tmp_path):
+    """The real instance: it refuses before it starts anything, and the old version serves on."""
+    from worker.node.instance import Instance  # noqa: PLC0415
+
+    machines.start("one")
+    good, cut = machines.add_package("{}"), machines.add_package("[1]")
+    machines.deploy(good, min_instances=1)
+    await machines.wait(lambda app: app.active is not None)
+    monkeypatch.setattr(agents, "Instance", Instance)
+    path = machines.store.root / "blobs" / "sha256" / digest_of(b"[1]").removeprefix("sha256:")
+    path.write_bytes(b"[2]")
+    machines.deploy(cut, 2, retry_limit=0)
+    app = await machines.wait(lambda app: app.number == 2 and app.candidate is None)
+    assert any("config.json: digest_mismatch" in event.text for event in app.events)
+    assert app.active.digest == good
+    assert nodes_of(app) == ["one"]
