@@ -158,6 +158,10 @@ async def _run(lifecycle: Lifecycle, scope: Scope, receive: Receive, send: Send)
     await lifecycle.serve(surface, scope, receive, send)
 
 
+#: Operations of APIs that we speak, at paths where names of things are known to others.
+_NOT_SERVED = ("/v1/responses/compact",)
+
+
 class Endpoint:
     """An ASGI application of a function: Starlette takes a bare one for a view."""
 
@@ -177,8 +181,8 @@ async def _show_api_error(request: Request, error: Exception) -> Response:
 
 async def _show_http_error(known: Sequence[str], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    is_unknown = error.status_code == 404
     path = request.url.path
+    is_unknown = error.status_code == 404 or path in _NOT_SERVED
     shown = unknown_path(path, known) if is_unknown else from_status(error.status_code)
     response = await _show_api_error(request, shown)
     for name, value in (error.headers or {}).items():

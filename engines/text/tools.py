@@ -4,6 +4,7 @@ Called by the engine. What a model may write is a grammar made of the functions,
 one shape for each family, and is read without guessing. It must not know tensors.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ class ToolFormat:
     end: str
     opening: str = '{"name": "'
     close: str = "}"
+    #: Of a string whose schema has no bounds; none: as long as the answer may be.
+    max_text_chars: int | None = None
 
 
 HERMES = ToolFormat(
@@ -40,6 +43,8 @@ HERMES = ToolFormat(
     "\n</tool_call>\n<tool_call>\n",
     "\n</tool_call>",
 )
+#: For models that no template teaches to call: nothing told them when to end a string, or a list of members.
+TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
 _MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
 _LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
 
@@ -84,7 +89,7 @@ def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
     rules = [f"begun: {_text(form.begin)} one" if form.begin else "begun: one"]
     names = []
     for place, function in enumerate(tools.functions):
-        schema = _ANY_OBJECT if is_loose else _schema_of(function)
+        schema = _ANY_OBJECT if is_loose else _schema_of(function, form.max_text_chars)
         names.append(f"call{place}")
         rules += [
             f"call{place}: {_text(form.opening + function.name + form.middle)} of{place} {_text(form.close)}",
@@ -110,12 +115,45 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _schema_of(function: Function) -> dict[str, Any]:
+def _schema_of(function: Function, max_text_chars: int | None) -> dict[str, Any]:
     schema = json.loads(function.parameters)
+    if max_text_chars is not None:
+        _bound(schema, max_text_chars)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema = _ANY_OBJECT | schema
     options = {"whitespace_pattern": " ?", "lenient": not function.is_strict}
     return schema | {"x-guidance": options}
+
+
+#: Keywords that say how long a string is.
+_TEXT_BOUNDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
+#: Keywords beside which members that are not named have a meaning.
+_MEMBER_BOUNDS = frozenset(
+    ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+)
+
+
+def _bound(schema: Any, max_text_chars: int) -> None:
+    """Write bounds into a schema where it has none: what conforms to it still conforms to the original."""
+    if isinstance(schema, list):
+        for each in schema:
+            _bound(each, max_text_chars)
+    if not isinstance(schema, dict):
+        return
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            _bound(list(schema[key].values()), max_text_chars)
+    for key in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
+        _bound(schema.get(key), max_text_chars)
+    if schema.get("type") == "string" and _TEXT_BOUNDS.isdisjoint(schema):
+        schema["maxLength"] = max(max_text_chars, schema.get("minLength", 0))
+    named = schema.get("properties") or {}
+    if (
+        named
+        and _MEMBER_BOUNDS.isdisjoint(schema)
+        and set(schema.get("required", ())) <= set(named)
+    ):
+        schema["additionalProperties"] = False
 
 
 _INTRODUCTION = """\

@@ -26,7 +26,7 @@ from engines.text.chat_template import ChatTemplate, UnusableTemplate, read_chat
 from engines.text.prompt import Item, PromptBuilder
 from engines.text.reasoning import Reasoning, find_reasoning
 from engines.text.tokenizer import HfTokenizer
-from engines.text.tools import HERMES
+from engines.text.tools import TOLD
 from shared.protocol import (
     THINKING_SWITCHES,
     ChatMessage,
@@ -113,7 +113,7 @@ class TorchProcessor:
         reasoning: Reasoning | None = None,
     ) -> None:
         self.reasoning = reasoning
-        self.tool_format = template.tool_format or HERMES
+        self.tool_format = template.tool_format or TOLD
         self.shows_tools = template.tool_format is not None
         marks = self.tool_format.trigger + self.tool_format.end
         self.spelled: Mapping[int, str] = {

@@ -13,7 +13,7 @@ from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
 from engines.text.grammar import GrammarCompiler
-from engines.text.tools import HERMES, CallReader, find_tool_format, move_images, tell_in_text
+from engines.text.tools import HERMES, TOLD, CallReader, find_tool_format, move_images, tell_in_text
 from shared.protocol import (
     ChatMessage,
     FinishReason,
@@ -100,6 +100,17 @@ def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(comp
     with pytest.raises(BadGrammar) as caught:
         compiler.compile_tools(strict, HERMES, None)
     assert caught.value.param == "tools"
+
+
+def test_a_model_that_no_template_teaches_has_an_end_to_its_strings_and_members(compiler):
+    schema = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
+    free = Tools((Function("f", schema),), True)
+    long, more = json.dumps({"city": "o" * 65}), '{"city": "Oslo", "more": 1}'
+    for form, expected in ((TOLD, False), (HERMES, True)):
+        constraint = compiler.compile_tools(free, form, None)
+        assert follows(constraint, spell(form, ("f", '{"city": "Oslo"}')))
+        for arguments in (long, more):
+            assert follows(constraint, spell(form, ("f", arguments))) is expected
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
