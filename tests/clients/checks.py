@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import instructor
 import litellm
 from anthropic import Anthropic
 from langchain_anthropic import ChatAnthropic
@@ -22,6 +23,9 @@ from langchain_openai import ChatOpenAI
 from ollama import Client
 from openai import OpenAI
 from pydantic import BaseModel
+from pydantic_ai import Agent, BinaryContent, NativeOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 URL, MODEL, IMAGE = sys.argv[1:]
 QUESTION = "What shape is at the top left?"
@@ -53,11 +57,31 @@ BLOCKS = [
 ]
 TURNS = [{"role": "user", "content": BLOCKS}]
 Check = Callable[[], object]
+LOOK = {
+    "type": "object",
+    "properties": {"kind": {"type": "string", "enum": ["star", "circle"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "look", "description": "Tell a shape.", "parameters": LOOK}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+class Shape(BaseModel):
+    """A shape."""
+
+    kind: Literal["star", "circle"]
 
 
 def right(text: object) -> None:
     """The model sees a star there."""
     assert "star" in str(text), f"it said {str(text)[:60]!r}"
+
+
+def right_call(name: str, arguments: dict[str, object]) -> None:
+    """The function and its schema are kept."""
+    assert name == "look", name
+    assert set(arguments) == {"kind"}, arguments
 
 
 def right_json(text: str) -> None:
@@ -81,6 +105,38 @@ def openai_checks() -> dict[str, Check]:
         wish = {"previous_response_id": first.id, "input": "What color is it?"}
         assert "red" in respond(model=MODEL, temperature=0, **wish).output_text
 
+    def call() -> None:
+        wish = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        message = ask(model=MODEL, messages=CHAT, **wish).choices[0].message
+        [made] = message.tool_calls
+        right_call(made.function.name, json.loads(made.function.arguments))
+        result = {"role": "tool", "tool_call_id": made.id, "content": "Well."}
+        ask(model=MODEL, messages=[*CHAT, message, result], tools=[TOOL])
+        with client.chat.completions.stream(model=MODEL, messages=CHAT, **wish) as events:
+            [again] = events.get_final_completion().choices[0].message.tool_calls
+        right_call(again.function.name, json.loads(again.function.arguments))
+
+    def respond_with_call() -> None:
+        wish = {
+            "tools": [{"type": "function", "strict": True, **FUNCTION}],
+            "tool_choice": {"type": "function", "name": "look"},
+            "parallel_tool_calls": False,
+        }
+        first = respond(model=MODEL, input=ITEMS, **wish)
+        [made] = first.output
+        right_call(made.name, json.loads(made.arguments))
+        result = {"type": "function_call_output", "call_id": made.call_id, "output": "Well."}
+        respond(model=MODEL, input=[result], previous_response_id=first.id)
+        with client.responses.stream(model=MODEL, input=ITEMS, **wish) as events:
+            [again] = events.get_final_response().output
+        right_call(again.name, json.loads(again.arguments))
+
+    def parse() -> str:
+        completion = client.chat.completions.parse(
+            model=MODEL, messages=CHAT, response_format=Shape
+        )
+        return completion.choices[0].message.parsed.kind
+
     def stream() -> str:
         chunks = ask(model=MODEL, messages=CHAT, temperature=0, stream=True)
         return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -97,12 +153,15 @@ def openai_checks() -> dict[str, Check]:
         "JSON schema": lambda: right_json(
             ask(model=MODEL, messages=CHAT, response_format=form).choices[0].message.content
         ),
+        "parse()": parse,
+        "tools": call,
         "completions": lambda: client.completions.create(model=MODEL, prompt="a", max_tokens=3),
         "Responses": lambda: right(respond(model=MODEL, input=ITEMS, temperature=0).output_text),
         "Responses streamed": lambda: right(events()),
         "Responses with a schema": lambda: right_json(
             respond(model=MODEL, input=ITEMS, text=text).output_text
         ),
+        "Responses with tools": respond_with_call,
         "previous_response_id": follow,
         "models": lambda: client.models.retrieve(MODEL),
     }
@@ -117,6 +176,23 @@ def anthropic_checks() -> dict[str, Check]:
     def stream() -> str:
         with client.messages.stream(**wish) as events:
             return "".join(events.text_stream)
+
+    def call() -> None:
+        tool = {"name": "look", "description": "Tell a shape.", "input_schema": LOOK}
+        more = {
+            "tools": [tool],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "max_tokens": 100,
+        }
+        first = client.messages.create(**{**wish, **more})
+        [made] = first.content
+        right_call(made.name, made.input)
+        result = {"type": "tool_result", "tool_use_id": made.id, "content": BLOCKS}
+        turns = [*TURNS, first.to_param(), {"role": "user", "content": [result]}]
+        client.messages.create(**{**wish, "messages": turns, "tools": [tool]})
+        with client.messages.stream(**{**wish, **more}) as events:
+            [again] = events.get_final_message().content
+        right_call(again.name, again.input)
 
     def follow() -> str:
         first = client.messages.create(**wish)
@@ -134,6 +210,7 @@ def anthropic_checks() -> dict[str, Check]:
         "JSON schema": lambda: right_json(
             client.messages.create(**wish, output_config=form).content[0].text
         ),
+        "tools": call,
         "token counts": lambda: client.messages.count_tokens(model=MODEL, messages=TURNS),
     }
 
@@ -143,6 +220,17 @@ def ollama_checks() -> dict[str, Check]:
     client = Client(host=URL)
     turns = [{"role": "user", "content": QUESTION, "images": [DATA]}]
     options = {"temperature": 0}
+
+    def tools() -> None:
+        said = client.chat(model=MODEL, messages=turns, options=options, tools=[TOOL])
+        right(said.message.content)
+        called = {"function": {"name": "look", "arguments": {"kind": "star"}}}
+        history = [
+            *turns,
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "tool_name": "look", "content": "A star."},
+        ]
+        client.chat(model=MODEL, messages=history, options=options, tools=[TOOL])
 
     def stream() -> str:
         lines = client.chat(model=MODEL, messages=turns, options=options, stream=True)
@@ -156,6 +244,7 @@ def ollama_checks() -> dict[str, Check]:
         "JSON schema": lambda: right_json(
             client.chat(model=MODEL, messages=turns, format=SCHEMA).message.content
         ),
+        "tools": tools,
         "completions": lambda: right(
             client.generate(model=MODEL, prompt=QUESTION, images=[DATA], options=options).response
         ),
@@ -181,6 +270,16 @@ def litellm_checks() -> dict[str, Check]:
         chunks = litellm.completion(**wish, messages=CHAT, stream=True)
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
+    def call() -> None:
+        made = litellm.completion(
+            **wish, messages=CHAT, tools=[TOOL], tool_choice="required", parallel_tool_calls=False
+        )
+        [told] = made.choices[0].message.tool_calls
+        right_call(told.function.name, json.loads(told.function.arguments))
+        turns = [*CHAT, made.choices[0].message.model_dump()]
+        turns.append({"role": "tool", "tool_call_id": told.id, "content": "Well."})
+        litellm.completion(**wish, messages=turns, tools=[TOOL])
+
     def claude() -> str:
         answer = litellm.completion(
             model=f"anthropic/{MODEL}", api_base=URL, messages=CHAT, temperature=0, max_tokens=30
@@ -198,6 +297,7 @@ def litellm_checks() -> dict[str, Check]:
             .choices[0]
             .message.content
         ),
+        "tools": call,
         "Responses": lambda: right(litellm.responses(**wish, input=ITEMS).output_text),
         "as Anthropic": lambda: right(claude()),
     }
@@ -205,33 +305,63 @@ def litellm_checks() -> dict[str, Check]:
 
 def langchain_checks() -> dict[str, Check]:
 
-    class Shape(BaseModel):
-        """A shape."""
-
-        kind: Literal["star", "circle"]
-
     messages = [("human", PARTS)]
     chat = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", temperature=0)
     responses = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", temperature=0, use_responses_api=True)
     claude = ChatAnthropic(model=MODEL, base_url=URL, temperature=0, max_tokens=30, api_key="none")
     ollama = ChatOllama(model=MODEL, base_url=URL, temperature=0)
     structured = chat.with_structured_output(Shape, method="json_schema")
+
+    def call(model: ChatOpenAI | ChatAnthropic, choice: str) -> None:
+        [made] = model.bind_tools([TOOL], tool_choice=choice).invoke(messages).tool_calls[:1]
+        right_call(made["name"], made["args"])
+
+    calling = chat.with_structured_output(Shape, method="function_calling")
     return {
         "images": lambda: right(chat.invoke(messages).content),
         "stream": lambda: right("".join(str(c.content) for c in chat.stream(messages))),
         "JSON schema": lambda: structured.invoke(messages).kind,
+        "with_structured_output": lambda: calling.invoke(messages).kind,
+        "tools": lambda: call(chat, "required"),
+        "tools of Responses": lambda: call(responses, "required"),
+        "tools as Anthropic": lambda: call(claude.model_copy(update={"max_tokens": 100}), "any"),
         "Responses": lambda: right(responses.invoke(messages).content),
         "as Anthropic": lambda: right(claude.invoke(messages).content),
         "as Ollama": lambda: right(ollama.invoke(messages).content),
     }
 
 
-#: What llm-comply's tests need that no model here does.
-_COMPLY_IGNORED = {
-    "openai-chat": ("chat-tool-calling",),
-    "open-responses": ("tool-calling", "compact-response", "compact-missing-model"),
-    "anthropic": ("anth-tool-calling",),
-}
+def instructor_checks() -> dict[str, Check]:
+    client = OpenAI(base_url=f"{URL}/v1", max_retries=0)
+
+    def ask(mode: instructor.Mode) -> str:
+        patched = instructor.from_openai(client, mode=mode)
+        return patched.chat.completions.create(
+            model=MODEL, messages=CHAT, response_model=Shape, max_retries=0
+        ).kind
+
+    modes = {
+        "tools": instructor.Mode.TOOLS,
+        "JSON": instructor.Mode.JSON_SCHEMA,
+    }
+    return {name: lambda mode=mode: ask(mode) for name, mode in modes.items()}
+
+
+def pydantic_ai_checks() -> dict[str, Check]:
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+    prompt = [QUESTION, BinaryContent(Path(IMAGE).read_bytes(), media_type="image/png")]
+
+    def ask(output: object) -> str:
+        return str(Agent(model, output_type=output).run_sync(prompt).output)
+
+    return {
+        "images": lambda: right(Agent(model).run_sync(prompt).output),
+        "tool output": lambda: ask(ToolOutput(Shape)),
+        "native output": lambda: ask(NativeOutput(Shape)),
+    }
+
+
+COMPLY_FORMS = ("openai-chat", "open-responses", "anthropic")
 
 
 def comply_checks() -> dict[str, Check]:
@@ -242,11 +372,9 @@ def comply_checks() -> dict[str, Check]:
         results = json.loads(done.stdout)
         results = results if isinstance(results, list) else results["results"]
         failed = {each["id"]: each.get("errors") for each in results if each["status"] == "failed"}
-        for name in _COMPLY_IGNORED[form]:
-            failed.pop(name, None)
         assert not failed, json.dumps(failed)[:400]
 
-    return {form: lambda form=form: run(form) for form in _COMPLY_IGNORED}
+    return {form: lambda form=form: run(form) for form in COMPLY_FORMS}
 
 
 CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
@@ -255,6 +383,8 @@ CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
     "ollama": ollama_checks,
     "litellm": litellm_checks,
     "langchain-openai": langchain_checks,
+    "instructor": instructor_checks,
+    "pydantic-ai-slim": pydantic_ai_checks,
     "llm-comply": comply_checks,
 }
 

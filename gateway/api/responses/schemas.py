@@ -111,22 +111,23 @@ class ResponseTool(EchoedStruct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseChosenTool(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    """The function that must be called."""
+class ResponseNamedTool(EchoedStruct, frozen=True, kw_only=True):
+    """A function by its name."""
 
+    type: Literal["function"]
     name: str
 
 
-class ResponseAllowedTools(
-    EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"
-):
-    """Some of the tools."""
+class ResponseChoice(EchoedStruct, frozen=True, kw_only=True, omit_defaults=True):
+    """`tool_choice` as an object; some clients send its words as one, too."""
 
-    tools: list[ResponseChosenTool]
-    mode: Literal["auto", "required"] = "auto"
+    type: Literal["function", "allowed_tools", "auto", "none", "required"]
+    name: str | None = None  #: of the function
+    tools: list[ResponseNamedTool] | None = None  #: that are allowed
+    mode: Literal["auto", "required"] | None = None  #: of those
 
 
-ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChosenTool | ResponseAllowedTools
+ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
 
 
 class ResponseFormat(RequestStruct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):

@@ -21,8 +21,7 @@ from gateway.api.responses.schemas import (
     InputPart,
     ReasoningText,
     Refusal,
-    ResponseAllowedTools,
-    ResponseChosenTool,
+    ResponseChoice,
     ResponseFields,
     ResponseFormat,
     ResponseRequest,
@@ -149,7 +148,7 @@ def translate(
             with_logprobs=sampling.num_logprobs is not None,
             text=request.text or TextConfig(),
             tools=tuple(map(_show_tool, filter(_is_function, request.tools or ()))),
-            tool_choice=request.tool_choice or "auto",
+            tool_choice=_word_of(request.tool_choice),
             parallel_tool_calls=request.parallel_tool_calls is not False,
             messages=_without_instructions(conversation, request) if stores else (),
         ),
@@ -226,6 +225,15 @@ def _show_tool(tool: ResponseTool) -> ShownTool:
     return ShownTool(tool.name or "", tool.description, schema, tool.strict)
 
 
+def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
+    """The choice, one word where it names no function."""
+    if choice is None:
+        return "auto"
+    if isinstance(choice, ResponseChoice) and choice.type not in ("function", "allowed_tools"):
+        return choice.type
+    return choice
+
+
 def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) -> Tools | None:
     """What the model may call, or has to; None: nothing. Raises: InvalidRequest."""
     if not request.tools and request.tool_choice is None:
@@ -238,11 +246,15 @@ def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) ->
             raise missing(f"tools.[{index}].name")
         field = FunctionField(tool.name, tool.description, tool.parameters, tool.strict)
         functions.append((f"tools.[{index}]", field))
-    choice, names = request.tool_choice, None
+    choice, names = _word_of(request.tool_choice), None
     must_call = choice == "required"
-    if isinstance(choice, ResponseChosenTool):
+    if isinstance(choice, ResponseChoice) and choice.type == "function":
+        if choice.name is None:
+            raise missing("tool_choice.name")
         names, must_call = frozenset((choice.name,)), True
-    elif isinstance(choice, ResponseAllowedTools):
+    elif isinstance(choice, ResponseChoice):
+        if choice.tools is None:
+            raise missing("tool_choice.tools")
         names = frozenset(tool.name for tool in choice.tools)
         must_call = choice.mode == "required"
     offer = Offer(
