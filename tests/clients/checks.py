@@ -5,10 +5,15 @@
 It imports nothing of the project. A feature that a client does not have is left out.
 """
 
+import atexit
 import base64
 import json
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -67,7 +72,7 @@ FUNCTION = {"name": "look", "description": "Tell a shape.", "parameters": LOOK}
 TOOL = {"type": "function", "function": FUNCTION}
 
 
-class Shape(BaseModel):
+class Shape(BaseModel, extra="forbid"):
     """A shape."""
 
     kind: Literal["star", "circle"]
@@ -88,9 +93,9 @@ def right_json(text: str) -> None:
     assert set(json.loads(text)) == {"kind"}, text[:60]
 
 
-def openai_checks() -> dict[str, Check]:
+def openai_checks(url: str = URL) -> dict[str, Check]:
 
-    client = OpenAI(base_url=f"{URL}/v1", max_retries=0)
+    client = OpenAI(base_url=f"{url}/v1", max_retries=0)
     ask = client.chat.completions.create
     respond = client.responses.create
     form = {
@@ -167,9 +172,9 @@ def openai_checks() -> dict[str, Check]:
     }
 
 
-def anthropic_checks() -> dict[str, Check]:
+def anthropic_checks(url: str = URL) -> dict[str, Check]:
 
-    client = Anthropic(base_url=URL, max_retries=0)
+    client = Anthropic(base_url=url, max_retries=0)
     wish = {"model": MODEL, "max_tokens": 30, "messages": TURNS, "extra_body": {"temperature": 0}}
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
 
@@ -303,6 +308,32 @@ def litellm_checks() -> dict[str, Check]:
     }
 
 
+def proxy_checks() -> dict[str, Check]:
+    """OpenAI's and Anthropic's clients through LiteLLM's proxy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
+    config = {"model_list": [{"model_name": MODEL, "litellm_params": served}]}
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    command = [Path(sys.executable).with_name("litellm"), "--config", folder / "config.yaml"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    atexit.register(process.kill)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(240):
+        try:
+            with urllib.request.urlopen(f"{url}/health/liveliness", timeout=5):
+                break
+        except OSError:
+            time.sleep(0.5)
+    told = {f"openai: {name}": check for name, check in openai_checks(url).items()}
+    return told | {f"anthropic: {name}": check for name, check in anthropic_checks(url).items()}
+
+
 def langchain_checks() -> dict[str, Check]:
 
     messages = [("human", PARTS)]
@@ -377,11 +408,13 @@ def comply_checks() -> dict[str, Check]:
     return {form: lambda form=form: run(form) for form in COMPLY_FORMS}
 
 
+#: By the name of their package, and what else they are called.
 CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
     "openai": openai_checks,
     "anthropic": anthropic_checks,
     "ollama": ollama_checks,
     "litellm": litellm_checks,
+    "litellm proxy": proxy_checks,
     "langchain-openai": langchain_checks,
     "instructor": instructor_checks,
     "pydantic-ai-slim": pydantic_ai_checks,
@@ -392,7 +425,8 @@ CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
 def main() -> None:
     told: dict[str, dict[str, str]] = {}
     for name, checks in CLIENTS.items():
-        results = told[f"{name} {version(name)}"] = {}
+        package, _, what = name.partition(" ")
+        results = told[f"{package} {version(package)} {what}".rstrip()] = {}
         for feature, check in checks().items():
             try:
                 check()

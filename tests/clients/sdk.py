@@ -51,7 +51,7 @@ class Renaming(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(said)
 
-    do_GET = do_POST = do_DELETE = _pass_on  # noqa: N815
+    do_GET = do_POST = do_DELETE = _pass_on
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
