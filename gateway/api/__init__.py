@@ -58,7 +58,9 @@ def create_operations(
     stores = VectorStores(lifecycle, search, limits, default_store)
     return [
         *stores.operations(),
-        *Files(search, batches and batches.files, limits).operations(),
+        *Files(
+            search, batches and batches.files, lifecycle.kept, lifecycle.loader, limits
+        ).operations(),
         *BatchRoutes(batches, look, limits).operations(),
         *Similar(stores).operations(),
         *ResponseRoutes(lifecycle.kept).operations(),

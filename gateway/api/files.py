@@ -1,7 +1,9 @@
-"""`/v1/files`: files that clients upload, for vector stores and for batches, and what batches come to.
+"""`/v1/files`: files that clients upload: for vector stores, for batches (and what those come to), images.
 
 Source: OpenAI API reference, "Files".
 """
+
+import time
 
 import msgspec
 from fastapi import Response
@@ -13,12 +15,17 @@ from gateway.api.fields import invalid
 from gateway.api.routes import Caller, Operation
 from gateway.api.vector_stores import Deleted, ListQuery
 from gateway.batches.files import FILE_ID, BatchFile, BatchFiles
+from gateway.calls.kept import IMAGE_ID, KeptAnswers, image_name
 from gateway.http.errors import InvalidRequest, NotFound
 from gateway.http.multipart import read_form
+from gateway.images.loader import ImageLoader, ImageSource
 from gateway.search import SearchClient
+from shared.records.api import Record
 from shared.search import DropFile, FileRecord, ListFiles, PutFile, ReadFile
 from shared.settings.limits import MAX_BATCH_FILES, MAX_FILENAME_CHARS, LimitSettings
 
+#: The purpose of images, which stand for their URL in later requests.
+IMAGES = "vision"
 PURPOSES = ("assistants", "user_data")
 #: Of files that a store of the gateways' own keeps; the search process has the others.
 BATCH_PURPOSES = (PURPOSE, "batch_output")
@@ -68,8 +75,15 @@ class Files:
     """The operations on files."""
 
     def __init__(
-        self, search: SearchClient, batch_files: BatchFiles | None, limits: LimitSettings
+        self,
+        search: SearchClient,
+        batch_files: BatchFiles | None,
+        images: KeptAnswers,
+        loader: ImageLoader,
+        limits: LimitSettings,
     ) -> None:
+        self._images = images
+        self._loader = loader
         self._search = search
         self._batch_files = batch_files
         self._limits = limits
@@ -109,10 +123,10 @@ class Files:
                     f"Missing required field: {name}.", param=name, code="missing_field"
                 )
         purpose = fields["purpose"].data.decode(errors="replace")
-        if purpose not in (*PURPOSES, PURPOSE):
-            raise invalid("purpose", f"send {', '.join(PURPOSES)} or {PURPOSE}")
+        if purpose not in (*PURPOSES, PURPOSE, IMAGES):
+            raise invalid("purpose", f"send {', '.join(PURPOSES)}, {IMAGES} or {PURPOSE}")
         file, most = fields["file"], self._limits.max_file_bytes
-        if purpose != PURPOSE and len(file.data) > most:
+        if purpose in PURPOSES and len(file.data) > most:
             raise InvalidRequest(
                 f"The file is too large: send at most {most} bytes.",
                 param="file",
@@ -124,8 +138,26 @@ class Files:
             raise invalid("file", f"send a file name of 1 to {MAX_FILENAME_CHARS} characters")
         if purpose == PURPOSE:
             return FileObject.of(await self._create_for_batch(caller.tenant, filename, file.data))
+        if purpose == IMAGES:
+            return await self._create_image(caller.context.tenant, filename, file.data)
         put = PutFile(tenant=caller.tenant, filename=filename, purpose=purpose, data=file.data)
         return FileObject.of(await self._search.ask(put, FileRecord))
+
+    async def _create_image(self, tenant: str, filename: str, data: bytes) -> FileObject:
+        """The same image has the same id, and is kept from now on."""
+        image = await self._loader.check(data, "file")
+        name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
+        file = FileObject(name, len(data), now, filename, IMAGES)
+        if not await self._images.put_image(tenant, image, msgspec.json.encode(file)):
+            message = "This server keeps no such image: send it as a data: URL."
+            raise InvalidRequest(message, param="file", status=413, code="store_full")
+        return file
+
+    async def _find_image(self, tenant: str, name: str) -> Record:
+        record = await self._images.get(tenant, name)
+        if record is None:
+            raise _no_file()
+        return record
 
     async def _create_for_batch(self, owner: str, filename: str, data: bytes) -> BatchFile:
         files, most = self._files, self._limits.max_key_batch_bytes
@@ -206,6 +238,9 @@ class Files:
         name = caller.path["file_id"]
         if name.startswith(FILE_ID):
             return FileObject.of(await self._find(caller.tenant, name))
+        if name.startswith(IMAGE_ID):
+            record = await self._find_image(caller.context.tenant, name)
+            return msgspec.json.decode(record.data, type=FileObject)
         asked = ReadFile(tenant=caller.tenant, file=name)
         return FileObject.of(await self._search.ask(asked, FileRecord))
 
@@ -218,6 +253,12 @@ class Files:
             length = {"content-length": str(file.num_bytes)}
             pieces = files.read(caller.tenant, file)
             return StreamingResponse(pieces, media_type=media_type, headers=length)
+        if name.startswith(IMAGE_ID):
+            [image] = (await self._find_image(caller.context.tenant, name)).images
+            loaded = await self._loader.load_all(
+                [ImageSource("", "file_id", image)], caller.held.add
+            )
+            return Response(loaded[0].data, media_type=image.media_type)
         asked = ReadFile(tenant=caller.tenant, file=name, with_data=True)
         record = await self._search.ask(asked, FileRecord)
         return Response(record.data, media_type=media_type)
@@ -228,6 +269,9 @@ class Files:
         if name.startswith(FILE_ID):
             files, file = self._files, await self._find(caller.tenant, name)
             await blocking(lambda: files.delete(caller.tenant, file))
+        elif name.startswith(IMAGE_ID):
+            if not await self._images.delete(caller.context.tenant, name):
+                raise _no_file()
         else:
             await self._search.ask(DropFile(tenant=caller.tenant, file=name), bool)
         return Deleted(name, "file")
@@ -242,5 +286,9 @@ class Files:
         files = self._files
         file = await blocking(lambda: files.get(owner, name))
         if file is None:
-            raise NotFound("There is no such file.", param="file_id", code="not_found")
+            raise _no_file()
         return file
+
+
+def _no_file() -> NotFound:
+    return NotFound("There is no such file.", param="file_id", code="not_found")

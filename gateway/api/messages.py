@@ -95,6 +95,12 @@ class UrlSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
     url: str
 
 
+class FileSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="file"):
+    """An image that was uploaded."""
+
+    file_id: str
+
+
 class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="text"):
     """A text."""
 
@@ -104,7 +110,7 @@ class TextBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="
 class ImageBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="image"):
     """An image, of a user's turn or of a tool's result."""
 
-    source: Base64Source | UrlSource
+    source: Base64Source | UrlSource | FileSource
 
 
 class ThinkingBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
@@ -379,7 +385,7 @@ class CountTokensOptions(msgspec.Struct, frozen=True):
 _HINTS = {
     "role": "Supported roles are user and assistant; send system as a field of its own.",
     "type": "Supported blocks are text, image, thinking, tool_use and tool_result, supported "
-    "sources base64 and url.",
+    "sources base64, url and file.",
     "tool_choice.type": "Send auto, any, tool or none.",
     "media_type": "Supported types are image/png, image/jpeg, image/webp and image/gif.",
 }
@@ -620,6 +626,8 @@ def _url(block: ImageBlock, place: str) -> str:
     source = block.source
     if isinstance(source, UrlSource):
         return source.url
+    if isinstance(source, FileSource):
+        return source.file_id
     beginning = _BEGINNINGS.get(source.media_type)
     if beginning is not None and not source.data.startswith(beginning):
         raise invalid(f"{place}.source.media_type", "the image is of another type; name its own")

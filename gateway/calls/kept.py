@@ -1,14 +1,25 @@
-"""Answers that are kept with their conversations, so that later requests go on from them.
+"""What is kept for later requests: answers with their conversations, and images that stand for a URL.
 
 Only the tenant who asked finds them. The images of a conversation are held as long.
 """
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 
+from msgspec.structs import replace
+
+from gateway.http.errors import InvalidRequest
+from gateway.images.loader import ImageSource, LoadedImage
 from shared.blobs.api import BlobStore
 from shared.protocol import ImageRef
 from shared.records.api import Record, RecordStore
+
+#: How the file ids of images begin.
+IMAGE_ID = "file-image-"
+_BY_SHA256 = "sha256:"
+_BY_NAME = (IMAGE_ID, _BY_SHA256)
+_MAX_NAME_CHARS = 64
 
 
 class KeptAnswers:
@@ -30,6 +41,43 @@ class KeptAnswers:
         for other, record in made_room:
             self._blobs.release(_holder(other), record.images)
 
+    async def put_image(self, tenant: str, image: LoadedImage, data: bytes) -> bool:
+        """Keep an image and what is told of it, from now on for its time; False: it is more than may be kept."""
+        name, owner = image_name(tenant, image.ref.sha256), _owner(tenant)
+        if self._ttl_s <= 0:
+            return False
+        await self._blobs.put(image.data, _holder(name), ttl_s=self._ttl_s, ref=image.ref)
+        await self._records.delete(owner, name)
+        await self.put(tenant, name, data, (image.ref,))
+        if await self._records.get(owner, name) is not None:
+            return True
+        self._blobs.release(_holder(name), (image.ref,))
+        return False
+
+    async def find_images(
+        self, tenant: str, sources: Sequence[ImageSource]
+    ) -> Sequence[ImageSource]:
+        """The same, with those found that are named by id or SHA-256. Raises: InvalidRequest."""
+        if not any(source.url.startswith(_BY_NAME) for source in sources):
+            return sources
+        return [await self._find_image(tenant, source) for source in sources]
+
+    async def _find_image(self, tenant: str, source: ImageSource) -> ImageSource:
+        if not source.url.startswith(_BY_NAME):
+            return source
+        name = source.url
+        if name.startswith(_BY_SHA256):
+            name = image_name(tenant, name.removeprefix(_BY_SHA256).lower())
+        record = await self.get(tenant, name) if len(name) <= _MAX_NAME_CHARS else None
+        if record is None:
+            raise InvalidRequest(
+                "No such image of this key's is kept, or not any more: upload it again, or send it "
+                "as a data: URL.",
+                param=source.param,
+                code="file_not_found",
+            )
+        return replace(source, url="", ref=record.images[0])
+
     async def get(self, tenant: str, name: str) -> Record | None:
         """The answer of that name, if it is kept."""
         return await self._records.get(_owner(tenant), name)
@@ -40,6 +88,11 @@ class KeptAnswers:
         if record is not None:
             self._blobs.release(_holder(name), record.images)
         return record is not None
+
+
+def image_name(tenant: str, sha256: str) -> str:
+    """The file id of an image of a tenant's."""
+    return IMAGE_ID + hashlib.sha256(f"image {tenant} {sha256}".encode()).hexdigest()[:32]
 
 
 def _owner(tenant: str) -> str:

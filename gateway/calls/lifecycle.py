@@ -252,12 +252,13 @@ class Lifecycle:
     ) -> OpenCall:
         """Queue one call per task.
 
-        Raises: InvalidRequest, Overloaded, BlobsUnavailable, QueueUnavailable.
+        Raises: InvalidRequest, Overloaded, BlobsUnavailable, RecordsUnavailable, QueueUnavailable.
         """
         self.key_limits.check(card.queue, context.tenant)
         if not plan.images:
             return await self._queue(plan, plan.tasks, card, context, clock, resumes)
-        images = await self._load_images(plan.images, clock, held)
+        sources = await self.kept.find_images(context.tenant, plan.images)
+        images = await self._load_images(sources, clock, held)
         refs = tuple(image.ref for image in images)
         tasks = [task.with_images(refs) for task in plan.tasks]
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"

@@ -70,6 +70,13 @@ class ImageLoader:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
+    async def check(self, data: bytes, param: str) -> LoadedImage:
+        """Encoded bytes that came by another way. Raises: InvalidRequest."""
+        try:
+            return await self._off_loop(self._check, data)
+        except ImageRefused as refused:
+            raise InvalidRequest(refused.message, param=param, code=refused.code) from None
+
     async def _load(self, source: ImageSource, reserve: Callable[[int], None]) -> LoadedImage:
         try:
             if source.ref is not None:

@@ -116,7 +116,9 @@ class LimitSettings(Group):
     )
 
     max_key_responses: int = Field(
-        default=1000, ge=1, description="Answers of `/v1/responses` that are kept for one API key."
+        default=1000,
+        ge=1,
+        description="Answers of `/v1/responses` and images that are kept for one API key.",
     )
     max_key_response_bytes: int = Field(
         default=256 * MIB,

@@ -95,7 +95,7 @@ class GatewaySettings(Group):
         default=3600.0,
         ge=0,
         le=2_592_000,
-        description="Answers of `/v1/responses` are kept that long for `previous_response_id`; 0: none is.",
+        description="Answers of `/v1/responses` are kept that long for `previous_response_id`, and images for their file ids; 0: none is.",
     )
     files: str = Field(
         default="",

@@ -377,9 +377,11 @@ class _Items:
             return self._conversation.text(part.refusal)
         if not isinstance(part, InputImage):
             return self._conversation.text(part.text)
-        if part.image_url is None:
+        name = "image_url" if part.file_id is None else "file_id"
+        source = part.image_url if part.file_id is None else part.file_id
+        if source is None:
             raise invalid(f"{param}.image_url", "send the image as a data: URL in base64")
-        return self._conversation.image(part.image_url, f"{param}.image_url", role)
+        return self._conversation.image(source, f"{param}.{name}", role)
 
 
 def _thought(content: str | Sequence[InputPart]) -> str:
