@@ -1,12 +1,18 @@
 """Applications by the command line and over HTTP, on real processes."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from tests.integration.fleet_process import start_fleet
-from tests.integration.test_deployments import Deployer
+from tests.integration.fleet_process import ROOT, start_fleet
+from tests.integration.test_deployments import WITHIN_S, Deployer
 
 APPLICATION = """
 from vlm_app import Application, TaskError
@@ -64,19 +70,154 @@ def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     opened = deployer.vlm("session", "create", "greeter", "--common-data", '{"word": "dear"}')
     assert opened.returncode == 0, opened.stderr
     name = opened.stdout.strip()
-    done = deployer.vlm("session", "run", name, "you", "me", "--id", "t")
-    assert done.stdout.splitlines() == ['"dear you"', '"dear me"'], done.stderr
-    again = deployer.vlm("session", "run", name, "you", "me", "--id", "t")
-    assert again.stdout == done.stdout
-    failed = deployer.vlm("session", "run", name, "fail")
-    assert failed.returncode == 5
-    assert "told to" in failed.stderr
+    done = deployer.vlm("session", "run", name, "you", "fail", "me")
+    assert done.stdout.splitlines() == ['"dear you"', '"dear me"']
+    assert (done.returncode, "told to" in done.stderr) == (5, True)
     listed = json.loads(deployer.vlm("session", "list", "-o", "json").stdout)
     [found] = [each for each in listed if each["id"] == name]
     counts = {state: found[state] for state in ("pending", "running", "succeed", "failed")}
     assert counts == {"pending": 0, "running": 0, "succeed": 2, "failed": 1}
     closed = deployer.vlm("session", "close", name)
     assert closed.returncode == 0, closed.stderr
-    refused = deployer.vlm("session", "run", name, "you")
-    assert refused.returncode == 4
-    assert "closed" in refused.stderr
+
+
+# What takes its time: make applications
+
+LONG = pytest.mark.skipif(not os.environ.get("APPLICATIONS_LONG"), reason="make applications")
+
+STAMPED = """
+import time, uuid
+from vlm_app import Application
+
+class Stamped(Application):
+    def enter(self, common_data):
+        self.stamp = uuid.uuid4().hex
+
+    def run(self, task):
+        time.sleep(task["s"])
+        return {"stamp": self.stamp, "number": task["number"]}
+"""
+
+
+class Stamp:
+    """A session of 100 tasks, each of which says in which process it ran."""
+
+    def __init__(self, client: httpx.Client, name: str) -> None:
+        self.client = client
+        opened = client.post(f"/v1/applications/{name}/sessions", json={"common_data": 1})
+        assert opened.status_code == 200, opened.text
+        self.path = f"/v1/sessions/{opened.json()['id']}"
+
+    def send(self, count: int, seconds: float) -> None:
+        inputs = [{"number": i, "s": seconds} for i in range(count)]
+        tasks = [{"id": f"t{i}", "input": each} for i, each in enumerate(inputs)]
+        assert self.client.post(f"{self.path}/tasks", json={"tasks": tasks}).status_code == 200
+
+    def wait(self, state: str, count: int) -> None:
+        give_up_at = time.monotonic() + WITHIN_S
+        while (found := self.client.get(self.path).json())[state] < count:
+            assert time.monotonic() < give_up_at, found
+            time.sleep(0.1)
+
+    def outputs(self, count: int) -> list[dict]:
+        tasks = [self.client.get(f"{self.path}/tasks/t{i}?wait=60").json() for i in range(count)]
+        assert {task["state"] for task in tasks} == {"succeed"}, tasks
+        return [task["output"] for task in tasks]
+
+
+def deploy_source(deployer: Deployer, name: str, source: str, *more: str):
+    folder = deployer.folder / name
+    folder.mkdir(exist_ok=True)
+    (folder / "app.py").write_text(source)
+    return deployer.vlm("deploy", "--name", name, "--application", str(folder), *more)
+
+
+@LONG
+def test_an_instance_that_dies_in_the_middle_of_a_session_loses_no_task(deployer: Deployer):
+    done = deploy_source(
+        deployer, "stamped", STAMPED, "--min-instances", "1", "--max-instances", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    with deployer.fleet.client() as client:
+        session = Stamp(client, "stamped")
+        session.send(100, 0.02)
+        session.wait("succeed", 37)
+        [instance] = [
+            process for process in deployer.fleet.family()
+            if "worker" in process.cmdline()
+            and process.environ().get("VLM_WORKER__PACKAGE", "").startswith("stamped@")
+        ]  # fmt: skip
+        instance.kill()
+        outputs = session.outputs(100)
+    assert [output["number"] for output in outputs] == list(range(100))
+    assert len({output["stamp"] for output in outputs}) == 2
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ("raise RuntimeError('no model here')", "RuntimeError: no model here"),
+        ("import time; time.sleep(600)", "not ready within 6 s"),
+        ("import os; os._exit(9)", "exit code 9"),
+    ],
+)
+def test_a_version_that_cannot_be_set_up_is_rolled_back_and_the_old_one_serves(
+    deployer: Deployer, setup: str, said: str
+):
+    good = "from vlm_app import Application\n\nclass A(Application):\n    def run(self, task):\n        return 1\n"
+    first = deploy_source(deployer, "fragile", good, "--min-instances", "1")
+    assert first.returncode == 0, first.stderr
+    bad = good + f"\n    def setup(self, context):\n        {setup}\n"
+    asked, stopping = [], threading.Event()
+
+    def ask() -> None:
+        with deployer.fleet.client() as client:
+            while not stopping.wait(0.05):
+                answer = client.post("/v1/applications/fragile/run", json={"input": 0})
+                asked.append(answer.status_code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        second = deploy_source(deployer, "fragile", bad, "--start-s", "6", "--retry-limit", "1")
+    finally:
+        stopping.set()
+        thread.join()
+    assert second.returncode == 5
+    assert said in second.stderr
+    assert set(asked) == {200}
+
+
+@LONG
+def test_a_node_that_is_killed_in_a_task_has_it_done_elsewhere(deployer: Deployer, tmp_path):
+    gateway = next(p for p in deployer.fleet.family() if "gateway" in p.cmdline()).environ()
+    names = ("VLM_REDIS__URL", "VLM_DEPLOY__STORE")
+    given = {name: gateway[name] for name in names}
+
+    def start_node(name: str) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ, **given, "PYTHONPATH": str(ROOT), "VLM_DEPLOY__NODE_ID": name,
+            "VLM_DEPLOY__CPU": "64", "VLM_DEPLOY__CACHE_DIR": str(tmp_path / name),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "vlm", "node"]
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+    nodes = {name: start_node(name) for name in ("a", "b")}
+    try:
+        more = ("--resources", "cpu=32", "--min-instances", "1", "--max-instances", "1")
+        done = deploy_source(deployer, "elsewhere", STAMPED, *more, "--wait", "60")
+        assert done.returncode == 0, done.stderr
+        headers = {"authorization": f"Bearer {deployer.key}"}
+        with deployer.fleet.client() as client:
+            session = Stamp(client, "elsewhere")
+            session.send(1, 3.0)
+            session.wait("running", 1)
+            app = client.get("/v1/applications/elsewhere", headers=headers).json()
+            nodes[app["slots"][0]["node"]].kill()
+            [output] = session.outputs(1)
+        assert output["number"] == 0
+    finally:
+        for node in nodes.values():
+            node.kill()
+            node.wait()
