@@ -33,7 +33,7 @@ class Greeter(Application):
 @pytest.fixture(scope="module")
 def deployer(tmp_path_factory) -> Iterator[Deployer]:
     folder = tmp_path_factory.mktemp("serve")
-    fleet = start_fleet(folder)
+    fleet = start_fleet(folder, VLM_DEPLOY__CPU="16")
     deployer = Deployer(fleet, folder)
     (folder / "greeter").mkdir()
     (folder / "greeter" / "app.py").write_text(APPLICATION)
@@ -201,7 +201,7 @@ def test_a_node_that_is_killed_in_a_task_has_it_done_elsewhere(deployer: Deploye
             "VLM_DEPLOY__CPU": "64", "VLM_DEPLOY__CACHE_DIR": str(tmp_path / name),
         }  # fmt: skip
         command = [sys.executable, "-m", "vlm", "node"]
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, env=environment, cwd=ROOT)
 
     nodes = {name: start_node(name) for name in ("a", "b")}
     try:
