@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engines.application.child import Child, ChildFailed, Reply
+from engines.application.sandbox import find_bubblewrap
 from engines.application.settings import ApplicationSettings
 from engines.base import (
     Capabilities,
@@ -80,6 +81,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._child: Child | None = None
         self._state = "starting"  # then `idle`, and while a task is here `entering` and `running`
         self._cancel_until = 0.0
+        self._ready_by = 0.0
         self._sessions: OrderedDict[str, None] = OrderedDict()  # entered here, the latest last
         self._num_starts = 0  # since one that succeeded
         self._stats = EngineStats()
@@ -117,15 +119,16 @@ class ApplicationEngine(Engine[TaskInput]):
             self._waiting = deque(each for each in self._waiting if each.request_id != request_id)
         elif not current.is_cancelled:
             current.is_cancelled = True
-            if self._state == "running" and self._child is not None:
-                self._cancel_until = time.monotonic() + self._settings.grace_s
-                self._child.send(b'{"type":"cancel"}')
-            else:  # its session can be entered all the same
+            if self._state in ("starting", "idle") or self._child is None:
                 self._current = None
+                return
+            self._cancel_until = time.monotonic() + self._settings.grace_s
+            if self._state == "running":
+                self._child.send(b'{"type":"cancel"}')
 
     def has_work(self) -> bool:
         """Whether a task waits or runs."""
-        return bool(self._waiting) or self._current is not None or self._state == "entering"
+        return bool(self._waiting) or self._current is not None
 
     def step(self) -> list[EngineOutput]:
         """Do what can be done, or wait for a moment. Raises: EngineLoadFailed where the application starts no more."""
@@ -144,6 +147,7 @@ class ApplicationEngine(Engine[TaskInput]):
     def _start(self) -> None:
         settings = self._settings
         self._state, self._num_starts = "starting", self._num_starts + 1
+        self._ready_by = time.monotonic() + settings.start_s
         self._sessions.clear()
         self._child = Child(settings)
         device = "cuda" if settings.uses_gpu else "cpu"
@@ -216,6 +220,8 @@ class ApplicationEngine(Engine[TaskInput]):
         for reply in self._child.receive(timeout_s):
             outputs += self._take(reply)
         self._stats.memory_bytes = {"application": self._child.memory_bytes}
+        if self._state == "starting" and time.monotonic() > self._ready_by:
+            raise ChildFailed(f"not ready within {self._settings.start_s:g} s")
         if self._cancel_until and time.monotonic() > self._cancel_until:
             raise ChildFailed("it did not end a task that was cancelled")
         return outputs
@@ -228,13 +234,16 @@ class ApplicationEngine(Engine[TaskInput]):
                 assert self._child is not None
                 raise ChildFailed(reply.message)
             case "leaving", "left" | "error":
-                self._state = "idle"
+                self._rest()
             case "entering", "entered":
-                return self._entered()
+                assert self._current is not None
+                self._sessions[self._current.task.session] = None
+                self._rest()
             case "entering", "error":
-                self._state = "idle"
-                if self._current is not None:
-                    return self._enter_failed(self._current, reply.message)
+                task = self._current
+                assert task is not None
+                self._rest()
+                return [] if task.is_cancelled else self._enter_failed(task, reply.message)
             case "running", "item":
                 return self._tell(reply)
             case "running", "result" | "error":
@@ -243,12 +252,11 @@ class ApplicationEngine(Engine[TaskInput]):
                 raise ChildFailed(f"it said {reply.type!r} while it was {self._state}")
         return []
 
-    def _entered(self) -> list[EngineOutput]:
-        self._state = "idle"
-        task = self._current
-        if task is not None:
-            self._sessions[task.task.session] = None
-        return []
+    def _rest(self) -> None:
+        """The process waits for what comes next; a task that was cancelled meanwhile is over."""
+        self._state, self._cancel_until = "idle", 0.0
+        if self._current is not None and self._current.is_cancelled:
+            self._current = None
 
     def _enter_failed(self, task: TaskInput, message: str) -> list[EngineOutput]:
         """A session that cannot be entered is no fault of its task, until it was tried often enough."""
@@ -276,9 +284,8 @@ class ApplicationEngine(Engine[TaskInput]):
     def _end(self, reply: Reply) -> list[EngineOutput]:
         task = self._current
         assert task is not None
-        self._state, self._cancel_until = "idle", 0.0
+        self._rest()
         if task.is_cancelled:
-            self._current = None
             return []
         if reply.type == "error":
             return self._fail(task, ErrorCode.TASK_FAILED, reply.message)
@@ -343,6 +350,8 @@ def load_application_engine(
     """An application, set up. Raises: EngineStartError, EngineLoadFailed."""
     if not settings.entry and not settings.command:
         raise EngineStartError("VLM_ENGINE__ENTRY: name module:Class, or VLM_ENGINE__COMMAND")
+    if find_bubblewrap() is None or settings.isolation == "none":
+        logger.warning("the application runs without bubblewrap: limits alone are no sandbox")
     engine = ApplicationEngine(settings)
     card = ModelCard(
         name=settings.served_name or Path(settings.model).name,

@@ -60,19 +60,13 @@ def make_command(settings: ApplicationSettings, scratch: Path) -> list[str]:
     """
     check_isolation(settings.isolation)
     package = Path(settings.model).resolve()
-    limits = [
-        f"{name}={value}"
-        for name, value in {
-            "DATA": settings.memory_bytes,
-            "NOFILE": MAX_FILES,
-            "FSIZE": MAX_FILE_BYTES,
-            "NPROC": settings.max_processes,
-        }.items()
-        if value
-    ]
+    bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
+    values = {"NOFILE": MAX_FILES, "FSIZE": MAX_FILE_BYTES, "DATA": settings.memory_bytes}
+    if bubblewrap is not None:  # else all that its user runs would count
+        values["NPROC"] = settings.max_processes
+    limits = [f"{name}={value}" for name, value in values.items() if value]
     program = _program(settings, package)
     launch = [sys.executable, "-I", "-S", str(LAUNCH), *limits, "--", *program]
-    bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
     if bubblewrap is None:
         return launch
     return [bubblewrap, *_sandbox(settings, package), "--", *launch]

@@ -34,7 +34,7 @@ class ApplicationSettings(EngineSettings):
     uses_gpu: bool = Field(default=False, description="Whether it sees GPUs.")
     memory_bytes: int = Field(default=0, ge=0, description="Of all its processes together; 0: any.")
     max_processes: int = Field(
-        default=256, ge=1, description="Its processes and threads, beside those of its user."
+        default=256, ge=1, description="Its processes and their threads, together."
     )
     max_output_bytes: int = Field(
         default=4 * 1024**2, ge=1024, description="Of all that one task may come to."
@@ -43,6 +43,9 @@ class ApplicationSettings(EngineSettings):
         default=16,
         ge=1,
         description="Sessions that its process holds; of more, it leaves the one that rests longest.",
+    )
+    start_s: float = Field(
+        default=300.0, gt=0, description="In which a process that replaces another has to be ready."
     )
     grace_s: float = Field(
         default=2.0,

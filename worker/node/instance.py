@@ -233,6 +233,7 @@ class Instance:
             "network": str(config.network),
             "memory_bytes": str(resources.memory_bytes),
             "packages": str(packages or ""),
+            "start_s": str(self.spec.start_s),
             "uses_gpu": str(resources.gpu > 0),
             "isolation": self._settings.node.isolation,
         }

@@ -34,6 +34,8 @@ class Toy(Application):
         self.prefix = common_data
         if common_data == "refuse":
             raise ValueError("no such session")
+        if common_data == "hang":
+            time.sleep(3600)
 
     def run(self, task):
         if task == "pieces":
@@ -96,6 +98,12 @@ class Toy(Application):
         while True:
             held.append(bytearray(b"x" * 2**22))
 
+    def spread(self, task):
+        import threading
+        for _ in range(task["count"]):
+            threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+        time.sleep(60)
+
     def flood(self, task):
         for _ in range(200):
             print("y" * 2**16)
@@ -157,7 +165,7 @@ ISOLATIONS = ["none", *(["require"] if find_bubblewrap() else [])]
 def toy(request, tmp_path_factory) -> Iterator[Driver]:
     engine = make_engine(
         tmp_path_factory.mktemp("package"), isolation=request.param, memory_bytes=400 * 2**20,
-        max_output_bytes=2**16, grace_s=0.5, max_sessions=2,
+        max_output_bytes=2**16, grace_s=0.5, max_sessions=2, max_processes=40,
     )  # fmt: skip
     yield Driver(engine)
     engine.close()
@@ -245,6 +253,22 @@ def test_memory_has_a_limit(toy):
         (ErrorCode.TASK_FAILED, "MemoryError"),
         (ErrorCode.REQUEST_KILLS_WORKERS, "The applica"),
     }
+
+
+def test_processes_have_a_limit(toy):
+    code, message = toy.refused({"do": "spread", "count": 80})
+    assert (code, message[:12]) in {
+        (ErrorCode.TASK_FAILED, "RuntimeError"),
+        (ErrorCode.REQUEST_KILLS_WORKERS, "The applicat"),
+    }
+
+
+def test_a_session_that_hangs_as_it_is_entered_makes_way(toy):
+    name = toy.add({"do": "pid"}, session="hangs", common="hang")
+    for _ in range(5):
+        toy.engine.step()
+    toy.engine.abort(name)
+    assert toy.ask({"do": "greet", "name": "you"}) == "hello you"
 
 
 def test_what_it_prints_neither_blocks_nor_fills_the_log(toy, capfd):
