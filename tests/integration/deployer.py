@@ -27,7 +27,8 @@ class Deployer:
 
     def vlm(self, *arguments: str):
         environment = {**os.environ, "DEPLOY_KEY": self.key}
-        return run_vlm(*arguments, "--url", self.fleet.url, env=environment)
+        url = ("--url", self.fleet.url)
+        return run_vlm(*arguments, *url, env=environment, timeout=2 * WITHIN_S)
 
     def deploy(self, version: int, *more: str):
         package = self.folder / f"version-{version}"

@@ -80,9 +80,9 @@ def start_fleet(
     )  # fmt: skip
 
 
-def run_vlm(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
     """Run one `vlm` command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "vlm", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, **options,
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options,
     )  # fmt: skip

@@ -1,0 +1,206 @@
+"""Deployments under Locust's load: updates, versions that do not start, nodes that end or freeze. Not one request fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.deployer import Deployer
+from tests.integration.fleet_process import ROOT, Served, start_fleet
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.environ.get("FAULTS_LONG"), reason="takes minutes: make faults"),
+]
+LOAD_S = 15
+WITHIN_S = 120.0
+BIG_BYTES = 400 * 1024 * 1024
+
+
+def redis_url(fleet: Served) -> str:
+    return fleet.child("gateway").environ()["VLM_REDIS__URL"]
+
+
+@contextmanager
+def second_node(fleet: Served, folder: Path, **variables: str) -> Iterator[psutil.Process]:
+    """A `vlm node` beside the one of `vlm serve`, as on another machine."""
+    environment = {
+        **os.environ,
+        "VLM_REDIS_URL": redis_url(fleet),
+        "VLM_DEPLOY__STORE": f"file://{folder / 'packages'}",
+        "VLM_DEPLOY__CACHE_DIR": str(folder / "second-cache"),
+        "VLM_DEPLOY__NODE_ID": "second",
+        "VLM_ENGINE__MOCK__DECODE_S": "0.02",
+        **variables,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlm", "node"], cwd=ROOT, env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    found = psutil.Process(process.pid)
+    try:
+        yield found
+    finally:
+        for each in [*(found.children(recursive=True) if found.is_running() else []), found]:
+            if each.is_running():
+                each.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def deployer(tmp_path_factory) -> Iterator[Deployer]:
+    """With its own node's room for two instances."""
+    folder = tmp_path_factory.mktemp("serve")
+    fleet = start_fleet(folder, VLM_ENGINE__MOCK__DECODE_S="0.02", VLM_DEPLOY__CPU="2")
+    yield Deployer(fleet, folder)
+    fleet.end()
+
+
+@contextmanager
+def locust(deployer: Deployer) -> Iterator[None]:
+    """Locust's users ask, whole and streamed, until the block ends; every answer is checked."""
+    stopping, faults, num_runs = threading.Event(), list[str](), 0
+
+    def run() -> None:
+        nonlocal num_runs
+        while not stopping.is_set():
+            done = subprocess.run(
+                [sys.executable, "-m", "vlm", "loadtest", "--host", deployer.fleet.url, "--model",
+                 "cap", "--profile", "text", "--users", "6", "--duration", str(LOAD_S), "--warmup", "0",
+                 "--think-time", "0.2"],
+                cwd=ROOT, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            num_runs += 1
+            if done.returncode:
+                faults.append(done.stdout[-3000:] + done.stderr[-3000:])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+    assert not faults, faults[0]
+    assert num_runs
+
+
+def deployed(deployer: Deployer, version: int, *more: str) -> str:
+    done = deployer.deploy(version, *more)
+    assert done.returncode == 0, done.stderr
+    return deployer.active()
+
+
+def test_updates_and_rollbacks_of_one_another(deployer: Deployer):
+    """A, B, A in the middle of B's start, C; then back."""
+    first = deployed(deployer, 1, "--min-instances", "1")
+    with locust(deployer):
+        for version in (2, 1, 3):
+            done = deployer.deploy(version, "--wait", "0", "--min-instances", "1")
+            assert done.returncode == 0, done.stderr
+        app = deployer.wait(lambda app: app["state"] == "active" and app["generation"] >= 3)
+        assert app["active"]["digest"] != first
+        back = deployer.vlm("rollback", "cap")
+        assert back.returncode == 0, back.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--set", "no_such_setting=1"), "no_such_setting"),
+        (("--start-s", "0.1"), "not ready within 0.1 s"),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_a_version_that_does_not_start_is_rolled_back(deployer: Deployer, more, says):
+    old = deployer.active()
+    with locust(deployer):
+        done = deployer.deploy(10, *more)
+        assert done.returncode == 5, done.stderr
+        assert says in " ".join(done.stderr.split())
+    assert deployer.active() == old
+
+
+def test_a_node_that_is_killed_or_freezes(deployer: Deployer, tmp_path: Path):
+    folder = deployer.folder
+    with second_node(deployer.fleet, folder, VLM_DEPLOY__CPU="2") as node:
+        done = deployer.vlm("scale", "cap", "--min", "3", "--max", "3")
+        assert done.returncode == 0, done.stderr
+        deployer.wait(
+            lambda app: (
+                [s["state"] for s in app["slots"]] == ["ready"] * 3
+                and "second" in {s["node"] for s in app["slots"]}
+            )
+        )
+        with locust(deployer):
+            node.send_signal(signal.SIGSTOP)  # its instances go on; it is silent
+            deployer.wait(lambda app: "second" not in {s["node"] for s in app["slots"]})
+            node.send_signal(signal.SIGCONT)
+            deployer.wait(
+                lambda app: (
+                    [s["state"] for s in app["slots"]] == ["ready"] * 3
+                    and "second" in {s["node"] for s in app["slots"]}
+                )
+            )
+            node.kill()  # and its instances with it
+            deployer.wait(lambda app: "second" not in {s["node"] for s in app["slots"]})
+    app = deployer.app()
+    assert app["active"] is not None
+    assert app["state"] == "active"
+
+
+def test_an_upload_that_is_killed_registers_nothing_and_the_next_goes_on(
+    deployer: Deployer, tmp_path: Path
+):
+    before = deployer.app()["generation"]
+    package = tmp_path / "big"
+    package.mkdir()
+    (package / "config.json").write_text("{}")
+    with (package / "weights.safetensors").open("wb") as file:
+        for number in range(BIG_BYTES >> 20):
+            file.write(number.to_bytes(4, "big") * (1 << 18))
+    command = [
+        *(sys.executable, "-m", "vlm", "deploy", "--name", "cap", "--application", str(package)),
+        *("--set", "kind=mock", "--url", deployer.fleet.url),
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "DEPLOY_KEY": deployer.key},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    uploads = deployer.folder / "packages" / "uploads"
+    give_up_at = time.monotonic() + WITHIN_S
+    while not any(path.stat().st_size > BIG_BYTES // 8 for path in uploads.glob("*.part")):
+        assert process.poll() is None
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    parts = [path for path in uploads.glob("*.part") if path.stat().st_size > BIG_BYTES // 8]
+    assert deployer.app()["generation"] == before
+    assert parts
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "DEPLOY_KEY": deployer.key},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not any(path.exists() for path in parts)
+    assert deployer.app()["generation"] == before + 1
+
+
+def test_instances_follow_real_load_up_and_down(deployer: Deployer):
+    """One request at a time and instance, so that six users wait."""
+    slow = ("--max-instances", "2", "--idle-s", "4", "--set", "max_num_seqs=1")
+    deployed(deployer, 20, *slow, "--set", "mock__decode_s=0.3")
+    with locust(deployer):
+        deployer.wait(lambda app: app["desired"] == 2)
+    deployer.wait(lambda app: app["desired"] == 0 and not app["slots"])
+    with locust(deployer):
+        deployer.wait(lambda app: app["active"]["num_ready"] >= 1)
