@@ -33,6 +33,8 @@ class EngineKind:
     install: str = ""  #: what to install where a package that `create` needs is missing
     #: Refuses the name of a model that cannot be found, before anything is loaded. Raises: EngineStartError.
     check_model: Callable[[str], None] | str | None = None
+    #: Imports what `create` would; only where that takes seconds.
+    preload: Callable[[], None] | str | None = None
 
     def load_settings(self) -> type[EngineSettings]:
         """The class of its settings."""
@@ -42,6 +44,12 @@ class EngineKind:
         """What makes it. Raises: ModuleNotFoundError."""
         return resolve_name(self.create) if isinstance(self.create, str) else self.create
 
+    def load_all(self) -> None:
+        """Import what takes long of it, before there is a model. Raises: ModuleNotFoundError."""
+        self.load_create()
+        if self.preload is not None:
+            (resolve_name(self.preload) if isinstance(self.preload, str) else self.preload)()
+
 
 _kinds: dict[str, EngineKind] = {
     "torch": EngineKind(
@@ -49,6 +57,7 @@ _kinds: dict[str, EngineKind] = {
         "engines.torch_backend.loading.load:load_engine",
         install="vlm-fleet[torch]",
         check_model="engines.packages.resolve:check_reference",
+        preload="engines.torch_backend.models.registry:import_families",
     ),
     "mock": EngineKind(
         "engines.mock.settings:MockEngineSettings", "engines.mock.engine:load_mock_engine"

@@ -355,6 +355,10 @@ class DeploySettings(Group):
     memory_bytes: int = Field(
         default=0, ge=0, description="Memory that they may share; 0: the machine's."
     )
+    standby: bool = Field(
+        default=True,
+        description="Keep a process with the engine imported while a model rests that has run here: it starts sooner.",
+    )
     takes: str = Field(
         default="",
         pattern=r"^(none|[A-Za-z0-9][A-Za-z0-9._-]{0,62}@[0-9a-f]{12})?$",

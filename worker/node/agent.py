@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 
 from engines.application.sandbox import check_isolation
 from engines.base import EngineStartError
+from engines.registry import engine_kinds
 from shared.packages import rollout
 from shared.packages.board import Board
 from shared.packages.deployments import (
@@ -49,6 +50,7 @@ from worker.node.environments import make_packages
 from worker.node.gpus import find_gpus
 from worker.node.install import install
 from worker.node.instance import Instance
+from worker.node.standby import Standby
 
 TICK_S = 0.5
 RECORD_TTL_S = 5.0
@@ -98,6 +100,8 @@ class NodeAgent:
         self._queue = RedisGatewayQueue(self._redis, prefix)
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
+        self._standby = Standby()
+        self._engines: dict[str, str] = {}  # kinds of what has run here, by digest
         self._strays: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
         self._synced_at = float("-inf")
@@ -133,7 +137,19 @@ class NodeAgent:
         else:
             self._outage.succeeded()
 
+    def _engine_at_rest(self, apps: Mapping[str, App]) -> str | None:
+        """The engine of a deployment that has run here, rests, and would take long to start."""
+        self._engines |= {each.digest: each.engine for each in self._instances.values()}
+        for app in apps.values():
+            if app.active is None or app.desired or not self._settings.deploy.standby:
+                continue
+            kind = engine_kinds().get(self._engines.get(app.active.digest, ""))
+            if kind is not None and kind.preload is not None:
+                return self._engines[app.active.digest]
+        return None
+
     async def _leave(self) -> None:
+        await self._standby.keep(None)
         closing = [asyncio.ensure_future(each.close()) for each in self._instances.values()]
         while closing and not all(task.done() for task in closing):
             try:
@@ -154,6 +170,7 @@ class NodeAgent:
         await self._board.announce(self._record(), RECORD_TTL_S)
         apps = await self._board.apps()
         self._obey(apps)
+        await self._standby.keep(self._engine_at_rest(apps))
         await self._sync(apps, now)
         if not apps:
             return
@@ -291,7 +308,7 @@ class NodeAgent:
             app=name, slot=slot.id, digest=slot.digest, spec=revision.spec, gpus=gpus,
             settings=self._settings, install=self._install,
             make_packages=partial(make_packages, cache=self._cache),
-            find_card=self._find_card,
+            find_card=self._find_card, spare=self._standby.take(),
         )  # fmt: skip
 
     def _install(self, digest: str) -> tuple[Manifest, Path]:

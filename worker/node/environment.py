@@ -21,11 +21,7 @@ def child_environment(
 
     A child reads no other source: `.env` and the file of `VLM_CONFIG` hold what is not its own.
     """
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.upper().startswith(PREFIX) and name not in secrets | CLIENT_SECRETS
-    }
+    inherited = plain_environment(secrets)
     own = settings.model_copy(
         update={
             name: field.default
@@ -34,3 +30,12 @@ def child_environment(
         }
     )
     return inherited | to_environment(own)
+
+
+def plain_environment(secrets: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Our environment without settings, `secrets` and clients' keys."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(PREFIX) and name not in secrets | CLIENT_SECRETS
+    }

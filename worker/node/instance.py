@@ -21,13 +21,12 @@ from shared.settings.tree import EngineValues, Settings
 from worker.node.environment import WORKER_GROUPS, child_environment
 from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
+from worker.node.standby import MAX_LINE_BYTES, Spare
 from worker.node.supervisor import describe_end
 
 GRACE_S = 5.0
 POLL_S = 0.2
 _LAST_LINES = 5
-#: Of what a worker may say in one line.
-_MAX_LINE_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +52,7 @@ class Instance:
         install: Install,
         make_packages: MakePackages,
         find_card: FindCard,
+        spare: Spare | None = None,
     ) -> None:
         self.app = app
         self.slot = slot
@@ -63,6 +63,8 @@ class Instance:
         self._install = install
         self._make_packages = make_packages
         self._find_card = find_card
+        self._spare = spare
+        self.engine = ""  #: its kind, once that is known
         self.worker_id = f"{app}-{slot}-{os.getpid()}"
         self._state: ReportState = "starting"
         self._phase = "fetch"
@@ -106,6 +108,8 @@ class Instance:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
+            if self._spare is not None:
+                await self._spare.stop()
         if self._state != "failed":
             self._state = "gone"
 
@@ -133,13 +137,7 @@ class Instance:
             return
         if self._draining.is_set():
             return
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
-            env=environment,
-            start_new_session=True,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
-        )
+        self._process = await self._start(environment)
         reading = asyncio.create_task(self._pass_on(self._process))
         ending = asyncio.create_task(self._process.wait())
         draining = asyncio.create_task(self._draining.wait())
@@ -155,6 +153,20 @@ class Instance:
         finally:
             for task in (reading, ending, draining):
                 task.cancel()
+
+    async def _start(self, environment: dict[str, str]) -> asyncio.subprocess.Process:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.kind == self.engine and spare.is_alive:
+            return await spare.become(environment)
+        if spare is not None:
+            await spare.stop()
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
+            env=environment,
+            start_new_session=True,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+        )
 
     async def _start_and_watch(
         self, ending: "asyncio.Task[int]", draining: "asyncio.Task[bool]"
@@ -205,6 +217,7 @@ class Instance:
             "model": str(folder),
             "served_name": version_name(self.app, self.digest),
         }
+        self.engine = kind_of(values)
         if self._takes_threads(values):
             values.setdefault("num_threads", str(max(1, round(self.spec.resources.cpu))))
         worker = self._settings.worker.model_copy(

@@ -320,6 +320,12 @@ def _built_in() -> tuple[ModelFamily, ...]:
     return tuple(import_module(name).FAMILY for name in _BUILT_IN)
 
 
+def import_families() -> None:
+    """Import every family, as the first model would."""
+    _built_in()
+    import_module(_FALLBACK)
+
+
 def rename_weights(
     weights: dict[str, Tensor], family: ModelFamily, config: Any
 ) -> dict[str, Tensor]:

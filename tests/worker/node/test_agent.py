@@ -37,6 +37,7 @@ class FakeInstance:
     def __init__(self, *, app: str, slot: int, digest: str, spec: Spec, gpus: list[str], **_: Any):
         self.spec, self.gpus, self.digest = spec, gpus, digest
         self.key = (app, slot)
+        self.engine = "mock"
         self.state: Any = "failed" if digest in self.failing else "ready"
         self.all.append(self)
 

@@ -1,0 +1,38 @@
+"""A spare process becomes the worker that it is told to be, or ends with its node."""
+
+import os
+
+import pytest
+
+from worker.node.standby import Standby
+
+
+@pytest.fixture
+async def standby():
+    standby = Standby()
+    yield standby
+    await standby.keep(None)
+
+
+async def test_a_spare_becomes_a_worker_with_the_environment_that_it_is_told(standby):
+    await standby.keep("mock")
+    spare = standby.take()
+    assert spare is not None
+    assert standby.take() is None
+    told = {**os.environ, "VLM_LOGS__LEVEL": "info", "VLM_ENGINE__KIND": "mock", "VLM_NO_SUCH": "1"}
+    process = await spare.become(told)
+    _, said = await process.communicate()
+    assert process.returncode == os.EX_CONFIG  # it has read what it was told
+    assert b"VLM_NO_SUCH" in said
+
+
+async def test_one_that_nobody_needs_is_stopped_and_one_that_ended_is_replaced(standby):
+    await standby.keep("mock")
+    first = standby.take()
+    assert first is not None
+    await first.stop()
+    assert not first.is_alive
+    await standby.keep("mock")
+    await standby.keep("mock")
+    await standby.keep(None)
+    assert standby.take() is None

@@ -1,0 +1,75 @@
+"""A process that has imported an engine and waits to be told what to serve: a model at rest starts sooner by that.
+
+The node keeps one while a deployment rests that has run there. It becomes a worker by one line on its standard
+input, the environment of that worker.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from worker.node.environment import plain_environment
+
+MAX_LINE_BYTES = 64 * 1024  #: of what a worker may say in one line
+
+logger = logging.getLogger(__name__)
+
+
+class Spare:
+    """A process that waits; it is taken once, or stopped."""
+
+    def __init__(self, kind: str, process: asyncio.subprocess.Process) -> None:
+        self.kind = kind
+        self._process = process
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still waits."""
+        return self._process.returncode is None
+
+    async def become(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        """Have it be a worker with this environment."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # one that has just ended is found out by who waits for it
+            self._process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
+            await self._process.stdin.drain()
+        return self._process
+
+    async def stop(self) -> None:
+        """End it."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+
+
+class Standby:
+    """The one spare process of a node."""
+
+    def __init__(self) -> None:
+        self._spare: Spare | None = None
+
+    async def keep(self, kind: str | None) -> None:
+        """Have one for this engine, or none."""
+        spare = self._spare
+        if spare is not None and (spare.kind != kind or not spare.is_alive):
+            self._spare = None
+            await spare.stop()
+        if kind is not None and self._spare is None:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "worker.node.standby_worker", kind),
+                env=plain_environment(),
+                start_new_session=True,
+                stdin=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+            )
+            self._spare = Spare(kind, process)
+
+    def take(self) -> Spare | None:
+        """The process, which is the caller's from now on."""
+        spare, self._spare = self._spare, None
+        return spare
