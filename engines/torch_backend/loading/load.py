@@ -31,6 +31,7 @@ from engines.torch_backend.multimodal.processor import (
     example_prompt,
 )
 from engines.torch_backend.ops.cpu_level import choose_level
+from engines.torch_backend.ops.measured import measured
 from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
 from engines.torch_backend.parallel.leader import Leader
 from engines.torch_backend.parallel.mesh import SINGLE, Mesh
@@ -140,7 +141,11 @@ def prepare_kernels(settings: TorchSettings, device: torch.device) -> Ops | None
     """The operators that compute on a CPU, compiled where they were not; None elsewhere."""
     if device.type != "cpu":
         return None
-    return cpu_ops(settings.cpu_kernels, disabled=settings.switched_off)
+    level = None
+    if "cpu" not in settings.switched_off:
+        found = measured(choose_level(), torch.get_num_threads())
+        level = None if found == choose_level() else found
+    return cpu_ops(settings.cpu_kernels, level, settings.switched_off)
 
 
 def load_runner(

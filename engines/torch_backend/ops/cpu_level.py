@@ -104,6 +104,21 @@ def choose_level() -> CpuLevel:
 
 
 @cache
+def cpu_model() -> str:
+    """The processor's name, as Linux calls it; empty elsewhere."""
+    try:
+        text = _CPUINFO.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = (
+        line.partition(":")[2].strip()
+        for line in text.splitlines()
+        if line.startswith("model name")
+    )
+    return next(found, "")
+
+
+@cache
 def cpu_flags() -> frozenset[str]:
     """Names of instruction sets, as Linux calls them; none elsewhere."""
     try:

@@ -32,6 +32,9 @@ class Kind(IntEnum):
     INT4_BFLOAT16_SCALES = 5
 
 
+#: Of activations beside bfloat16 weights: rounded alike, or not.
+BFLOAT16_BITS, FLOAT_BITS = 16, 32
+
 FLOAT_KINDS = {
     torch.float32: Kind.FLOAT32,
     torch.bfloat16: Kind.BFLOAT16,
@@ -274,6 +277,7 @@ class Library:
     """The functions of a compiled library. Raises: OSError if it cannot be loaded, AbiMismatch."""
 
     def __init__(self, file: Path) -> None:
+        self.file = file
         functions = ctypes.CDLL(str(file))
         _check_abi(functions)
         functions.vlm_level.restype = ctypes.c_char_p

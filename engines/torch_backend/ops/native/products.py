@@ -12,7 +12,13 @@ from torch.nn import functional as F
 from engines.torch_backend.layers.activation import quick_gelu
 from engines.torch_backend.layers.quantized_linear import QuantizedLinear
 from engines.torch_backend.ops import native
-from engines.torch_backend.ops.native.library import FLOAT_KINDS, BoundProduct, Weights
+from engines.torch_backend.ops.native.library import (
+    BFLOAT16_BITS,
+    FLOAT_BITS,
+    FLOAT_KINDS,
+    BoundProduct,
+    Weights,
+)
 from engines.torch_backend.ops.native.library import Before as Kind
 from engines.torch_backend.ops.native.library import Kind as Stored
 from engines.torch_backend.ops.native.packed_linear import PackedLinear
@@ -60,8 +66,8 @@ def _limits(site: Site, weights: Stored, dtype: torch.dtype) -> tuple[int, int]:
         return site.bits, UNLIMITED
     is_rounded = weights is Stored.BFLOAT16 and dtype is torch.bfloat16
     if is_rounded and site.level.max_rounded_tokens:
-        return 16, site.level.max_rounded_tokens
-    return 32, site.level.max_float_tokens
+        return BFLOAT16_BITS, site.level.max_rounded_tokens
+    return FLOAT_BITS, site.level.max_float_tokens
 
 
 def to_weights(module: nn.Module) -> Weights | None:

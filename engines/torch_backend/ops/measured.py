@@ -1,0 +1,131 @@
+"""Which of the ways to multiply with bfloat16 weights is the fastest here: timed once a machine, not taken from its name.
+
+A processor may have an instruction and be slow at it, or torch may have a faster one (AMX). The times are kept beside the
+compiled kernels, in JSON, by library, torch, processor and number of threads.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from engines.torch_backend.ops import native
+from engines.torch_backend.ops.cpu_level import CpuLevel, cpu_model
+from engines.torch_backend.ops.native.compiler import CannotCompile
+from engines.torch_backend.ops.native.library import (
+    BFLOAT16_BITS,
+    FLOAT_BITS,
+    BoundProduct,
+    Library,
+)
+from engines.torch_backend.ops.native.products import to_weights
+from engines.torch_backend.ops.products import PlainProduct
+
+logger = logging.getLogger(__name__)
+
+#: Seconds of a product by its name and its number of tokens.
+Timings = Mapping[str, Mapping[int, float]]
+
+FEW, MANY = (1, 8), 512  # tokens
+_NUM_COPIES, _WIDTH, _ROUNDS = 5, 2048, 5  # 42 MB of weights: more than most caches hold
+_MARGIN = 1.1  # less of a difference is noise
+
+
+def decide(level: CpuLevel, timings: Timings) -> CpuLevel:
+    """The level with what is fastest by these times: `rounded` and `float` kernels, or `torch`."""
+    rounded, plain, by_torch = (timings[name] for name in ("rounded", "float", "torch"))
+    if all(rounded[count] > _MARGIN * plain[count] for count in FEW):
+        return replace(level, max_rounded_tokens=0)
+    if rounded[MANY] > _MARGIN * by_torch[MANY]:
+        return replace(level, max_rounded_tokens=level.max_float_tokens)
+    return level
+
+
+@cache
+def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
+    """The level as `decide` finds it on this machine; itself if it has nothing to choose or cannot be measured."""
+    if not level.max_rounded_tokens:
+        return level
+    try:
+        library = native.load(level)
+        timings = _kept_timings(library, num_threads)
+    except (CannotCompile, OSError):
+        return level
+    found = decide(level, timings)
+    ways = {0: "never", level.max_rounded_tokens: "always"}
+    logger.info(
+        "activations are rounded to bfloat16 beside such weights %s: ms by tokens: %s",
+        ways.get(found.max_rounded_tokens, f"up to {found.max_rounded_tokens} tokens"),
+        "; ".join(
+            f"{name} " + ", ".join(f"{count}: {1e3 * s:.2f}" for count, s in times.items())
+            for name, times in timings.items()
+        ),
+    )
+    return found
+
+
+def _kept_timings(library: Library, num_threads: int) -> Timings:
+    key = f"{library.file.name} {torch.__version__} {cpu_model()} {num_threads}"
+    file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
+    try:
+        return _parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass  # not there, or damaged: it is made anew
+    timings = _measure(library)
+    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(timings), encoding="utf-8")
+    scratch.replace(file)
+    return timings
+
+
+def _parse(text: str) -> Timings:
+    """Raises: ValueError, LookupError, TypeError, AttributeError for what `_measure` does not make."""
+    stored = json.loads(text)
+    return {
+        name: {count: float(stored[name][str(count)]) for count in (*FEW, MANY)}
+        for name in ("rounded", "float", "torch")
+    }
+
+
+@torch.inference_mode()
+def _measure(library: Library) -> Timings:
+    """All ways in turn, so that other work on the machine slows them alike."""
+    parts = [_make_linear() for _ in range(_NUM_COPIES)]
+    weights = [found for part in parts if (found := to_weights(part)) is not None]
+    ways: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
+        "rounded": [BoundProduct(library, [each], BFLOAT16_BITS) for each in weights],
+        "float": [BoundProduct(library, [each], FLOAT_BITS) for each in weights],
+        "torch": [PlainProduct(lambda part=part: [part], torch.bfloat16) for part in parts],
+    }
+    seconds: dict[str, dict[int, list[float]]] = {
+        name: {count: [] for count in (*FEW, MANY)} for name in ways
+    }
+    turn = 0
+    for count in (*FEW, MANY):
+        x = torch.randn(count, _WIDTH)
+        for _ in range(_ROUNDS):
+            for name, products in ways.items():
+                turn += 1
+                started = time.perf_counter()
+                products[turn % _NUM_COPIES](x)
+                seconds[name][count].append(time.perf_counter() - started)
+    return {
+        name: {count: statistics.median(tries) for count, tries in by_count.items()}
+        for name, by_count in seconds.items()
+    }
+
+
+def _make_linear() -> nn.Linear:
+    linear = nn.Linear(_WIDTH, _WIDTH, bias=False, device="meta")
+    linear.weight = nn.Parameter(
+        torch.full((_WIDTH, _WIDTH), 0.5, dtype=torch.bfloat16), requires_grad=False
+    )
+    return linear
