@@ -220,6 +220,8 @@ class EngineStats(msgspec.Struct):
     num_result_hits: int = 0  #: of these, those that needed no computing of their own
     result_cache_bytes: int = 0
     num_preemptions: int = 0
+    num_guessed_tokens: int = 0  #: computed ahead, in answers held to a grammar
+    num_accepted_tokens: int = 0  #: of these, those that came
     num_adapters: int = 0
     memory_bytes: dict[str, int] = msgspec.field(
         default_factory=dict

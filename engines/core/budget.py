@@ -113,6 +113,8 @@ class StepLimits:
         prefill = self._prefill
         if prefill is None or prefill.spare_s is None or result.vision_s or result.deferred:
             return
+        if any(item.draft for item in batch.items):
+            return
         streams = [item for item in batch.items if item.num_new_tokens == 1]
         if all(map(_is_smooth, streams)):
             num_streams = len(streams)

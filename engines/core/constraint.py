@@ -11,6 +11,9 @@ from typing import Protocol
 #: Processor time of masks: at the start of an answer, and for each token more.
 _BURST_S = 0.1
 _TOKEN_S = 0.005
+#: Of a draft: an answer for which one takes longer gets no more of them.
+_DRAFT_S = 0.005
+_SHOWN = 64  #: tokens of the answer that drafts are made of
 
 TOO_COMPLEX = (
     "The grammar takes too long to follow at this place of the answer: send a simpler one."
@@ -33,6 +36,18 @@ class Matcher(Protocol):
         """Go on; False and an error for tokens that do not follow."""
         ...
 
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of these may follow."""
+        ...
+
+    def compute_ff_bytes(self) -> bytes:
+        """What must follow."""
+        ...
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Go back by so many tokens."""
+        ...
+
     def compute_bitmask(self) -> bytes:
         """A bit for each token, lowest first; whole words of 32."""
         ...
@@ -42,11 +57,20 @@ class Matcher(Protocol):
         ...
 
 
+class Drafts(Protocol):
+    """Guesses what follows where a matcher is."""
+
+    def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
+        """Tokens that may come behind these; the matcher stays where it is."""
+        ...
+
+
 class Constraint:
     """A grammar that one answer is held to."""
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, matcher: Matcher, drafts: Drafts | None = None) -> None:
         self._matcher = matcher
+        self._drafts = drafts
         self._num_consumed = 0
         self._mask: bytes | None = None  # of the place where the matcher is
         self._cpu_s = 0.0
@@ -54,12 +78,13 @@ class Constraint:
     def begin(self) -> "Constraint":
         """The same for another answer, from its start."""
         assert self._num_consumed == 0
-        return Constraint(self._matcher.deep_copy())
+        return Constraint(self._matcher.deep_copy(), self._drafts)
 
     def mask(self, token_ids: Items[int], num_prompt_tokens: int) -> bytes:
         """A bit for each token that may follow these, the lowest first. Raises: ConstraintFailure."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
         if self._mask is None or num_output_tokens != self._num_consumed:
+            self._go_back(num_output_tokens)
             new = list(token_ids[num_prompt_tokens + self._num_consumed :])
             started_s = time.thread_time()
             self._mask = self._advance(new)
@@ -78,3 +103,30 @@ class Constraint:
         if not any(mask):
             raise ConstraintFailure(BROKEN)
         return mask
+
+    def _go_back(self, num_output_tokens: int) -> None:
+        """A step that was taken back has shown tokens that are none yet."""
+        excess = self._num_consumed - num_output_tokens
+        if excess > 0:
+            if not self._matcher.rollback(excess):
+                raise ConstraintFailure(BROKEN)
+            self._num_consumed = num_output_tokens
+
+    def draft(self, token_ids: Items[int], num_prompt_tokens: int) -> list[int]:
+        """Tokens that will probably follow these; none where nothing is forced, or it takes long."""
+        num_output_tokens = len(token_ids) - num_prompt_tokens
+        new = list(token_ids[num_prompt_tokens + self._num_consumed :])
+        if self._drafts is None or num_output_tokens < self._num_consumed:
+            return []
+        started_s = time.thread_time()
+        if new:
+            if not self._matcher.consume_tokens(new):
+                return []  # the mask will say why
+            self._num_consumed, self._mask = num_output_tokens, None
+        if self._matcher.is_error():
+            return []
+        output = list(token_ids[max(num_prompt_tokens, len(token_ids) - _SHOWN) :])
+        found = self._drafts.draft(self._matcher, output)
+        if time.thread_time() - started_s > _DRAFT_S:
+            self._drafts = None
+        return found

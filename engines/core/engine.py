@@ -5,7 +5,7 @@ Called by the worker's engine thread, over a mock or a torch runner alike. Clock
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from engines.core.runner import (
 from engines.core.scheduler import Scheduler
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
 from engines.core.settings import BatchingSettings
+from engines.core.speculation import Speculator
 from engines.text.detokenizer import Detokenizer, SpellingTokenizer, decode
 from engines.text.grammar import GrammarCompiler
 from engines.text.reasoning import ReasoningDetokenizer
@@ -128,12 +129,17 @@ class BatchingEngine(Engine[EngineRequest]):
             config.max_images_per_step,
             _prefill_limit(config, prefill_limit),
         )
+        speculates = config.speculation == "auto" and runner.shares_prefixes
+        self._speculator = (
+            None if runner.binds_prompts or not speculates else Speculator(tokenizer.eos_token_ids)
+        )
         self.scheduler = Scheduler(
             self.blocks,
             limits,
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=tokenizer.eos_token_ids,
             binds_prompts=runner.binds_prompts,
+            speculator=self._speculator,
         )
         overlaps = config.overlap_steps
         self.pipeline = StepPipeline(
@@ -341,6 +347,8 @@ class BatchingEngine(Engine[EngineRequest]):
         try:
             batch = self.pipeline.schedule()
             batch, result = self.pipeline.run(self.runner, batch)
+            if self._speculator is not None:
+                self._speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
         except SequenceFailure as failure:
             outputs = [self._fail(failure)]
@@ -369,6 +377,8 @@ class BatchingEngine(Engine[EngineRequest]):
             num_encoder_hits=num_hits,
             encoder_cache_bytes=encoder_cache_bytes,
             num_preemptions=self.scheduler.num_preemptions,
+            num_guessed_tokens=self._speculator.num_guessed if self._speculator else 0,
+            num_accepted_tokens=self._speculator.num_accepted if self._speculator else 0,
             num_adapters=len(self._adapters),
             memory_bytes=self._memory_bytes(),
             startup_s=self._startup_s,
@@ -450,7 +460,10 @@ class BatchingEngine(Engine[EngineRequest]):
             if generation.first_token_at is None:
                 self._note_prefill(generation, item, result.vision_s, started_at)
             if choice is not None:
-                outputs.append(self._token_output(generation, choice, now))
+                if not choice.following:
+                    outputs.append(self._token_output(generation, choice, now))
+                else:
+                    outputs += self._token_outputs(generation, choice, now)
             elif not generation.is_announced:
                 generation.is_announced = True
                 sequence = item.sequence
@@ -471,16 +484,30 @@ class BatchingEngine(Engine[EngineRequest]):
         if vision_s and item.images:
             generation.vision_s += vision_s
 
-    def _token_output(
+    def _token_outputs(
         self, generation: Generation, choice: TokenChoice, now: float
+    ) -> Iterator[EngineOutput]:
+        """Tokens of one step, up to the end of the request if it is among them."""
+        choices = (choice, *choice.following)
+        for num_later in reversed(range(len(choices))):
+            output = self._token_output(generation, choices[-1 - num_later], now, num_later)
+            yield output
+            if output.finish_reason is not None:
+                return
+
+    def _token_output(
+        self, generation: Generation, choice: TokenChoice, now: float, num_later: int = 0
     ) -> EngineOutput:
-        """One new token, the text that it completes, and the end of the request if it is one."""
+        """One new token, the text that it completes, and the end of the request if it is one.
+
+        `num_later` tokens behind it are in the sequence already.
+        """
         sequence, detokenizer = generation.sequence, generation.detokenizer
         token_id = choice.token_id
         self._num_output_tokens += 1
         text = detokenizer.append(token_id)
         output = EngineOutput(
-            sequence.request_id, sequence.num_output_tokens - 1, (token_id,), text
+            sequence.request_id, sequence.num_output_tokens - 1 - num_later, (token_id,), text
         )
         if choice.logprob is not None:
             output.logprobs = (self._output_logprob(choice, choice.logprob),)
@@ -489,16 +516,19 @@ class BatchingEngine(Engine[EngineRequest]):
         if not generation.is_announced:
             generation.is_announced = True
             output.usage = generation.usage
-        if sequence.finish_reason is not None:
+        is_last = sequence.finish_reason is not None and num_later == 0
+        if is_last:
             output.text += detokenizer.finish()
         if isinstance(detokenizer, ReasoningDetokenizer):
             detokenizer.separate(output)
         if generation.calls is not None:
-            is_last = sequence.finish_reason is not None or detokenizer.is_stopped
-            _separate_calls(output, generation.calls, is_last=is_last)
+            ends = is_last or detokenizer.is_stopped
+            _separate_calls(output, generation.calls, is_last=ends)
         if detokenizer.is_stopped:
+            if num_later:
+                del sequence.token_ids[-num_later:]
             self.scheduler.finish(sequence, FinishReason.STOP)
-        if sequence.finish_reason is not None:
+        if is_last or detokenizer.is_stopped:
             self._end(output, generation, now)
         return output
 

@@ -50,11 +50,16 @@ def token_mask(sequence: Sequence) -> bytes:
 
 
 class TokenChoice(Struct):
-    """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first."""
+    """A sequence's next token; `top_logprobs` are (token id, natural logarithm), best first.
+
+    `following` are those behind it that the step has drawn too: one for each token of a draft that
+    was right.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    following: "tuple[TokenChoice, ...]" = ()
 
 
 class StepResult(Struct):

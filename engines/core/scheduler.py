@@ -16,6 +16,7 @@ from engines.core.budget import StepBudget, StepLimits
 from engines.core.request import ImageInput
 from engines.core.runner import TokenChoice
 from engines.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from engines.core.speculation import Speculator
 from shared.protocol import FinishReason
 
 
@@ -35,8 +36,10 @@ class Scheduler:
         max_num_seqs: int,
         eos_token_ids: Set[int],
         binds_prompts: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         """`binds_prompts`: one step computes all of a prompt, whatever the budget."""
+        self._speculator = speculator
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self._limits = limits
@@ -89,12 +92,18 @@ class Scheduler:
             sequence = item.sequence
             if sequence.request_id in deferred:
                 continue
-            sequence.num_computed_tokens = item.end
-            if item.end // block_size > sequence.num_published_blocks:
+            end = item.end
+            if item.draft:  # what was wrong of it was not computed
+                assert choice is not None
+                end += len(choice.following) - len(item.draft)
+            sequence.num_computed_tokens = end
+            if choice is not None:
+                sequence.token_ids.append(choice.token_id)
+                sequence.token_ids += [each.token_id for each in choice.following]
+            if end // block_size > sequence.num_published_blocks:
                 self.blocks.publish(sequence)
             if choice is None:
                 continue
-            sequence.token_ids.append(choice.token_id)
             reason = self.find_finish_reason(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
@@ -186,10 +195,26 @@ class Scheduler:
             end = start + num_new
             if end > len(sequence.block_ids) * block_size and not self._reserve(sequence, end):
                 continue
+            if num_pending == 1 and sequence.constraint is not None:
+                items.append(self._with_draft(sequence, budget))
+                continue
             items.append(ScheduledSequence(sequence, num_new))
             budget.take(num_new, num_pending, is_late=sequence.request_id in late)
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)
+
+    def _with_draft(self, sequence: Sequence, budget: StepBudget) -> ScheduledSequence:
+        """The share of a sequence that decodes, with what may come next where there is room for it."""
+        draft: tuple[int, ...] = ()
+        if self._speculator is not None:
+            most = min(budget.num_prefill_tokens, budget.num_tokens - 1)
+            draft = self._speculator.guess(sequence, len(self.running), most)
+            if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):
+                draft = ()
+        budget.take(1, 1)
+        if draft:
+            budget.take(len(draft), len(draft) + 1)
+        return ScheduledSequence(sequence, 1 + len(draft), draft=draft)
 
     def _schedule_waiting(self, batch: Batch, budget: StepBudget) -> None:
         """Start waiting sequences in order while there is budget, a seat, and space for all tokens.

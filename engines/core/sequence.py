@@ -54,6 +54,11 @@ class Sequence(Struct, eq=False):
     num_preemptions: int = 0
     num_passes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
+    is_draft_forced: bool = False  #: whether its last draft was its grammar's
+    ngrams: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  #: where tokens went on after some
+    num_indexed: int = 0  #: tokens from which these begin
     _shift: int = 0  #: from a later token's place to its rotary position
 
     def __post_init__(self) -> None:
@@ -121,14 +126,22 @@ class ScheduledSequence:
     draws a token.
     """
 
-    __slots__ = ("end", "follows", "num_new_tokens", "samples", "sequence", "start")
+    __slots__ = ("draft", "end", "follows", "num_new_tokens", "samples", "sequence", "start")
 
-    def __init__(self, sequence: Sequence, num_new_tokens: int, follows: int | None = None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        num_new_tokens: int,
+        follows: int | None = None,
+        draft: tuple[int, ...] = (),
+    ) -> None:
         """What the sequence has yet to compute, or, where it `follows`, its one next token.
 
-        That token is drawn by the step launched before, for its share of this number.
+        That token is drawn by the step launched before, for its share of this number. A `draft` is
+        what may come behind the sequence's end; it is among the new tokens.
         """
         self.sequence = sequence
+        self.draft = draft
         self.num_new_tokens = num_new_tokens
         self.follows = follows
         num_tokens = len(sequence.token_ids)
@@ -140,7 +153,13 @@ class ScheduledSequence:
     @property
     def output_position(self) -> int:
         """How many output tokens stand before the one that is drawn."""
-        return self.end - self.sequence.num_prompt_tokens
+        return self.end - len(self.draft) - self.sequence.num_prompt_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that it computes, where they are known."""
+        known = self.sequence.token_ids[self.start : self.end]
+        return [*known, *self.draft] if self.draft else known
 
     @property
     def images(self) -> list[ImageInput]:

@@ -34,6 +34,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest, ImageInput
 from engines.core.runner import NO_OPTIONS, Prompt, StepResult, TokenChoice, Tokenizer, token_mask
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.speculation import draw_on
 from engines.image_decoder import FORMATS, decode_image
 from engines.mock.settings import MockEngineSettings
 from engines.text.reasoning import REASONING_FORMATS, Reasoning
@@ -201,7 +202,18 @@ class MockRunner:
 
     def launch(self, batch: Batch) -> "MockStep":
         """Draw a token for each sequence that has caught up; they are known after the simulated time."""
-        choices = [self._choose(item) if item.samples else None for item in batch.items]
+        items = batch.items
+        choices = [
+            self._choose(item.sequence, item.output_position) if item.samples else None
+            for item in items
+        ]
+        draw_on(
+            items,
+            choices,
+            lambda places, num_more: [
+                self._choose(items[p].sequence, items[p].output_position + num_more) for p in places
+            ],
+        )
         num_prefill_tokens = 0
         num_images = 0
         for item in batch.items:
@@ -251,10 +263,8 @@ class MockRunner:
         self._encoder_cache.clear()
         self._encoder_cache_bytes = 0
 
-    def _choose(self, item: ScheduledSequence) -> TokenChoice:
-        sequence = item.sequence
+    def _choose(self, sequence: Sequence, position: int) -> TokenChoice:
         sampling = sequence.sampling
-        position = item.output_position
         num_thought, marker_byte = self._thought(sequence, position)
         num_tokens = max(num_thought + self._mock.num_output_tokens, sampling.min_tokens + 1)
         ends = position + 1 >= num_tokens and not sampling.ignore_eos

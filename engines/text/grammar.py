@@ -23,6 +23,7 @@ from engines.child_process import receive, start_child
 from engines.core.constraint import Constraint
 from engines.core.runner import Tokenizer
 from engines.text import grammar_child
+from engines.text.drafts import Drafter
 from engines.text.grammar_child import (
     LENGTH,
     READY,
@@ -79,6 +80,7 @@ class GrammarCompiler:
         self._judging = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._tables: Any = None
+        self._drafter: Drafter | None = None
         self._judge: _Judge | None = None
 
     @classmethod
@@ -140,7 +142,8 @@ class GrammarCompiler:
 
     def _constrain(self, body: str, others: dict[str, str], *, is_thinking: bool) -> Constraint:
         """Raises: _Refusal."""
-        return Constraint(self._find(self._to_source(body, others, is_thinking=is_thinking)))
+        matcher = self._find(self._to_source(body, others, is_thinking=is_thinking))
+        return Constraint(matcher, self._drafter)
 
     def close(self) -> None:
         """End the child. Idempotent."""
@@ -218,6 +221,7 @@ class GrammarCompiler:
         )
         self._judge = _Judge(self._vocabulary)  # it reads them meanwhile
         self._tables = create_tokenizer(self._vocabulary)
+        self._drafter = Drafter(tokenizer, self._vocab_size)
 
     def _ask(self, source: str) -> Verdict:
         """The child's verdict; one that died is replaced."""

@@ -21,6 +21,7 @@ from engines.core.runner import (
     TokenChoice,
 )
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.core.speculation import draw_on
 from engines.torch_backend.graphs.cuda_steps import CudaSteps, is_served
 from engines.torch_backend.kv_cache import KVCachePool, plan_kv_cache
 from engines.torch_backend.kv_int8 import Int8KVCachePool
@@ -250,13 +251,28 @@ class TorchRunner:
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
-        logits = self._logits(ordered, plan, [spans[place].stop - 1 for place in sampling])
+        rows = [spans[place].stop - 1 - len(ordered[place].draft) for place in sampling]
+        num_rows, behind = len(rows), {}  # by place: the first row of those behind its draft
+        for place in sampling:
+            if num_guessed := len(ordered[place].draft):
+                behind[place] = len(rows)
+                rows += range(spans[place].stop - num_guessed, spans[place].stop)
+        logits = self._logits(ordered, plan, rows)
         choices: list[TokenChoice | None] = [None] * len(items)
         if sampling:
-            sequences = [ordered[place].sequence for place in sampling]
-            positions = [ordered[place].output_position for place in sampling]
-            for place, choice in zip(sampling, sample(logits, sequences, positions), strict=True):
+            found = _sample(logits[:num_rows], ordered, sampling)
+            for place, choice in zip(sampling, found, strict=True):
                 choices[order[place]] = choice
+            if behind:
+                drawn: list[TokenChoice | None] = [None] * len(ordered)
+                for place, choice in zip(sampling, found, strict=True):
+                    drawn[place] = choice
+
+                def draw(places: list[int], num_more: int) -> list[TokenChoice]:
+                    chosen = logits[[behind[place] + num_more - 1 for place in places]]
+                    return _sample(chosen, ordered, places, num_more)
+
+                draw_on(ordered, drawn, draw)
         self._images.let_go(ordered)
         return StepResult(choices, vision_s, deferred, late)
 
@@ -358,10 +374,18 @@ class TorchRunner:
 
     def _tokens_of(self, item: ScheduledSequence) -> list[int]:
         if item.follows is None:
-            return item.sequence.token_ids[item.start : item.end]
+            return item.token_ids
         choice = self._sampled[item.follows]
         assert choice is not None
         return [choice.token_id]
+
+
+def _sample(
+    logits: Tensor, items: list[ScheduledSequence], places: list[int], num_more: int = 0
+) -> list[TokenChoice]:
+    """The next tokens of these shares, each of which has so many more by now. Raises: SequenceFailure."""
+    positions = [items[place].output_position + num_more for place in places]
+    return sample(logits, [items[place].sequence for place in places], positions)
 
 
 def _are_adapted(items: list[ScheduledSequence]) -> bool:

@@ -129,6 +129,8 @@ WORKER_METRICS = (
     Metric("vlm_result_cache_hits_total", "counter", "Inputs found there, or computed for another at the time."),
     Metric("vlm_result_cache_bytes", "gauge", "Bytes of vectors and scores kept."),
     Metric("vlm_preemptions_total", "counter", "Sequences whose blocks were taken back."),
+    Metric("vlm_draft_tokens_total", "counter", "Tokens computed ahead, in answers held to a grammar."),
+    Metric("vlm_draft_accepted_tokens_total", "counter", "Of these, those that came."),
     Metric("vlm_num_adapters", "gauge", "LoRA adapters that are loaded."),
     Metric("vlm_engine_steps_total", "counter", "Forward passes."),
     Metric("vlm_memory_bytes", "gauge", "Memory by use.", ("use",)),

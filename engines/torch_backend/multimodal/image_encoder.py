@@ -173,7 +173,7 @@ class ImageEncoder:
 def _is_stream(item: ScheduledSequence) -> bool:
     """Whether somebody waits for this step's token; nobody does for batch work."""
     is_interactive = item.sequence.priority is Priority.INTERACTIVE
-    return is_interactive and item.num_new_tokens == 1 and item.samples
+    return is_interactive and item.num_new_tokens - len(item.draft) == 1 and item.samples
 
 
 def _key(sequence: Sequence, image: ImageInput) -> ImageKey:

@@ -1,0 +1,101 @@
+"""What an answer will probably say next, by the grammar that it is held to.
+
+What is forced is certain, but for how the model cuts it into tokens. Between forced texts JSON has
+optional spaces and signs that follow from what stands before; the answer itself shows whether its
+model writes spaces.
+"""
+
+from engines.core.constraint import Matcher
+from engines.core.runner import Tokenizer
+
+_MAX_BYTES = 96
+_CONTEXT_TOKENS = 8
+_SHOWN_TOKENS = 48
+_SIGNS = (b'"', b":", b",", b"}", b"]", b"{", b"[")
+#: What may stand inside texts and numbers, where a sign says nothing.
+_INSIDE = (b"0", b"a")
+
+
+class Drafter:
+    """Guesses for one model's tokens. A guess changes nothing but time."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        count = min(vocab_size, tokenizer.vocab_size)
+        self._bytes = [tokenizer.token_bytes(token_id) for token_id in range(count)]
+        self._ids: dict[bytes, int] = {}
+        for token_id, text in enumerate(self._bytes):
+            if text:
+                self._ids.setdefault(text, token_id)
+        self._longest = min(32, max(map(len, self._ids), default=0))
+
+    def draft(self, matcher: Matcher, output: list[int]) -> list[int]:
+        """Tokens that may come behind these, where the matcher is. Shapes: any number of them."""
+        last = b""
+        for token_id in reversed(output[-4:]):
+            last = self._text(token_id) + last
+        text = self._find(matcher, last, output)
+        if not text:
+            return []
+        copy, found, piece = matcher.deep_copy(), bytearray(), text
+        while piece and len(found) < _MAX_BYTES:
+            token_ids = self._spell(piece)
+            if not token_ids or not copy.consume_tokens(token_ids):
+                break
+            found += piece
+            piece = self._find(copy, bytes(found), output)
+        return self._cut(output, bytes(found))
+
+    def _find(self, matcher: Matcher, before: bytes, output: list[int]) -> bytes:
+        """What is forced here, or else likely."""
+        forced = matcher.compute_ff_bytes()
+        if forced:
+            return bytes(forced[:_MAX_BYTES])
+        if before[-1:] in (b",", b":") and self._writes_spaces(output):
+            return b" " if self._allows(matcher, b" ") else b""
+        signs = [sign for sign in _SIGNS if self._allows(matcher, sign)]
+        if len(signs) != 1 or any(self._allows(matcher, inside) for inside in _INSIDE):
+            return b""
+        return signs[0]
+
+    def _writes_spaces(self, output: list[int]) -> bool:
+        shown = b"".join(map(self._text, output[-_SHOWN_TOKENS:]))
+        with_space = shown.count(b'": ') + shown.count(b', "')
+        return with_space >= shown.count(b'":"') + shown.count(b',"')
+
+    def _allows(self, matcher: Matcher, text: bytes) -> bool:
+        token_id = self._ids.get(text)
+        return token_id is not None and matcher.validate_tokens([token_id]) == 1
+
+    def _cut(self, output: list[int], text: bytes) -> list[int]:
+        """The tokens of a text behind others, as the model would write them."""
+        context = b"".join(map(self._text, output[-_CONTEXT_TOKENS:]))
+        try:
+            token_ids = self._tokenizer.encode((context + text).decode())
+        except UnicodeDecodeError:
+            return self._spell(text)
+        num_bytes, place = 0, len(token_ids)
+        while place and num_bytes < len(text):
+            place -= 1
+            num_bytes += len(self._text(token_ids[place]))
+        found = token_ids[place:]
+        if b"".join(map(self._text, found)) != text:
+            return self._spell(text)
+        return found
+
+    def _spell(self, text: bytes) -> list[int]:
+        """A text in the longest tokens from its start on; empty where there are none."""
+        found, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                token_id = self._ids.get(text[start:end])
+                if token_id is not None:
+                    break
+            else:
+                return []
+            found.append(token_id)
+            start = end
+        return found
+
+    def _text(self, token_id: int) -> bytes:
+        return self._bytes[token_id] if token_id < len(self._bytes) else b""
