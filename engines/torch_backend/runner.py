@@ -251,28 +251,27 @@ class TorchRunner:
         spans = _to_spans(ordered)
         plan = plan_attention(spans, self.block_size, self._dtype, self.device)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
-        rows = [spans[place].stop - 1 - len(ordered[place].draft) for place in sampling]
-        num_rows, behind = len(rows), {}  # by place: the first row of those behind its draft
+        rows, row_of = [], {}  # by place: that of its next token; those behind its draft follow
         for place in sampling:
-            if num_guessed := len(ordered[place].draft):
-                behind[place] = len(rows)
-                rows += range(spans[place].stop - num_guessed, spans[place].stop)
+            row_of[place] = len(rows)
+            stop = spans[place].stop
+            rows += range(stop - 1 - len(ordered[place].draft), stop)
         logits = self._logits(ordered, plan, rows)
-        choices: list[TokenChoice | None] = [None] * len(items)
+        drawn: list[TokenChoice | None] = [None] * len(ordered)
+
+        def draw(places: list[int], num_more: int) -> list[TokenChoice]:
+            wanted = [row_of[place] + num_more for place in places]
+            scores = logits if len(wanted) == len(logits) else logits[wanted]
+            positions = [ordered[place].output_position + num_more for place in places]
+            return sample(scores, [ordered[place].sequence for place in places], positions)
+
         if sampling:
-            found = _sample(logits[:num_rows], ordered, sampling)
-            for place, choice in zip(sampling, found, strict=True):
-                choices[order[place]] = choice
-            if behind:
-                drawn: list[TokenChoice | None] = [None] * len(ordered)
-                for place, choice in zip(sampling, found, strict=True):
-                    drawn[place] = choice
-
-                def draw(places: list[int], num_more: int) -> list[TokenChoice]:
-                    chosen = logits[[behind[place] + num_more - 1 for place in places]]
-                    return _sample(chosen, ordered, places, num_more)
-
-                draw_on(ordered, drawn, draw)
+            for place, choice in zip(sampling, draw(sampling, 0), strict=True):
+                drawn[place] = choice
+            draw_on(ordered, drawn, draw)
+        choices: list[TokenChoice | None] = [None] * len(items)
+        for place, choice in enumerate(drawn):
+            choices[order[place]] = choice
         self._images.let_go(ordered)
         return StepResult(choices, vision_s, deferred, late)
 
@@ -378,14 +377,6 @@ class TorchRunner:
         choice = self._sampled[item.follows]
         assert choice is not None
         return [choice.token_id]
-
-
-def _sample(
-    logits: Tensor, items: list[ScheduledSequence], places: list[int], num_more: int = 0
-) -> list[TokenChoice]:
-    """The next tokens of these shares, each of which has so many more by now. Raises: SequenceFailure."""
-    positions = [items[place].output_position + num_more for place in places]
-    return sample(logits, [items[place].sequence for place in places], positions)
 
 
 def _are_adapted(items: list[ScheduledSequence]) -> bool:
