@@ -30,6 +30,7 @@ from engines.base import (
 from engines.core.blocks import BlockManager
 from engines.core.budget import PrefillLimit, StepLimits
 from engines.core.constraint import Constraint
+from engines.core.echo import echo
 from engines.core.pipeline import StepPipeline
 from engines.core.request import EngineRequest
 from engines.core.runner import (
@@ -54,6 +55,7 @@ from shared.protocol import (
     Grammar,
     ImageRef,
     OutputLogprob,
+    SamplingParams,
     StageTimings,
     TextPart,
     Tokenize,
@@ -74,13 +76,14 @@ class Generation(Struct):
     vision_s: float = 0.0
     is_announced: bool = False  #: whether an output has carried its usage
     calls: CallReader | None = None  #: of an answer that may call functions
+    num_echoed: int = 0  #: of the prompt, though they are in the answer
 
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
         sequence = self.sequence
         return Usage(
-            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens + self.num_echoed,
             num_output_tokens=sequence.num_output_tokens,
             num_image_tokens=sum(image.num_tokens for image in sequence.images),
             num_cached_tokens=sequence.num_cached_tokens,
@@ -188,6 +191,8 @@ class BatchingEngine(Engine[EngineRequest]):
         assert isinstance(call.task, Generate)  # the worker passes on no task that is not offered
         tools = self._choose_tools(call.task.tools)
         prompt = self._build_prompt(call.task, images, tools)
+        if call.task.is_echoed:
+            return self._prepare_echo(call, call.task.sampling, prompt.token_ids)
         return EngineRequest(
             call.request_id,
             prompt.token_ids,
@@ -202,6 +207,30 @@ class BatchingEngine(Engine[EngineRequest]):
             is_raw=call.task.prompt is not None,
             constraint=self._constrain(call.task.grammar, tools, prompt),
             tool_format=None if tools is None else self.processor.tool_format,
+        )
+
+    def _prepare_echo(
+        self, call: EngineCall, sampling: SamplingParams, token_ids: list[int]
+    ) -> EngineRequest:
+        """Raises: PromptTooLong, InvalidRequest."""
+        sampling, constraint = echo(
+            token_ids,
+            sampling,
+            self.runner.vocab_size,
+            self.max_model_len,
+            self.tokenizer.eos_token_ids,
+        )
+        return EngineRequest(
+            call.request_id,
+            token_ids[:1],
+            sampling,
+            output_token_ids=call.output_token_ids,
+            cache_salt=call.tenant,
+            priority=call.priority,
+            adapter=self._find_adapter(call.adapter),
+            is_raw=True,
+            constraint=constraint,
+            num_echoed=len(token_ids) - 1,
         )
 
     def _build_prompt(
@@ -287,7 +316,13 @@ class BatchingEngine(Engine[EngineRequest]):
         )
         calls = None if request.tool_format is None else CallReader(request.tool_format)
         detokenizer = self._create_detokenizer(request, calls)
-        generation = Generation(sequence, detokenizer, time.perf_counter(), calls=calls)
+        generation = Generation(
+            sequence,
+            detokenizer,
+            time.perf_counter(),
+            calls=calls,
+            num_echoed=request.num_echoed,
+        )
         reason = self.scheduler.find_finish_reason(sequence)
         if detokenizer.is_stopped:
             reason = FinishReason.STOP

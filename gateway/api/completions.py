@@ -76,7 +76,9 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
 
     model: ModelName
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    echo: bool | None = None  #: the prompt stands before the text
+    #: 0 for the logprobs of a prompt alone.
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None  #: the prompt stands before the text, with logprobs of its tokens
     logprobs: Annotated[int, Meta(ge=0)] | None = None  #: so many rivals of each token
     add_special_tokens: bool | None = None  #: vLLM's: false puts none around a prompt, such as BOS
     stream: bool | None = None
@@ -93,8 +95,8 @@ class CompletionLogprobs(msgspec.Struct):
     """Of each token: its text, its logprob, its rivals, and where it begins in the text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  #: a prompt's first has none
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -127,6 +129,7 @@ class CompletionOptions(msgspec.Struct, frozen=True):
     num_choices: int = 1  #: of each prompt
     echo: tuple[str, ...] = ()  #: the prompts, if they are to stand before the texts
     with_logprobs: bool = False
+    is_echoed: bool = False  #: with logprobs of the prompt, whose tokens begin the answer
     include_usage: bool = False
     continuous_usage: bool = False
     service_tier: str | UnsetType = UNSET
@@ -152,8 +155,10 @@ class Completions(Surface):
         """The checked body. Raises: InvalidRequest."""
         request = _BODY.decode(body)
         check_neutral(request, _NEUTRAL)
-        if request.echo and request.logprobs is not None:
-            raise invalid("echo", "logprobs of a prompt are not computed; send echo or logprobs")
+        if _is_echoed(request):
+            self._check_echo(request)
+        elif request.max_tokens == 0:
+            raise invalid("max_tokens", "send at least 1; none is for echo with logprobs")
         check_stream_options(request.stream_options, request.stream)
         return request
 
@@ -168,13 +173,15 @@ class Completions(Surface):
             self.limits,
             seed_of(context),
             card.sampling,
-            max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
+            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
             num_logprobs=request.logprobs,
         )
         check_model(sampling, card)
         grammar = find_grammar(request, card, self.limits)
         if grammar is not None:
             check_with_grammar(sampling)
+            if _is_echoed(request):
+                raise invalid(grammar.param, "it cannot stand beside echo with logprobs")
         adds_special = request.add_special_tokens is not False
         tasks = [
             task
@@ -186,6 +193,7 @@ class Completions(Surface):
                     prompt=prompt,
                     add_special_tokens=adds_special,
                     grammar=grammar,
+                    is_echoed=_is_echoed(request),
                 ),
                 count,
             )
@@ -199,6 +207,7 @@ class Completions(Surface):
                 num_choices=count,
                 echo=tuple(echo) if request.echo else (),
                 with_logprobs=request.logprobs is not None,
+                is_echoed=_is_echoed(request),
                 include_usage=stream_options.include_usage,
                 continuous_usage=stream_options.continuous_usage_stats,
                 service_tier=find_service_tier(request.service_tier, priority),
@@ -208,6 +217,12 @@ class Completions(Surface):
             shows_timings=wants_timings(request.timings, context.headers),
             priority=priority,
         )
+
+    def _check_echo(self, request: CompletionRequest) -> None:
+        """Refuse what would be of the prompt's tokens, too. Raises: InvalidRequest."""
+        for name in ("stream", "stop", "presence_penalty", "frequency_penalty", "min_tokens"):
+            if getattr(request, name):
+                raise invalid(name, "it cannot stand beside echo with logprobs; leave it out")
 
     def _check(
         self, prompts: Sequence[TextPart | TokensPart], count: int, request: CompletionRequest
@@ -220,7 +235,8 @@ class Completions(Surface):
             "prompt",
             limits,
         )
-        if request.echo and not isinstance(prompts[0], TextPart):
+        is_told = isinstance(prompts[0], TextPart) or _is_echoed(request)
+        if request.echo and not is_told:
             raise invalid("echo", "it needs prompts of text; POST /detokenize tells that of ids")
         if (request.logprobs or 0) > limits.max_top_logprobs:
             raise invalid("logprobs", f"send at most {limits.max_top_logprobs}")
@@ -261,6 +277,11 @@ class Completions(Surface):
         return operation, schemas
 
 
+def _is_echoed(request: CompletionRequest) -> bool:
+    """Whether the tokens of the prompt have logprobs."""
+    return bool(request.echo) and request.logprobs is not None
+
+
 def _prompts(request: CompletionRequest) -> list[TextPart | TokensPart]:
     """Raises: InvalidRequest."""
     given = request.prompt
@@ -293,17 +314,30 @@ class CompletionAnswer:
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
         """A `Completion`."""
         pieces: list[list[Tokens]] = [[] for _ in totals.finished]
-        reasons = [""] * len(pieces)
+        reasons, num_echoed = [""] * len(pieces), [0] * len(pieces)
         for index, event in events:
             if isinstance(event, Tokens):
                 pieces[index].append(event)
             elif isinstance(event, Finished):
                 reasons[index] = event.finish_reason.value
+                num_echoed[index] = event.usage.num_prompt_tokens - 1
+        if self.options.is_echoed:
+            return self._whole_echoed(pieces, reasons, num_echoed, totals)
         choices = [
             self._choice(index, [(index, event) for event in each], reasons[index])
             for index, each in enumerate(pieces)
         ]
         return self._encode(choices, to_usage(totals), timings_of(totals))
+
+    def _whole_echoed(
+        self, pieces: list[list[Tokens]], reasons: list[str], num_echoed: list[int], totals: Totals
+    ) -> bytes:
+        choices = [
+            self._echoed(index, *each)
+            for index, each in enumerate(zip(pieces, reasons, num_echoed, strict=True))
+        ]
+        usage = usage_of(totals.prompt, totals.num_output_tokens - sum(num_echoed))
+        return self._encode(choices, usage, timings_of(totals))
 
     def _choice(self, index: int, events: Sequence[ChoiceEvent], reason: str) -> CompletionChoice:
         """All of a text."""
@@ -314,6 +348,24 @@ class CompletionAnswer:
             text += event.text
         if logprobs is None and self.options.with_logprobs:
             logprobs = CompletionLogprobs([], [], [], [])
+        return CompletionChoice(index, text, logprobs, reason)
+
+    def _echoed(
+        self, index: int, pieces: list[Tokens], reason: str, num_echoed: int
+    ) -> CompletionChoice:
+        """All of a text whose prompt has logprobs: its first token has none, and is known by the text alone."""
+        entries = [entry for event in pieces for entry in event.logprobs]
+        first = ""
+        if self.options.echo:
+            prompt = self.options.echo[index // self.options.num_choices]
+            behind = "".join(entry.chosen.token for entry in entries[:num_echoed])
+            first = prompt.removesuffix(behind) if prompt.endswith(behind) else ""
+        text = first + "".join(event.text for event in pieces)
+        logprobs = to_logprobs(entries, len(first))
+        logprobs.tokens.insert(0, first)
+        logprobs.token_logprobs.insert(0, None)
+        logprobs.top_logprobs.insert(0, None)
+        logprobs.text_offset.insert(0, 0)
         return CompletionChoice(index, text, logprobs, reason)
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:

@@ -99,6 +99,8 @@ class Generate(Message, frozen=True, tag_field="task", tag="generate", omit_defa
     prompt: TextPart | TokensPart | None = None
     #: Whether the tokenizer puts its own around a prompt of text, such as BOS.
     add_special_tokens: bool = True
+    #: The answer begins with the prompt behind its first token; it has `max_tokens` besides, perhaps none.
+    is_echoed: bool = False
 
     @property
     def param(self) -> str:

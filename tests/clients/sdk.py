@@ -21,6 +21,7 @@ from pathlib import Path
 
 URL, MODEL, FOLDER = sys.argv[1:]
 _MODEL = re.compile(rb'("model"\s*:\s*)"[^"]*"')
+TIMEOUT_S = 900  # of a file
 _HOP = ("connection", "content-length", "host", "transfer-encoding")
 #: The path behind the base URL, and the files of tests.
 SUITES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -67,7 +68,7 @@ def run(source: Path, files: list[str], base_url: str) -> dict[str, tuple[int, i
             cwd=source,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT_S,
             check=False,
             env={**os.environ, "TEST_API_BASE_URL": base_url},
         )

@@ -126,6 +126,7 @@ class Said:
     token_ids: tuple[int, ...] = ()
     num_tokens: int = 0
     num_logprobs: int = 0
+    logprobs: list[float] = field(default_factory=list)
     last: EngineOutput | None = None
 
     def take(self, output: EngineOutput) -> None:
@@ -137,6 +138,7 @@ class Said:
         self.token_ids += output.token_ids
         self.num_tokens += len(output.token_ids) + output.num_without_id
         self.num_logprobs += len(output.logprobs)
+        self.logprobs += [entry.chosen.logprob for entry in output.logprobs]
         if output.finish_reason is not None or output.error is not None:
             self.last = output
 
@@ -291,6 +293,37 @@ def test_logprobs_come_for_each_token_or_are_refused(case: Case):
     except RequestError:
         return
     assert said.num_logprobs == said.num_tokens
+
+
+@pytest.mark.parametrize("num_asked", [0, 2])
+def test_an_echoed_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
+    case: Case, num_asked: int
+):
+    engine = case.start()
+    if "tokenize" not in engine.capabilities().tasks:
+        pytest.skip("it has no tokenizer")
+    prompt = (40, 41, 42)
+    wish = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=1, ignore_eos=True)
+    said = answer(engine, EngineCall("said", Generate((), wish, prompt=TokensPart(prompt))))
+    whole = TokensPart((*prompt, *said.token_ids[:5]))
+    again = replace(wish, max_tokens=num_asked)
+    echoed = answer(engine, EngineCall("echoed", Generate((), again, prompt=whole, is_echoed=True)))
+    assert echoed.token_ids[: len(whole.token_ids) - 1] == whole.token_ids[1:]
+    assert echoed.num_tokens == len(whole.token_ids) - 1 + num_asked
+    assert echoed.logprobs[len(prompt) - 1 :][:5] == pytest.approx(said.logprobs[:5], abs=1e-4)
+    assert echoed.last is not None
+    assert echoed.last.usage is not None
+    assert echoed.last.usage.num_prompt_tokens == len(whole.token_ids)
+    if num_asked:
+        assert echoed.token_ids[-num_asked] == said.token_ids[5]
+
+
+def test_a_prompt_that_cannot_be_echoed_is_refused(case: Case):
+    engine = case.start()
+    wish = SamplingParams(temperature=0.0, max_tokens=0, num_logprobs=1)
+    call = EngineCall("one", Generate((), wish, prompt=TokensPart((40,)), is_echoed=True))
+    with pytest.raises(RequestError):
+        add(engine, call)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import pytest
 from msgspec.structs import replace
 
 from shared.protocol import (
+    Finished,
+    FinishReason,
     Generate,
     OutputLogprob,
     TextPart,
@@ -12,6 +14,7 @@ from shared.protocol import (
     Tokenized,
     TokenLogprob,
     TokensPart,
+    Usage,
 )
 from tests.factories_gateway import CARD, MODEL, Answer
 from tests.factories_images import data_url
@@ -84,6 +87,33 @@ async def test_a_stream_has_the_prompt_first_and_the_usage_last(client, worker):
     assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (14, 3)
 
 
+@pytest.mark.parametrize(("prompt", "first"), [("Oh no yes", "Oh"), ([5, 6, 7], "")])
+async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(client, worker, prompt, first):
+    async def script(answer: Answer) -> None:
+        name = (answer.request.id, answer.claim.attempt)
+        await answer.start()
+        for text in (" no", " yes", " so"):
+            chosen = TokenLogprob.of(text.encode(), -0.5)
+            [event] = answer.deltas(text, logprobs=(OutputLogprob(chosen, (chosen,)),))
+            await answer.publish(event)
+        await answer.publish_raw(Finished(*name, FinishReason.LENGTH, Usage(3, 3)))
+
+    worker.script = script
+    told = await client.completions.create(
+        model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=1
+    )
+    [choice] = told.choices
+    assert choice.text == f"{first} no yes so"
+    assert choice.logprobs.tokens == [first, " no", " yes", " so"]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert choice.logprobs.top_logprobs[0] is None
+    begin = len(first)
+    assert choice.logprobs.text_offset == [0, begin, begin + 3, begin + 7]
+    assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (3, 1)
+    [request] = worker.requests
+    assert (request.task.is_echoed, request.task.sampling.max_tokens) == (True, 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_say_where_each_token_begins(client, worker, stream):
     def entry(text: str, rival: str) -> OutputLogprob:
@@ -120,7 +150,9 @@ async def test_logprobs_say_where_each_token_begins(client, worker, stream):
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": [1], "echo": True}, "echo"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
+        ({"echo": True, "logprobs": 1, "stop": "x"}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
