@@ -72,6 +72,7 @@ def run(source: Path, files: list[str], base_url: str) -> dict[str, tuple[int, i
             check=False,
             env={**os.environ, "TEST_API_BASE_URL": base_url},
         )
+        assert "passed" in done.stdout, (done.stdout + done.stderr)[-500:]
         counts = {
             word: int(count) for count, word in re.findall(r"(\d+) (\w+)", done.stdout[-200:])
         }
