@@ -1,4 +1,4 @@
-"""The least that FastAPI can do: read a chat request as JSON and return an answer that is always the same.
+"""The least that FastAPI can do: read a request as JSON and return an answer that is always the same.
 
 Run as a process of its own, beside which the gateway benchmark measures: `python -m gateway.bench.bare_endpoint PORT`.
 """
@@ -30,6 +30,13 @@ COMPLETION = {
         "completion_tokens": NUM_TOKENS,
         "total_tokens": 16 + NUM_TOKENS,
     },
+}
+#: Of one text, as the mock engine's: 64 numbers.
+EMBEDDING = {
+    "object": "list",
+    "model": "bare",
+    "data": [{"object": "embedding", "index": 0, "embedding": "A" * 344}],
+    "usage": {"prompt_tokens": 8, "total_tokens": 8},
 }
 
 
@@ -63,6 +70,13 @@ async def answer(request: Request) -> dict[str, Any] | StreamingResponse:
     if body.get("stream"):
         return StreamingResponse(stream_events(), media_type="text/event-stream")
     return COMPLETION
+
+
+@app.post("/v1/embeddings")
+async def embed(request: Request) -> dict[str, Any]:
+    """The fixed vector."""
+    await request.json()
+    return EMBEDDING
 
 
 async def stream_events() -> AsyncIterator[str]:

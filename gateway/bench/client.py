@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import cast
 
-PATH = "/v1/chat/completions"
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 GRACE_S = 15.0
 COMMENT_BYTES = (
     14  # with its own two length bytes; 2 + 2 + 14 bytes in front are whole base64 groups
@@ -51,6 +51,7 @@ class Job:
     first_number: int = 0
     expected_text: str | None = None
     host: str = "127.0.0.1"
+    path: str = CHAT
 
 
 @dataclass(slots=True)
@@ -168,6 +169,8 @@ def check_answer(answer: bytes, job: Job) -> str:
     head, _, body = answer.partition(END_OF_HEAD)
     if not head.startswith(b"HTTP/1.1 200"):
         return f"{head[:30].decode(errors='replace')}: {body[:200].decode(errors='replace')}"
+    if job.path == EMBEDDINGS:
+        return "" if b'"embedding":' in body else "the answer has no vector"
     if job.stream and not body.endswith(END_OF_STREAM):
         return "the stream has no [DONE]"
     if FINISH_REASON.findall(body) != [b"length"]:
@@ -213,7 +216,7 @@ def to_parts(job: Job) -> tuple[bytes, bytes]:
     """The request's bytes before and after the part that changes."""
     body = job.body.encode()
     head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: {job.host}:{job.port}\r\n"
+        f"POST {job.path} HTTP/1.1\r\nhost: {job.host}:{job.port}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     ).encode()
     if job.image_at is None:

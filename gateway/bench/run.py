@@ -32,7 +32,7 @@ from rich.progress import track
 from rich.table import Table
 
 from gateway.bench.bare_endpoint import NUM_TOKENS
-from gateway.bench.client import Job, Result, image_head, run_job
+from gateway.bench.client import CHAT, EMBEDDINGS, Job, Result, image_head, run_job
 from gateway.bench.tables import (
     BARE,
     FLEET,
@@ -56,6 +56,7 @@ INSTANT = {
     "VLM_ENGINE__MOCK__DECODE_S": "0",
     "VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS": str(2 * NUM_TOKENS),
 }
+EMBEDDER = {"VLM_ENGINE__KIND": "mock_pooling", "VLM_ENGINE__RESULT_CACHE_BYTES": "0"}
 MOST_WARMUP_S = 0.3
 #: Of new images: a million for each job.
 FIRST_NUMBERS = count(10**6, 10**6)
@@ -80,10 +81,12 @@ class Target:
         return {role: used.user + used.system for role, used in times.items()}
 
 
-def run(seconds: float, rounds: int, connections: list[int], markdown: bool) -> None:
+def run(
+    seconds: float, rounds: int, connections: list[int], markdown: bool, embeddings: bool = False
+) -> None:
     """Measure and print the tables; ends the process with 1 if that was not possible."""
     try:
-        measured = measure(seconds, rounds, connections)
+        measured = measure(seconds, rounds, connections, embeddings)
     except BenchError as error:
         sys.exit(f"the benchmark stopped: {error}")
     show([*to_tables(measured), to_cpu_table(measured), to_goals(measured)], markdown)
@@ -106,17 +109,20 @@ def show(tables: list[Table], markdown: bool) -> None:
         console.print(table)
 
 
-def measure(seconds: float, rounds: int, connections: list[int]) -> Measured:
+def measure(
+    seconds: float, rounds: int, connections: list[int], embeddings: bool = False
+) -> Measured:
     """Measure every cell on both targets, in turns. Raises: BenchError."""
+    short = Body("short text", [], text="how to bake bread at home")
     cells = [
         Cell(body, stream, number)
-        for body in create_bodies()
-        for stream in (False, True)
+        for body in ([short] if embeddings else create_bodies())
+        for stream in ((False,) if embeddings else (False, True))
         for number in connections
     ]
     measured: Measured = {}
     screen = Console(stderr=True)
-    with run_bare() as bare, run_vlm_fleet() as fleet:
+    with run_bare() as bare, run_vlm_fleet(EMBEDDER if embeddings else INSTANT) as fleet:
         # The order within a pair alternates, so that a drift of the machine favours neither.
         turns = [
             (cell, target)
@@ -173,13 +179,19 @@ def run_checked(job: Job) -> Result:
 
 def create_job(cell: Cell, target: Target, seconds: float, first_number: int) -> Job:
     """The client's orders. One request tells what the answer is, where it is always the same."""
+    warmup_s = min(MOST_WARMUP_S, seconds / 5)
+    if cell.body.text:
+        text = json.dumps(
+            {"model": target.model, "input": cell.body.text, "encoding_format": "base64"}
+        )
+        return Job(target.port, text, cell.num_connections, seconds, warmup_s, path=EMBEDDINGS)
     body = {
         "model": target.model,
         "messages": [{"role": "user", "content": cell.body.content}],
         "max_tokens": NUM_TOKENS,
         "temperature": 0,
     }
-    answer = ask(target.port, "/v1/chat/completions", body)
+    answer = ask(target.port, CHAT, body)
     if answer["usage"]["completion_tokens"] != NUM_TOKENS:
         raise BenchError(f"{target.name} answers with {answer['usage']}")
     text = json.dumps(body | {"stream": cell.stream})
@@ -188,7 +200,7 @@ def create_job(cell: Cell, target: Target, seconds: float, first_number: int) ->
         body=text,
         num_connections=cell.num_connections,
         seconds=seconds,
-        warmup_s=min(MOST_WARMUP_S, seconds / 5),
+        warmup_s=warmup_s,
         stream=cell.stream,
         image_at=text.index("base64,") + len("base64,") if cell.body.is_new else None,
         first_number=first_number,
@@ -221,7 +233,8 @@ def run_vlm_fleet(settings: Mapping[str, str] = INSTANT) -> Iterator[Target]:
     """The fleet on an engine that takes no time, unless the environment says otherwise; else with its defaults."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-bench-") as data_dir:
-        command = ["vlm", "serve", "--engine", "mock", "--host", HOST, "--port", str(port)]
+        kind = settings.get("VLM_ENGINE__KIND", "mock")
+        command = ["vlm", "serve", "--engine", kind, "--host", HOST, "--port", str(port)]
         given = {name: os.environ[name] for name in INSTANT if name in os.environ}
         with run_server([*command, "--data-dir", data_dir], port, {**settings, **given}) as process:
             model = ask(port, "/v1/models")["data"][0]["id"]

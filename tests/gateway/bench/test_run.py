@@ -53,6 +53,12 @@ def test_the_way_is_not_many_times_slower_than_bare_fastapi(measured):
     assert not slow
 
 
+def test_vectors_are_measured_too():
+    measured = measure(seconds=0.2, rounds=1, connections=[1, 8], embeddings=True)
+    assert all(samples.rate > 0 for samples in measured.values())
+    assert to_goals(measured).row_count == 1  # a goal is for one connection or for 32
+
+
 def test_every_process_is_seen_at_work(measured):
     for (_, target), rounds in measured.items():
         roles = {"bare"} if target == BARE else {"gateway", "worker", "redis-server"}
