@@ -93,7 +93,7 @@ class ClipEncoder:
             return
         for _, group in groupby(rows, key=lambda row: row.num_tokens):
             part = list(group)
-            ids = [row.content.ids for row in part]
+            ids: list[Sequence[int]] = [list(row.content.ids) for row in part]
             if self._filling:
                 ids = [self._filling.fill(each) for each in ids]
             made = model.get_text_features(torch.tensor(ids, device=device))

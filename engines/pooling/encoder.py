@@ -25,6 +25,8 @@ from shared.protocol import Embed, ImagePart, ImageRef, Rerank, Task, TextPart, 
 
 #: Rows are padded together while padding is at most that share of the real tokens.
 MAX_PADDING_RATIO = 0.15
+#: Tokens of packed rows that a CPU computes together: more are no faster, and take more memory.
+MAX_CPU_TOKENS = 2048
 #: Model types whose layers are `PackedLayers`, and their position of a row's first token.
 PACKED_TYPES: dict[str, int | None] = {
     "bert": 0,
@@ -52,7 +54,7 @@ class Words:
     def identity(self) -> bytes:
         """Equal for equal results."""
         numbers = (self.dimensions or 0, self.is_normalized, *self.ids, *self.types)
-        return array("q", numbers).tobytes()
+        return array("i", numbers).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Texts:
             room = max(0, self._most(task) - num_special)
             self._cut(encoding, room, task.truncate, param)
             encoding = self._tokenizer.post_process(encoding)
-            return Words(encoding.ids, encoding.type_ids, *options)
+            return Words(array("i", encoding.ids), bytes(encoding.type_ids), *options)
         assert not isinstance(part, ImagePart)
         ids = part.token_ids
         if max(ids) >= self.vocab_size:
@@ -137,7 +139,7 @@ class Texts:
             )
         self._cut(second, room, task.truncate, task.param(index))
         encoding = self._tokenizer.post_process(first, second)
-        return Words(encoding.ids, encoding.type_ids, None, not task.is_raw)
+        return Words(array("i", encoding.ids), bytes(encoding.type_ids), None, not task.is_raw)
 
     def _most(self, task: Embed) -> int:
         """Tokens of an input."""
@@ -218,19 +220,26 @@ class Encoder:
     def compute(self, rows: Sequence[Row]) -> None:
         """All rows of a step. They come sorted by length."""
         if self._is_scorer:
-            [hidden] = self._hidden(rows)
-            for row, score in zip(rows, self._score(hidden, rows).cpu().numpy(), strict=True):
+            scores = self._score(torch.cat(list(self._hidden(rows))), rows)
+            for row, score in zip(rows, scores.cpu().numpy(), strict=True):
                 row.result = score.tobytes()
             return
         vectors = torch.cat([self._pool(hidden).float() for hidden in self._hidden(rows)])
         give_vectors(rows, self._head(vectors))
 
     def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """The last layer of rows of one length after another; (n, 1, E) of all, if one token of each is kept."""
+        """The last layer of rows of one length after another; (n, 1, E), if one token of each is kept."""
         if self._layers is None:
             for group in padded_groups(rows):
                 yield from self._padded(group)
             return
+        most = (
+            MAX_CPU_TOKENS if self._model.device.type == "cpu" else sum(r.num_tokens for r in rows)
+        )
+        for part in parts(rows, most):
+            yield from self._packed(part, self._layers)
+
+    def _packed(self, rows: Sequence[Row], layers: PackedLayers) -> Iterator[Tensor]:
         lengths, device = [row.num_tokens for row in rows], self._model.device
         first = first_position(self._model.config)
         arguments = {
@@ -240,7 +249,7 @@ class Encoder:
         if getattr(self._model.config, "type_vocab_size", 0) > 1:
             arguments["token_type_ids"] = [x for row in rows for x in row.content.types]
         tensors = {name: torch.tensor([x], device=device) for name, x in arguments.items()}
-        with self._layers.rows(lengths, self._keeps):
+        with layers.rows(lengths, self._keeps):
             hidden = self._base(**tensors).last_hidden_state[0]
         if self._keeps != "all":
             yield hidden[:, None]
@@ -305,6 +314,17 @@ def first_position(config: Any) -> int:
     """The position of a row's first token."""
     first = PACKED_TYPES[config.model_type]
     return config.pad_token_id + 1 if first is None else first
+
+
+def parts(rows: Sequence[Row], num_tokens: int) -> Iterator[Sequence[Row]]:
+    """Rows in parts of at most so many tokens, or of one row."""
+    begin = size = 0
+    for index, row in enumerate(rows):
+        if index > begin and size + row.num_tokens > num_tokens:
+            yield rows[begin:index]
+            begin, size = index, 0
+        size += row.num_tokens
+    yield rows[begin:]
 
 
 def padded_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:

@@ -1,8 +1,7 @@
 """The layers of BERT and its kin over packed rows, in as few operations as there can be.
 
 They take the place of the encoder within a model of transformers, whose embeddings and heads stay. Queries, keys and
-values are one product. On a CPU a layer is computed for so many rows at a time that what it makes in between stays in
-the caches: so a large batch takes no more memory than a small one.
+values are one product.
 
 Shape letters: T tokens of all rows, H heads, D head width, E hidden size.
 """
@@ -19,9 +18,6 @@ from engines.pooling.linears import PackedFloat
 from engines.torch_backend.ops.registry import cpu_ops
 from engines.torch_backend.ops.row_attention.reference import AttendRows, attend_rows
 
-#: Tokens of rows that a CPU computes together.
-_STRIP_TOKENS = 512
-_UNLIMITED = 1 << 30
 #: Which tokens of its rows the last layer computes.
 Keeps = Literal["all", "first", "last"]
 
@@ -90,7 +86,6 @@ class PackedLayers(nn.Module):
             del theirs.layer[0]
         is_cpu = device.type == "cpu"
         self._attend: AttendRows = cpu_ops("fast")["row_attention"] if is_cpu else attend_rows
-        self._strip_tokens = _STRIP_TOKENS if is_cpu else _UNLIMITED
         self._lengths: Sequence[int] = ()
         self._keeps: Keeps = "all"
 
@@ -107,23 +102,18 @@ class PackedLayers(nn.Module):
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Shapes: (1, T, E) to (1, kept tokens, E)."""
-        parts = list(strips(self._lengths, self._strip_tokens))
-        states = list(hidden_states[0].split([sum(lengths) for lengths in parts]))
+        x, kept = hidden_states[0], None
         for number, layer in enumerate(self.layers, 1):
-            is_last = number == len(self.layers)
-            for index, lengths in enumerate(parts):
-                kept = (
-                    self._kept(lengths).to(hidden_states.device)
-                    if is_last and self._keeps != "all"
-                    else None
-                )
-                states[index] = layer(states[index], lengths, self._attend, kept)
-        hidden: Any = torch.cat(states)[None]
+            if number == len(self.layers) and self._keeps != "all":
+                kept = self._kept().to(x.device)
+            x = layer(x, self._lengths, self._attend, kept)
+        hidden: Any = x[None]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
 
-    def _kept(self, lengths: Sequence[int]) -> Tensor:
-        ends = torch.tensor(lengths).cumsum(0)
-        return ends - 1 if self._keeps == "last" else ends - torch.tensor(lengths)
+    def _kept(self) -> Tensor:
+        lengths = torch.tensor(self._lengths)
+        ends = lengths.cumsum(0)
+        return ends - 1 if self._keeps == "last" else ends - lengths
 
 
 def take_layers(model: Any, device: torch.device) -> PackedLayers:
@@ -133,17 +123,6 @@ def take_layers(model: Any, device: torch.device) -> PackedLayers:
     layers = PackedLayers(getattr(base, name), config.num_attention_heads, device)
     setattr(base, name, layers)
     return layers
-
-
-def strips(lengths: Sequence[int], num_tokens: int) -> Iterator[Sequence[int]]:
-    """Rows in parts of at most so many tokens, or of one row."""
-    begin = size = 0
-    for index, length in enumerate(lengths):
-        if index > begin and size + length > num_tokens:
-            yield lengths[begin:index]
-            begin, size = index, 0
-        size += length
-    yield lengths[begin:]
 
 
 def _add(linear: nn.Module, x: Tensor, residual: Tensor) -> Tensor:

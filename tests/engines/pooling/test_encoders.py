@@ -56,7 +56,7 @@ TEXTS = [
     "w8 unknown w10",
 ]
 #: More tokens than are computed together, in rows of all lengths.
-COMPANY = [" ".join(WORDS[n : n + 5 + n % 50]) for n in range(40)]
+COMPANY = [" ".join(WORDS[n : n + 10 + n % 50]) for n in range(80)]
 
 
 def load(directory, **changes):
