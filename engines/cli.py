@@ -224,11 +224,18 @@ def bench_embeddings(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="What 2,048 inputs of 512 tokens take, of one shape.")
+    ] = False,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of --memory.")] = "float32",
 ) -> None:
     """Measure the embedding engine beside transformers, sentence-transformers, infinity and open_clip, one thread."""
-    from engines.bench.embeddings import run
+    from engines.bench.embeddings import run, run_memory
 
-    run(shapes.split(","), rounds, as_json, peers)
+    if memory:
+        run_memory(shapes, dtype)
+    else:
+        run(shapes.split(","), rounds, as_json, peers)
 
 
 def bench_quality(

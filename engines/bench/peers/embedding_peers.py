@@ -11,10 +11,10 @@ from typing import IO, Any
 
 import torch
 
-#: What each peer is, by the name of its environment. Infinity's last release knows older transformers.
+#: What each peer is, by the name of its environment, all with one torch. Infinity's last release knows older transformers.
 REQUIREMENTS = {
     "sentence-transformers": ("sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0"),
-    "infinity": ("infinity-emb[torch]==0.0.78", "transformers==4.57.6"),
+    "infinity": ("infinity-emb[torch]==0.0.78", "transformers==4.57.6", "torch==2.13.0"),
 }  # fmt: skip
 _CHILD = Path(__file__).with_name("embedding_peer.py")
 
