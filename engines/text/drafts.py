@@ -53,10 +53,10 @@ class Drafter:
             return bytes(forced[:_MAX_BYTES])
         if before[-1:] in (b",", b":") and self._writes_spaces(output):
             return b" " if self._allows(matcher, b" ") else b""
-        signs = [sign for sign in _SIGNS if self._allows(matcher, sign)]
-        if len(signs) != 1 or any(self._allows(matcher, inside) for inside in _INSIDE):
+        if any(self._allows(matcher, inside) for inside in _INSIDE):
             return b""
-        return signs[0]
+        signs = [sign for sign in _SIGNS if self._allows(matcher, sign)]
+        return signs[0] if len(signs) == 1 else b""
 
     def _writes_spaces(self, output: list[int]) -> bool:
         shown = b"".join(map(self._text, output[-_SHOWN_TOKENS:]))
