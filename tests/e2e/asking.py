@@ -10,6 +10,7 @@ from openai import OpenAI
 
 from engines.packages.shapes.training.evaluation import GROUPS, Case, Message, Score, make_cases
 from engines.packages.shapes.training.questions import PAIR_TOPICS, SINGLE_TOPICS
+from tests.engines.packages.shapes.strangers import draw_as_a_stranger
 
 NUM_CLIENTS = 16
 QUESTIONS_PER_SCENE = 5
@@ -42,7 +43,7 @@ def choose_evenly(num_scenes: int) -> list[Case]:
 def scenes(num_scenes: int) -> list[Sequence[Case]]:
     """All questions about each of them."""
     per_scene = len(SINGLE_TOPICS) + len(PAIR_TOPICS) + 1
-    cases = list(make_cases(num_scenes))
+    cases = list(make_cases(num_scenes, draw=draw_as_a_stranger))
     assert len(cases) == num_scenes * per_scene
     return [cases[start : start + per_scene] for start in range(0, len(cases), per_scene)]
 

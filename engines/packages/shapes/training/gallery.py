@@ -29,6 +29,7 @@ from engines.packages.shapes.training.world import (
 
 GROUP_SIZE = 4
 GROUPS_PER_SHARD = 512
+ALIKE = 0.16  # share of scenes whose shapes have one kind or one color
 NUM_HELD_OUT = 1024  # pictures at the end of a gallery, which training never sees
 CODE_LENGTH = 1 + 3 * len(PLACES)
 
@@ -86,7 +87,7 @@ def to_input(picture: Image.Image, size: int) -> np.ndarray:
 
 def render_group(rng: Random) -> list[tuple[Scene, Image.Image]]:
     """One group of a gallery, at full resolution."""
-    scene = sample_scene(rng)
+    scene = sample_scene(rng, alike=ALIKE)
     scenes = (scene, scene, sample_variation(scene, rng), sample_variation(scene, rng))
     styles = 2 * (sample_style(rng), sample_style(rng))
     return [(each, render(each, rng, style)) for each, style in zip(scenes, styles, strict=True)]

@@ -26,7 +26,6 @@ MAX_SHAPES = 4
 
 _NUM_SHAPES_WEIGHTS = (1, 9, 13, 14, 13)  # of 0, 1, 2, 3 and 4 shapes
 _BACKGROUND_WEIGHTS = (8, 3, 3, 1, 1, 1, 1, 1, 1)  # in the order of BACKGROUNDS: people like white
-_OF_A_KIND, _OF_A_COLOR = 0.1, 0.06  # shares of scenes whose shapes have but one
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +101,21 @@ def in_reading_order(shapes: list[Shape]) -> tuple[Shape, ...]:
     return tuple(sorted(shapes, key=lambda shape: PLACES.index(shape.place)))
 
 
-def sample_scene(rng: Random, num_shapes: int | None = None) -> Scene:
-    """A random scene; `num_shapes` (0 to MAX_SHAPES) is drawn too unless given."""
+def sample_scene(rng: Random, num_shapes: int | None = None, alike: float = 0.0) -> Scene:
+    """A random scene; `num_shapes` (0 to MAX_SHAPES) is drawn too unless given.
+
+    `alike`: the share of scenes whose shapes are all of one kind or all of one color.
+    """
     background = rng.choices(BACKGROUNDS, _BACKGROUND_WEIGHTS)[0]
     if num_shapes is None:
         num_shapes = rng.choices(range(MAX_SHAPES + 1), _NUM_SHAPES_WEIGHTS)[0]
     colors = [color for color in COLORS if color != background]
     kinds: tuple[str, ...] = KINDS
-    if rng.random() < _OF_A_KIND:
-        kinds = (rng.choice(KINDS),)
-    elif rng.random() < _OF_A_COLOR:
-        colors = [rng.choice(colors)]
+    if alike and rng.random() < alike:
+        if rng.random() < 0.6:
+            kinds = (rng.choice(KINDS),)
+        else:
+            colors = [rng.choice(colors)]
     shapes = [
         Shape(rng.choice(kinds), rng.choice(colors), rng.choice(SIZES), place)
         for place in rng.sample(PLACES, num_shapes)

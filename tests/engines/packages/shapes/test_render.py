@@ -16,7 +16,7 @@ from engines.packages.shapes.training.world import (
     make_scene,
     sample_scene,
 )
-from tests.engines.packages.shapes.strangers import draw_plainly, draw_smoothly
+from tests.engines.packages.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
 
 
 def nearest_color(pixel, words) -> str:
@@ -101,7 +101,7 @@ def test_the_same_seed_draws_the_same_picture():
     assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("draw", [draw_plainly, draw_smoothly])
+@pytest.mark.parametrize("draw", [draw_plainly, draw_smoothly, draw_framed])
 def test_strangers_draw_the_same_world(draw):
     scene = make_scene(
         "white", ("green", "square", "top right"), ("purple", "cross", "bottom left")
