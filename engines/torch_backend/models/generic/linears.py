@@ -14,6 +14,7 @@ from engines.torch_backend.layers.linear import Linear, LinearWeights, Precision
 from engines.torch_backend.layers.quantization import Scheme
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.config import GenericConfig
+from engines.torch_backend.ops.native.packed_linear import PackedLinear
 from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.parallel.mesh import WHOLE, share_of
 from engines.torch_backend.parallel.tp_plan import whole_weight
@@ -33,6 +34,16 @@ class OperatorLinear(nn.Module):
         """Compute with these operators from now on."""
         self._linear.bind(ops, dtype)
         self._dtype = torch.float32 if ops.is_native else dtype  # of what kernels are given
+
+    def __getattr__(self, name: str) -> Any:
+        """What some modules of transformers ask a map for, beside calling it."""
+        held = self.__dict__["_modules"].get("weights")
+        if name == "weight" and held is not None:
+            return held.dequantized() if isinstance(held, PackedLinear) else held.weight
+        if name in ("in_features", "out_features") and held is not None:
+            inside = f"num_{'inputs' if name == 'in_features' else 'outputs'}"
+            return getattr(held, inside if isinstance(held, PackedLinear) else name)
+        return super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (..., K); returns (..., N)."""
@@ -106,7 +117,8 @@ def quantize_linears(model: nn.Module, layers: str, scheme: Scheme, dtype: torch
 
 def allow_int8(model: nn.Module, decoder: str, head: nn.Module | None) -> None:
     """Have the linear maps beside a decoder and its head, those of towers and projectors, be in int8 where kernels read it."""
-    for name, linear in list(model.named_modules()):
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, linear in modules:
         is_beside = type(linear) is nn.Linear and linear is not head
         if not is_beside or name.startswith(f"{decoder}.") or name.endswith(".weights"):
             continue

@@ -198,7 +198,7 @@ def test_few_bits_are_those_of_the_native_family(scheme: str, kernels: Any, tmp_
 
 @needs_kernels
 @pytest.mark.parametrize("lowers", [True, False])
-@pytest.mark.parametrize("name", ["Idefics3", "Qwen2.5-VL"])
+@pytest.mark.parametrize("name", ["Idefics3", "Qwen2.5-VL", "LFM2-VL", "MiniCPM-V 4.6"])
 def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
     name: str, lowers: bool, tmp_path: Path
 ) -> None:
