@@ -3,6 +3,7 @@
 The prompt's first token alone is computed as such; the others are held to be what they are, as by a grammar.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 from msgspec.structs import replace
@@ -65,7 +66,7 @@ def echo(
     sampling: SamplingParams,
     vocab_size: int,
     max_model_len: int,
-    eos_token_ids: Items[int],
+    eos_token_ids: Collection[int],
 ) -> tuple[SamplingParams, Constraint]:
     """How to answer with the tokens behind the first, and then with as many as were asked for.
 
