@@ -30,6 +30,10 @@ def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
         )
         assert done.returncode == 0, done.stderr
     yield fleet, key
+    browser.get(
+        "about:blank"
+    )  # the page looks again and again, and would complain of a fleet that ended
+    browser.get_log("browser")
     fleet.end()
 
 
