@@ -22,13 +22,13 @@ from engines.packages.shapes.training.render import render, sample_style
 from engines.packages.shapes.training.world import Scene, sample_scene
 from engines.packages.shapes_clip.training.evaluation import Row, evaluate, make_queries
 from engines.packages.shapes_clip.training.queries import SINGLE_FACTS, TWO_FACTS
-from tests.engines.packages.shapes.strangers import draw_plainly, draw_smoothly
+from tests.engines.packages.shapes.strangers import draw_framed, draw_plainly, draw_smoothly
 
 NUM_SCENES = int(os.environ.get("CLIP_SCENES", "64"))
 NUM_QUERIES = 16 if NUM_SCENES < 1000 else 200  #: of a kind
 GOALS = {SINGLE_FACTS: 0.97, TWO_FACTS: 0.90}
 LEAST = {
-    SINGLE_FACTS: 0.88,
+    SINGLE_FACTS: 0.93,
     TWO_FACTS: 0.85,
 }  #: below it something is broken; docs/search.md has what is reached
 IMAGES_OF_A_REQUEST = 16
@@ -94,7 +94,7 @@ def show(title: str, rows: dict[str, Row]) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("draw", [draw_as_many_programs, draw_plainly, draw_smoothly])
+@pytest.mark.parametrize("draw", [draw_as_many_programs, draw_plainly, draw_smoothly, draw_framed])
 def test_what_is_found_first_is_right(client, draw, pytestconfig):
     is_strange = draw is not draw_as_many_programs
     num_scenes = NUM_SCENES // 2 if is_strange else NUM_SCENES

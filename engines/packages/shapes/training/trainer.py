@@ -109,6 +109,10 @@ class Trainer:
         finally:
             self._put(current)
 
+    def keep_average(self) -> None:
+        """Give the module the averaged weights for good."""
+        self._put(self.average)
+
     @torch.no_grad()
     def _put(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():

@@ -73,6 +73,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast, eye: Any, pictures: Tensor) -
     return model
 
 
+def take_over(model: CLIPModel, other: CLIPModel) -> None:
+    """Take over from another what learns."""
+    weights = other.state_dict()
+    learning = {name for name, each in model.named_parameters() if each.requires_grad}
+    model.load_state_dict({name: weights[name] for name in learning}, strict=False)
+
+
 @torch.no_grad()
 def _fewer_neurons(eye: Any, pictures: Tensor) -> list[dict[str, Tensor]]:
     """The layers' weights with NUM_NEURONS neurons; the mean of the others goes to the bias."""

@@ -1,8 +1,7 @@
 """Trains `shapes-clip` and writes its checkpoint.
 
-What a query means is a vector made of its facts, without words (`meaning.py`). Images learn to be near to
-the meanings that are true of them, and texts to be what they mean: this is far quicker than to learn both
-from each other.
+What scenes and queries mean are vectors, without pictures or words (`meaning.py`). Pictures learn to be the
+vector of their scene, and texts to be what they mean: this is far quicker than to learn both from each other.
 
 python -m engines.packages.shapes_clip.training.train --minutes 12 --autocast
 """
@@ -10,6 +9,7 @@ python -m engines.packages.shapes_clip.training.train --minutes 12 --autocast
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -33,10 +33,16 @@ from engines.packages.shapes.training.llava import LlavaForConditionalGeneration
 from engines.packages.shapes.training.scene_targets import place_of_patches
 from engines.packages.shapes.training.trainer import Plan, Trainer
 from engines.packages.shapes.training.world import PLACES, sample_scene
-from engines.packages.shapes_clip.training.architecture import DIMENSIONS, look, make_model, see
+from engines.packages.shapes_clip.training.architecture import (
+    DIMENSIONS,
+    look,
+    make_model,
+    see,
+    take_over,
+)
 from engines.packages.shapes_clip.training.evaluation import evaluate, make_queries
 from engines.packages.shapes_clip.training.export import export
-from engines.packages.shapes_clip.training.meaning import Meaning
+from engines.packages.shapes_clip.training.meaning import Meaning, learn_meaning
 from engines.packages.shapes_clip.training.queries import Query, sample_query
 from engines.packages.shapes_clip.training.tokenizer import train_tokenizer
 
@@ -46,10 +52,8 @@ PLACE_OF_PATCHES = place_of_patches(IMAGE_SIZE // PATCH_SIZE)
 PATCHES_OF_A_PLACE = len(PLACE_OF_PATCHES) // len(PLACES)
 NUM_TEXTS = 20_000  # that the tokenizer learns from
 NUM_FOR_NEURONS = 256  # pictures that say which neurons matter
-MARGIN_WEIGHT = 0.3  # of the sigmoid loss
-TEXT_WEIGHT = 4.0  # of the distance between texts and what they mean
 TEXTS_OF_A_CHUNK = 32
-HARDEST = "with place"  # a fourth of the queries, beside its share
+TEXTS_TO_POLISH = 320  # a step
 
 
 def make_tokenizer(num_texts: int = NUM_TEXTS) -> PreTrainedTokenizerFast:
@@ -64,14 +68,15 @@ def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor
 
 
 class Student(nn.Module):
-    """The model, what queries mean, and the bias of the sigmoid loss."""
+    """The model, and what it is to say."""
 
-    def __init__(self, model: CLIPModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, model: CLIPModel, tokenizer: PreTrainedTokenizerFast, meaning: Meaning
+    ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        self.meaning = Meaning(DIMENSIONS)
-        self.bias = nn.Parameter(torch.tensor(-5.0))
+        self.meaning = meaning
 
     def texts(self, queries: list[Query]) -> Tensor:
         """Vectors of length 1; those of like lengths are padded together. Shapes: (Q, V)."""
@@ -89,36 +94,19 @@ class Student(nn.Module):
         return F.normalize(see(self.model, looked, stands_for).float(), dim=1)
 
     def loss(
-        self,
-        looked: Tensor,
-        queries: list[Query],
-        is_true: Tensor,
-        num_texts: int,
-        stands_for: int = 1,
+        self, looked: Tensor, codes: np.ndarray, queries: list[Query], stands_for: int = 1
     ) -> Tensor:
-        """How far images are from the meanings, and the first `num_texts` texts from theirs.
+        """How far images and texts are from what they mean.
 
-        Each true pair stands against all false ones of its query, and of its image; a sigmoid asks the same
-        of every pair by itself. Shapes: (N, P, W), Q queries, bool (Q, N).
+        Shapes: (N, P, W), uint8 (N, CODE_LENGTH), Q queries.
         """
-        scale = self.model.logit_scale.exp().clamp(max=100)
-        meanings = F.normalize(self.meaning(queries).float(), dim=1)
-        logits = scale * meanings @ self.images(looked, stands_for).T
-        ranked = 0.7 * _rank_loss(logits, is_true) + 0.3 * _rank_loss(logits.T, is_true.T)
-        each = F.binary_cross_entropy_with_logits(
-            logits + self.bias, is_true.float(), reduction="sum"
-        )
-        texts = self.texts(queries[:num_texts])
-        apart = (texts - meanings[:num_texts].detach()).square().sum(1).mean()
-        return ranked + MARGIN_WEIGHT * each / is_true.sum() + TEXT_WEIGHT * apart
+        apart = self.images(looked, stands_for) - self.meaning.of_scenes(codes)
+        return apart.square().sum(1).mean() + self.loss_of_texts(queries)
 
-
-def _rank_loss(logits: Tensor, is_true: Tensor) -> Tensor:
-    """Shapes: (rows, columns) both."""
-    false = logits.masked_fill(is_true, -1e4).logsumexp(1, keepdim=True)
-    losses = F.softplus(false - logits) * is_true
-    rows = is_true.any(1)
-    return (losses.sum(1)[rows] / is_true.sum(1)[rows]).mean()
+    def loss_of_texts(self, queries: list[Query]) -> Tensor:
+        """How far texts are from what they mean."""
+        apart = self.texts(queries) - self.meaning.of_queries(queries)
+        return apart.square().sum(1).mean()
 
 
 @torch.no_grad()
@@ -136,12 +124,6 @@ def look_at_all(model: CLIPModel, gallery: Gallery, file: Path) -> np.ndarray:
     return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
-def draw_groups(num_images: int, num_groups: int, rng: np.random.Generator) -> np.ndarray:
-    """Images by whole groups, whose scenes differ in one word. Shapes: int64 (num_images,)."""
-    groups = rng.choice(num_groups, num_images // 4, replace=False)
-    return (4 * groups[:, None] + np.arange(4)).ravel()
-
-
 def draw_patches(looked: np.ndarray, rng: np.random.Generator) -> Tensor:
     """The class token and one patch of each place, which stands for all of them; see PATCHES_OF_A_PLACE.
 
@@ -154,18 +136,42 @@ def draw_patches(looked: np.ndarray, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(np.take_along_axis(looked, kept[..., None], axis=1)).float()
 
 
+def polish_texts(student: Student, num_steps: int, report: Callable[[], str], folder: Path) -> None:
+    """Let only the text tower learn: its steps are cheap, and searches want it exact."""
+    student.requires_grad_(False)
+    student.model.text_model.requires_grad_(True)
+    student.model.text_projection.requires_grad_(True)
+
+    def loss_at(step: int) -> Tensor:
+        rng = Random(f"texts {step}")
+        return student.loss_of_texts(
+            [sample_query(sample_scene(rng), rng) for _ in range(TEXTS_TO_POLISH)]
+        )
+
+    trainer = Trainer(student, loss_at, Plan(num_steps, 1e-3, warmup_steps=20))
+    trainer.run(folder, report, report_every=num_steps)
+    trainer.keep_average()
+
+
 def main(
     cache: Annotated[Path, typer.Option(help="where pictures and checkpoints go")] = Path(
         ".cache/shapes_clip"
     ),
     output: Annotated[Path, typer.Option(help="where the model goes")] = CHECKPOINT,
+    chat_model: Annotated[Path, typer.Option(help="whose eye is taken over")] = EYE,
     num_steps: int = 1000,
     minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
     batch_size: int = 256,
-    num_queries: int = 512,
-    num_texts: Annotated[int, typer.Option(help="of the queries, whose words are read")] = 96,
+    num_texts: int = 128,
+    num_text_steps: Annotated[
+        int, typer.Option(help="in which only texts learn, at the end")
+    ] = 300,
     learning_rate: float = 1.5e-3,
     num_shards: Annotated[int, typer.Option(help="of 2048 pictures each")] = 14,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="a checkpoint that learns on; else only the eye is taken over"),
+    ] = None,
     resume: bool = False,
     report_every: Annotated[int, typer.Option(help="steps")] = 100,
     num_threads: int = 1,
@@ -174,40 +180,39 @@ def main(
     """Train, report precision on held-out pictures, and write the checkpoint."""
     torch.set_num_threads(num_threads)
     gallery = load_gallery(cache / "gallery", num_shards, IMAGE_SIZE)
-    tokenizer = make_tokenizer()
-    eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else make_tokenizer()
+    eye = LlavaForConditionalGeneration.from_pretrained(chat_model, dtype=torch.float32).eval()
     sample = torch.from_numpy(gallery.pictures[:NUM_FOR_NEURONS])
-    student = Student(make_model(tokenizer, eye.model.vision_tower, sample), tokenizer)
+    model = make_model(tokenizer, eye.model.vision_tower, sample)
+    if start:
+        take_over(model, CLIPModel.from_pretrained(start, dtype=torch.float32))
+    student = Student(model, tokenizer, learn_meaning(DIMENSIONS))
     looked = look_at_all(student.model, gallery, cache / f"looked-{num_shards}.npy")
-    num_groups = (len(looked) - NUM_HELD_OUT) // 4
 
     def loss_at(step: int) -> Tensor:
-        generator = np.random.default_rng(step)
-        drawn = draw_groups(batch_size, num_groups, generator)
-        codes = gallery.codes[drawn]
-        rng = Random(step)
-        chosen = [decode(codes[i]) for i in rng.choices(range(len(codes)), k=num_queries)]
-        kinds = [HARDEST if index % 4 == 0 else None for index in range(num_queries)]
-        queries = [
-            sample_query(scene, rng, kind) for scene, kind in zip(chosen, kinds, strict=True)
-        ]
-        is_true = torch.from_numpy(np.stack([query.holds_of(codes) for query in queries]))
+        generator, rng = np.random.default_rng(step), Random(step)
+        drawn = generator.integers(0, len(looked) - NUM_HELD_OUT, batch_size)
+        queries = [sample_query(sample_scene(rng), rng) for _ in range(num_texts)]
         patches = draw_patches(looked[drawn], generator)
-        return student.loss(patches, queries, is_true, num_texts, PATCHES_OF_A_PLACE)
+        return student.loss(patches, gallery.codes[drawn], queries, PATCHES_OF_A_PLACE)
 
     held_out = gallery.codes[-NUM_HELD_OUT:]
     questions = make_queries([decode(code) for code in held_out], 60)
 
     @torch.no_grad()
     def report() -> str:
-        tail = torch.from_numpy(looked[-NUM_HELD_OUT:]).float()
+        tail = torch.tensor(looked[-NUM_HELD_OUT:]).float()
         images = torch.cat([student.images(chunk) for chunk in tail.split(128)])
         asked = [query for _, query in questions]
-        texts, meanings = student.texts(asked), F.normalize(student.meaning(asked), dim=1)
+        texts, meanings = student.texts(asked), student.meaning.of_queries(asked)
+        scenes = student.meaning.of_scenes(held_out)
         export(student.model, tokenizer, cache / "checkpoint")
-        told = [f"cosine of texts {(texts * meanings).sum(1).mean():.3f}"]
-        for name, vectors in (("texts", texts), ("meanings", meanings)):
-            rows = evaluate(questions, (vectors @ images.T).numpy(), held_out)
+        told = [
+            f"cosine of texts {(texts * meanings).sum(1).mean():.4f}, "
+            f"of images {(images * scenes).sum(1).mean():.4f}"
+        ]
+        for name, scores in (("all", texts @ images.T), ("meanings", meanings @ scenes.T)):
+            rows = evaluate(questions, scores.numpy(), held_out)
             told.append(
                 f"{name}: {', '.join(f'{k} {r.precision_at_1:.2f}' for k, r in rows.items())}"
             )
@@ -218,6 +223,7 @@ def main(
         trainer.load(cache / "state")
     trainer.run(cache / "state", report, report_every=report_every, max_seconds=60 * minutes)
     with trainer.averaged():
+        polish_texts(student, num_text_steps, report, cache / "texts")
         export(student.model, tokenizer, output)
 
 

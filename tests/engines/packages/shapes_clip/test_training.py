@@ -13,8 +13,9 @@ from engines.packages.shapes.training.architecture import IMAGE_SIZE, normalize
 from engines.packages.shapes.training.gallery import encode, render_group, to_input
 from engines.packages.shapes.training.llava import LlavaForConditionalGeneration
 from engines.packages.shapes.training.trainer import Plan, Trainer
-from engines.packages.shapes_clip.training.architecture import look, make_model, see
+from engines.packages.shapes_clip.training.architecture import DIMENSIONS, look, make_model, see
 from engines.packages.shapes_clip.training.export import export
+from engines.packages.shapes_clip.training.meaning import learn_meaning
 from engines.packages.shapes_clip.training.queries import sample_query
 from engines.packages.shapes_clip.training.train import CHECKPOINT, EYE, Student, make_tokenizer
 
@@ -34,7 +35,8 @@ def pictures(drawn):
 def student(pictures):
     eye = LlavaForConditionalGeneration.from_pretrained(EYE, dtype=torch.float32).eval()
     tokenizer = make_tokenizer(400)
-    return Student(make_model(tokenizer, eye.model.vision_tower, pictures), tokenizer)
+    model = make_model(tokenizer, eye.model.vision_tower, pictures)
+    return Student(model, tokenizer, learn_meaning(DIMENSIONS, num_steps=2))
 
 
 @torch.no_grad()
@@ -48,18 +50,17 @@ def test_a_few_steps_lower_the_loss_and_the_rest_stays_as_it_was(student, drawn,
     codes = np.stack([encode(scene) for scene, _ in drawn])
     rng = Random(0)
     queries = [sample_query(scene, rng) for scene, _ in drawn]
-    is_true = torch.from_numpy(np.stack([query.holds_of(codes) for query in queries]))
     with torch.no_grad():
         looked = look(student.model, pictures)
     trainer = Trainer(
         student,
-        lambda step: student.loss(looked, queries, is_true, len(queries)),
+        lambda step: student.loss(looked, codes, queries),
         Plan(12, warmup_steps=2),
     )
-    before = student.loss(looked, queries, is_true, len(queries)).item()
+    before = student.loss(looked, codes, queries).item()
     for _ in range(12):
         trainer.train_step()
-    assert student.loss(looked, queries, is_true, len(queries)).item() < 0.8 * before
+    assert student.loss(looked, codes, queries).item() < 0.8 * before
     assert torch.equal(look(student.model, pictures), looked)
 
 
