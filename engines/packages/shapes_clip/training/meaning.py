@@ -100,6 +100,8 @@ def _asked(fact: Fact) -> Iterator[int]:
 class Meaning(nn.Module):
     """The two tables. Vectors have length 1."""
 
+    axes: Tensor
+
     def __init__(self, dimensions: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
