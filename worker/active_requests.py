@@ -370,6 +370,7 @@ class ActiveRequests:
             self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
             del self._by_engine_id[active.engine_id]
+            self._engine.note_end(active.engine_id)
 
     def _refuse(self, active: ActiveRequest, error: RequestError) -> None:
         cause = error.cause if isinstance(error, ImageRefused) else error

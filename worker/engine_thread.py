@@ -62,6 +62,7 @@ class EngineThread:
         self._loaded: asyncio.Future[LoadedEngine] = self._loop.create_future()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._unsent: list[Command] = []  # commands of this turn of the loop
         self._events: deque[EngineEvent] = deque()
         self._told_at = 0.0  # when the loop was woken last, `time.monotonic`
         self._patient: set[str] = set()  # requests whose tokens may wait
@@ -79,16 +80,20 @@ class EngineThread:
     def add(self, request: EngineInput, *, is_patient: bool = False) -> None:
         """Hand over a request; `Added` or `Rejected` follows.
 
-        Where it `is_patient`, what lies between its first output and its last may come late.
+        Where it `is_patient`, what comes before its last output may come late.
         """
         if is_patient:
             self._patient.add(request.request_id)
-        self._commands.put(request)
+        self._send(request)
 
     def abort(self, request_id: str) -> None:
         """Have the engine forget a request. News that are on their way may still arrive."""
         self._patient.discard(request_id)
-        self._commands.put(request_id)
+        self._send(request_id)
+
+    def note_end(self, request_id: str) -> None:
+        """The request's last output has been heard."""
+        self._patient.discard(request_id)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -101,12 +106,24 @@ class EngineThread:
             if self._events:
                 self._deliver()
 
+    def _send(self, command: Command) -> None:
+        """Wake the thread at the end of this turn of the loop: it needs the interpreter's lock."""
+        if not self._unsent:
+            self._loop.call_soon(self._send_all)
+        self._unsent.append(command)
+
+    def _send_all(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for command in unsent:
+            self._commands.put(command)
+
     async def wait_until_broken(self) -> None:
         """Return never. Raises: EngineBroken when a step raises."""
         await asyncio.shield(self._broken)
 
     async def close(self) -> None:
         """Close the engine and end the thread; waits for the present step, but not for ever."""
+        self._send_all()
         self._commands.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
@@ -165,22 +182,20 @@ class EngineThread:
 
     def _tell(self, events: list[EngineEvent], now: float) -> None:
         """Leave events for the loop; wake it only if an earlier wake-up is not still to come."""
-        self._events.extend(events)
-        can_wait = [self._can_wait(event) for event in events]
-        if not events or self._is_waking or self._is_held:
+        if not events:
             return
-        if not all(can_wait) or now - self._told_at > HOLD_S:
+        self._events.extend(events)
+        if self._is_waking or self._is_held:
+            return
+        if now - self._told_at > HOLD_S or not all(map(self._can_wait, events)):
             self._is_waking, self._told_at = True, now
             self._call(self._deliver)
 
     def _can_wait(self, event: EngineEvent) -> bool:
-        """Whether it stands between the first output and the last of a patient request."""
-        if event.request_id not in self._patient or isinstance(event, Added):
+        """Whether it comes before the end of a patient request."""
+        if event.request_id not in self._patient or isinstance(event, Rejected):
             return False
-        if isinstance(event, EngineOutput) and event.error is None and event.finish_reason is None:
-            return event.usage is None
-        self._patient.discard(event.request_id)
-        return False
+        return isinstance(event, Added) or not (event.finish_reason or event.error)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more

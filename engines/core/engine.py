@@ -382,12 +382,12 @@ class BatchingEngine(Engine[EngineRequest]):
         try:
             batch = self.pipeline.schedule()
             batch, result = self.pipeline.run(self.runner, batch)
-            if self._speculator is not None:
+            if self._speculator is not None and self._speculator.is_asked:
                 self._speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
         except SequenceFailure as failure:
             outputs = [self._fail(failure)]
-        return early + outputs
+        return early + outputs if early else outputs
 
     def has_work(self) -> bool:
         """Whether `step` has anything to compute or to tell."""
@@ -541,9 +541,8 @@ class BatchingEngine(Engine[EngineRequest]):
         token_id = choice.token_id
         self._num_output_tokens += 1
         text = detokenizer.append(token_id)
-        output = EngineOutput(
-            sequence.request_id, sequence.num_output_tokens - 1 - num_later, (token_id,), text
-        )
+        index = len(sequence.token_ids) - sequence.num_prompt_tokens - 1 - num_later
+        output = EngineOutput(sequence.request_id, index, (token_id,), text)
         if choice.logprob is not None:
             output.logprobs = (self._output_logprob(choice, choice.logprob),)
         if generation.first_token_at is None:
@@ -556,14 +555,14 @@ class BatchingEngine(Engine[EngineRequest]):
             output.text += detokenizer.finish()
         if isinstance(detokenizer, ReasoningDetokenizer):
             detokenizer.separate(output)
+        is_stopped = detokenizer.is_stopped
         if generation.calls is not None:
-            ends = is_last or detokenizer.is_stopped
-            _separate_calls(output, generation.calls, is_last=ends)
-        if detokenizer.is_stopped:
+            _separate_calls(output, generation.calls, is_last=is_last or is_stopped)
+        if is_stopped:
             if num_later:
                 del sequence.token_ids[-num_later:]
             self.scheduler.finish(sequence, FinishReason.STOP)
-        if is_last or detokenizer.is_stopped:
+        if is_last or is_stopped:
             self._end(output, generation, now)
         return output
 

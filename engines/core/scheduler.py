@@ -99,7 +99,8 @@ class Scheduler:
             sequence.num_computed_tokens = end
             if choice is not None:
                 sequence.token_ids.append(choice.token_id)
-                sequence.token_ids += [each.token_id for each in choice.following]
+                if choice.following:
+                    sequence.token_ids += [each.token_id for each in choice.following]
             if end // block_size > sequence.num_published_blocks:
                 self.blocks.publish(sequence)
             if choice is None:
@@ -187,7 +188,7 @@ class Scheduler:
                 break  # preempted for an older one, and so are all that come after it
             start = sequence.num_computed_tokens
             num_pending = len(sequence.token_ids) - start
-            num_new = budget.fit(num_pending)
+            num_new = 1 if num_pending == 1 else budget.fit(num_pending)
             if start < sequence.num_prompt_tokens:
                 num_new = self._limit_by_images(sequence, start, num_new, budget)
             if num_new == 0:
@@ -199,6 +200,9 @@ class Scheduler:
                 items.append(self._with_draft(sequence, budget))
                 continue
             items.append(ScheduledSequence(sequence, num_new))
+            if num_pending == 1:
+                budget.num_tokens -= 1
+                continue
             budget.take(num_new, num_pending, is_late=sequence.request_id in late)
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)

@@ -31,9 +31,12 @@ def draw_on(items: Items[ScheduledSequence], choices: list[TokenChoice | None], 
 
     The sequences have the tokens that were drawn before while `draw` is called, and as they were after.
     """
-    places = [place for place, item in enumerate(items) if item.draft]
-    if not places:
+    for item in items:
+        if item.draft:
+            break
+    else:
         return
+    places = [place for place, item in enumerate(items) if item.draft]
     ends = {place: len(items[place].sequence.token_ids) for place in places}
     last = {place: choices[place] for place in places}
     try:
@@ -71,6 +74,7 @@ class Speculator:
         self._eos_token_ids = eos_token_ids
         self.num_guessed = 0  #: tokens of drafts that were computed
         self.num_accepted = 0
+        self.is_asked = False  #: for the step that is planned: what comes of it is worth a note
         self._plain_s: dict[int, float] = {}  # a step without drafts, by number of sequences
         self._token_s = 0.0  # a token of a draft more
         self._right = {True: 0.9, False: 0.5}  # how often a token is right: of grammars, of others
@@ -78,6 +82,7 @@ class Speculator:
 
     def guess(self, sequence: Sequence, num_running: int, most: int) -> tuple[int, ...]:
         """What may follow the tokens of a sequence: at most so many, none where it does not pay."""
+        self.is_asked = True
         constraint = sequence.constraint
         most = min(most, MAX_DRAFT, sequence.max_output_tokens - sequence.num_output_tokens - 1)
         if constraint is None or most < 1 or not self._plain_s.get(num_running):
@@ -103,6 +108,7 @@ class Speculator:
 
     def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
         """What came of a step, and how long it took."""
+        self.is_asked = False
         num_sequences, num_guessed = len(batch.items), 0
         for item, choice in zip(batch.items, result.choices, strict=True):
             if item.num_new_tokens - len(item.draft) != 1 or choice is None:

@@ -216,7 +216,7 @@ class MockRunner:
         )
         num_prefill_tokens = 0
         num_images = 0
-        for item in batch.items:
+        for item in items:
             if item.num_new_tokens > 1 or item.start < item.sequence.num_prompt_tokens:
                 num_prefill_tokens += item.num_new_tokens
                 num_images += self._encode_images(item)
@@ -265,9 +265,15 @@ class MockRunner:
 
     def _choose(self, sequence: Sequence, position: int) -> TokenChoice:
         sampling = sequence.sampling
-        num_thought, marker_byte = self._thought(sequence, position)
-        num_tokens = max(num_thought + self._mock.num_output_tokens, sampling.min_tokens + 1)
-        ends = position + 1 >= num_tokens and not sampling.ignore_eos
+        num_thought, marker_byte = 0, None
+        if self._mock.num_reasoning_tokens:
+            num_thought, marker_byte = self._thought(sequence, position)
+        num_tokens = position + 1
+        ends = (
+            num_tokens >= num_thought + self._mock.num_output_tokens
+            and num_tokens > sampling.min_tokens
+            and not sampling.ignore_eos
+        )
         value = self._answer(sequence, position)
         token_id = EOS_ID if ends else FIRST_WORD_ID + value
         if marker_byte is not None:
@@ -286,8 +292,6 @@ class MockRunner:
     def _thought(self, sequence: Sequence, position: int) -> tuple[int, int | None]:
         """How many tokens come before an answer, and which one stands here if it is of a marker."""
         num_words, num_prompt = self._mock.num_reasoning_tokens, sequence.num_prompt_tokens
-        if num_words == 0:
-            return 0, None
         if sequence.token_ids[num_prompt - len(NO_THINKING) : num_prompt] == NO_THINKING:
             return 0, None
         end_at = len(THINK_START) + num_words
