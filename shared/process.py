@@ -26,15 +26,14 @@ def end_startup() -> None:
     gc.set_threshold(COLLECT_EVERY, 20, 20)
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process end with `number` when its parent ends.
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process end with `number` when its parent, of that process id, ends.
 
     On Linux the kernel does it; elsewhere a thread watches the parent's id. Call it in the child.
     """
-    parent = os.getppid()
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it ended between the two calls
+        if os.getppid() != parent:  # it has ended already
             os.kill(os.getpid(), number)
     else:
         threading.Thread(target=_watch, args=(parent, number), daemon=True).start()

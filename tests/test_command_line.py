@@ -60,8 +60,8 @@ def test_worker_hands_its_options_on(started):
 
 
 def test_what_is_not_given_is_the_settings_own(started):
-    run("gateway", *REDIS, "--die-with-parent")
-    assert started[0] == ("shared.process.die_with_parent",)
+    run("gateway", *REDIS, "--die-with-parent", "17")
+    assert started[0] == ("shared.process.die_with_parent", 17)
     settings = started[-1][1]
     assert settings == Settings(redis=settings.redis)
 

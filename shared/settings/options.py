@@ -55,7 +55,8 @@ _Assignments = Annotated[
         show_default=False,
     ),
 ]
-_DieWithParent = Annotated[bool, typer.Option("--die-with-parent", hidden=True)]
+#: The id of the process to end with.
+_DieWithParent = Annotated[int | None, typer.Option("--die-with-parent", hidden=True)]
 
 
 def takes_settings(
@@ -75,10 +76,10 @@ def takes_settings(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(
-            assignments: list[str] | None = None, die_with_parent: bool = False, **given: Any
+            assignments: list[str] | None = None, die_with_parent: int | None = None, **given: Any
         ) -> None:
             options = {path: given.pop(name) for name, (path, _) in by_name.items()}
-            settings = read_settings(options, assignments, die_with_parent, spelled)
+            settings = read_settings(options, assignments, die_with_parent is not None, spelled)
             if process is not None:
                 _begin_process(process, settings, die_with_parent)
             command(settings, **given)
@@ -87,7 +88,7 @@ def takes_settings(
         shared = [_option(name, option) for name, (_, option) in by_name.items()]
         shared.append(_option("assignments", _Assignments))
         if process is not None:
-            shared.append(_option("die_with_parent", _DieWithParent, False))
+            shared.append(_option("die_with_parent", _DieWithParent))
         run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, {}
         run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
         return run
@@ -142,13 +143,13 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[name] = value
 
 
-def _begin_process(name: str, settings: Settings, is_child: bool) -> None:
+def _begin_process(name: str, settings: Settings, parent: int | None) -> None:
     """Make this process the long-lived one `name` of a fleet. Raises: SettingsError."""
     from shared.process import die_with_parent
     from shared.telemetry.logs import setup_logging
 
     if not settings.redis.url and name != "search":
         raise SettingsError("VLM_REDIS_URL: no Redis is named (`vlm serve` brings its own)")
-    if is_child:
-        die_with_parent()
+    if parent is not None:
+        die_with_parent(parent)
     setup_logging(settings.logs, name)

@@ -75,7 +75,7 @@ async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process
     process = Process(
         name,
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
+            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())),
             cwd=ROOT, env={**os.environ, **variables}, stderr=asyncio.subprocess.PIPE,
         ),
     )  # fmt: skip

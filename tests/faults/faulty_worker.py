@@ -117,7 +117,15 @@ def main() -> None:
     engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
     engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine
     shared.queue.claim.Publisher = FaultyPublisher
-    sys.argv = ["vlm", "worker", "--engine", "mock", "--die-with-parent", *sys.argv[1:]]
+    sys.argv = [
+        "vlm",
+        "worker",
+        "--engine",
+        "mock",
+        "--die-with-parent",
+        str(os.getppid()),
+        *sys.argv[1:],
+    ]
     vlm.main()
 
 

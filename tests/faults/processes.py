@@ -123,7 +123,14 @@ class Processes:
 
     async def gateway(self, **variables: str) -> tuple[Process, str]:
         """A gateway that listens, and its URL."""
-        command = ("tests.factories_settings", "gateway", "--port", "0", "--die-with-parent")
+        command = (
+            "tests.factories_settings",
+            "gateway",
+            "--port",
+            "0",
+            "--die-with-parent",
+            str(os.getpid()),
+        )
         process = await self._start("gateway", *command, **variables)
         line = await process.says("gateway listens")
         found = re.search(r"http://[\d.:]+", line)

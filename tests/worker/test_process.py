@@ -41,7 +41,7 @@ def start_worker(redis_server, redis_prefix):
             "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0",
         } | settings
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
+            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())),
             cwd=ROOT,
             env={**os.environ, **environment},
             stderr=asyncio.subprocess.PIPE,

@@ -161,7 +161,7 @@ class Instance:
         if spare is not None:
             await spare.stop()
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent"),
+            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())),
             env=environment,
             start_new_session=True,
             stderr=asyncio.subprocess.PIPE,

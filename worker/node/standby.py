@@ -7,6 +7,7 @@ input, the environment of that worker.
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -60,7 +61,7 @@ class Standby:
             await spare.stop()
         if kind is not None and self._spare is None:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "worker.node.standby_worker", kind),
+                *(sys.executable, "-m", "worker.node.standby_worker", kind, str(os.getpid())),
                 env=plain_environment(),
                 start_new_session=True,
                 stdin=asyncio.subprocess.PIPE,

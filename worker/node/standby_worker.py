@@ -12,9 +12,9 @@ from shared.telemetry.logs import setup_logging
 from worker.main import run_worker
 
 
-def main(kind: str) -> int:
+def main(kind: str, parent: int) -> int:
     """Import an engine, wait for an environment, be its worker. Returns the exit code."""
-    die_with_parent()
+    die_with_parent(parent)
     engine_kinds()[kind].load_all()
     told = sys.stdin.buffer.readline()
     if not told:
@@ -33,4 +33,4 @@ def main(kind: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

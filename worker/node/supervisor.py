@@ -76,7 +76,7 @@ class Child:
         """Start it in a session of its own, so that Ctrl-C reaches only the supervisor."""
         self.pauses.started()
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", *self.arguments, "--die-with-parent"),
+            *(sys.executable, "-m", "vlm", *self.arguments, "--die-with-parent", str(os.getpid())),
             env=self.environment,
             cwd=Path.cwd(),
             start_new_session=True,

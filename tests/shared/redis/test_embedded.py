@@ -125,17 +125,29 @@ import shared.process
 if sys.argv[1] == "portable":
     shared.process._prctl = None
     shared.process.POLL_S = 0.05
-shared.process.die_with_parent()
+shared.process.die_with_parent(int(sys.argv[2]))
 print("ready", flush=True)
 time.sleep(600)
 """
 FATHER = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE)
+import os, subprocess, sys, time
+command = [sys.executable, "-c", sys.argv[1], sys.argv[2], str(os.getpid())]
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(600)
 """
+
+
+@pytest.mark.parametrize("way", ["kernel", "portable"])
+def test_a_child_whose_parent_is_gone_ends_at_once(way):
+    not_the_parent = str(os.getppid())
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, way, not_the_parent],
+        cwd=Path(__file__).parents[3],
+        timeout=60,
+    )
+    assert child.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("way", ["kernel", "portable"])
