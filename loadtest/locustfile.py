@@ -36,6 +36,7 @@ class ChatUser(User):
     asker: ClassVar[Asker | None] = None  #: shared by all users; made when the test starts
     numbers: ClassVar[count] = count()
     scenario: ClassVar[str]
+    is_leaving = False
 
     def on_start(self) -> None:
         """Each user draws from a generator of its own. Raises: StopUser when nobody can be asked."""
@@ -48,9 +49,16 @@ class ChatUser(User):
         assert ChatUser.asker is not None
         return self.draw.uniform(0.0, 2 * ChatUser.asker.order.workload.think_s)
 
+    def stop(self, force: bool = False) -> bool:
+        """See Locust. A user whose pause ends before it is killed asks no more: that would be cut."""
+        self.is_leaving = True
+        return super().stop(force)
+
     @task
     def ask_next(self) -> None:
-        """One question and its whole answer."""
+        """One question and its whole answer. Raises: StopUser when the user has to go."""
+        if self.is_leaving:
+            raise StopUser
         assert ChatUser.asker is not None
         ChatUser.asker.ask(self.choose_scenario(), self.draw)
 

@@ -64,10 +64,14 @@ def stream(
     ]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # users come all at once
+
+
 @contextmanager
 def run_fake_server() -> Iterator[FakeServer]:
     """Serve on a free port until the end."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as httpd:
+    with _Server(("127.0.0.1", 0), _Handler) as httpd:
         httpd.fake = FakeServer(httpd.server_port)  # type: ignore[attr-defined]
         thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -190,6 +190,13 @@ def test_wrong_option_is_refused(wrong):
     assert CliRunner().invoke(vlm.app, ["loadtest", *wrong]).exit_code == 2
 
 
+def test_users_that_pause_when_the_run_ends_ask_no_more(fake, tmp_path):
+    """Many end their pause just then: a question of theirs would be cut."""
+    fake.pause_s = 0.05
+    result, _ = result_of(fake, tmp_path, "--users", "40", "--think-time", "0.1")
+    assert not any(record.error for record in result.records)
+
+
 @in_one_round
 def test_request_without_an_answer_at_the_end_is_a_failure(fake, tmp_path):
     """Each word comes within the time that a server may be silent, the last one too late."""
