@@ -20,15 +20,16 @@ WITHIN_S = 60.0
 class Deployer:
     """A fleet, and the commands of who deploys."""
 
-    def __init__(self, fleet: Served, folder: Path) -> None:
+    def __init__(self, fleet: Served, folder: Path, within_s: float = WITHIN_S) -> None:
         self.fleet = fleet
         self.folder = folder
+        self._within_s = within_s
         self.key = (folder / "deploy.key").read_text()
 
     def vlm(self, *arguments: str):
         environment = {**os.environ, "DEPLOY_KEY": self.key}
         url = ("--url", self.fleet.url)
-        return run_vlm(*arguments, *url, env=environment, timeout=2 * WITHIN_S)
+        return run_vlm(*arguments, *url, env=environment, timeout=2 * self._within_s)
 
     def deploy(self, version: int, *more: str):
         package = self.folder / f"version-{version}"
@@ -49,7 +50,7 @@ class Deployer:
         return self.app()["active"]["digest"]
 
     def wait(self, is_so: Callable[[dict], bool]) -> dict:
-        give_up_at = time.monotonic() + WITHIN_S
+        give_up_at = time.monotonic() + self._within_s
         while not is_so(app := self.app()):
             assert time.monotonic() < give_up_at, app
             time.sleep(0.2)
