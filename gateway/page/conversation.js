@@ -6,18 +6,23 @@ export class Conversation {
     this.exchanges = [];
   }
 
-  /** The messages that ask `question`, after all that was answered before. */
-  toMessages(question, system) {
-    const turns = this.exchanges.flatMap(({ question: asked, answer }) => [
-      toMessage(asked),
+  /** Take a question in place of `instead` and all that came after it, or at the end; returns its exchange. */
+  add(question, instead = null) {
+    if (instead) this.exchanges.length = this.exchanges.indexOf(instead);
+    const exchange = { question, answer: "", note: "", isError: false, measured: null };
+    this.exchanges.push(exchange);
+    return exchange;
+  }
+
+  /** The messages that ask the last question, after all that was answered before. */
+  toMessages(system) {
+    const answered = this.exchanges.slice(0, -1).filter(({ answer }) => answer);
+    const turns = answered.flatMap(({ question, answer }) => [
+      toMessage(question),
       { role: "assistant", content: answer },
     ]);
     const opening = system ? [{ role: "system", content: system }] : [];
-    return [...opening, ...turns, toMessage(question)];
-  }
-
-  remember(question, answer) {
-    if (answer) this.exchanges.push({ question, answer });
+    return [...opening, ...turns, toMessage(this.exchanges.at(-1).question)];
   }
 }
 

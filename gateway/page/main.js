@@ -26,46 +26,50 @@ let running = null; // the AbortController of the answer that is coming
 
 // --- asking ---------------------------------------------------------------------------------------------------------
 
-async function ask(asked) {
+/** Ask; `instead` is the turn that is asked anew, with all after it. Returns whether it was asked. */
+function ask(question, instead = null) {
+  if (running) return false;
   const chosen = readSettings(settings);
   if (!chosen) {
     toggleSettings(true);
     settings.reportValidity();
     return false;
   }
-  const turn = new Turn(find("#turn-template"), asked);
+  while (instead && instead.element.nextSibling) instead.element.nextSibling.remove();
+  instead?.element.remove();
+  const turn = addTurn(conversation.add(question, instead?.exchange));
   find("#welcome").hidden = true;
-  find("#log").append(turn.element);
   main.scrollTop = main.scrollHeight;
-  const body = {
-    model: find("#model").value,
-    messages: conversation.toMessages(asked, chosen.system),
-    ...chosen.sampling,
-  };
-  answer(turn, asked, body);
+  const body = { model: find("#model").value, messages: conversation.toMessages(chosen.system), ...chosen.sampling };
+  answer(turn, body);
   return true;
 }
 
+function addTurn(exchange) {
+  const turn = new Turn(find("#turn-template"), exchange, (question) => ask(question, turn));
+  find("#log").append(turn.element);
+  return turn;
+}
+
 /** Show an answer as it comes, and whatever ends it. */
-async function answer(turn, asked, body) {
-  const talk = conversation;
-  let text = "";
+async function answer(turn, body) {
+  const { exchange } = turn;
   setRunning(new AbortController());
   try {
-    const measured = await follow(turn, body, running.signal, (piece) => (text += piece));
-    turn.finish(measured, measured.reason);
-    announce(text || "The answer is empty.");
+    exchange.measured = await follow(turn, body, running.signal);
+    if (exchange.measured.reason === "length") exchange.note = "Cut at the longest length that is allowed.";
+    announce(exchange.answer || "The answer is empty.");
   } catch (error) {
-    if (error.name === "AbortError") turn.stop();
-    else fail(turn, asked, error);
+    if (error.name === "AbortError") exchange.note = "Stopped.";
+    else fail(exchange, error);
   } finally {
-    talk.remember(asked, text);
+    keepAtEnd(() => turn.end());
     setRunning(null);
   }
 }
 
-/** Append the stream's text to the turn; returns its usage and times. */
-async function follow(turn, body, signal, onText) {
+/** Add the stream's text to the exchange; returns its usage and times. */
+async function follow(turn, body, signal) {
   const began = performance.now();
   const measured = { timings: null, usage: null, firstTextAfter: null, reason: null };
   for await (const chunk of streamAnswer(body, signal)) {
@@ -76,21 +80,16 @@ async function follow(turn, body, signal, onText) {
     const piece = choice?.delta.content;
     if (!piece) continue;
     measured.firstTextAfter ??= (performance.now() - began) / 1000;
-    onText(piece);
-    keepAtEnd(() => turn.append(piece));
+    turn.exchange.answer += piece;
+    keepAtEnd(() => turn.update());
   }
-  keepAtEnd(() => {});
   return measured;
 }
 
-function fail(turn, asked, error) {
+function fail(exchange, error) {
   if (!(error instanceof ApiError)) throw error;
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
-  turn.fail(error.message + wait, () => {
-    if (running) return;
-    turn.element.remove();
-    ask(asked);
-  });
+  Object.assign(exchange, { note: error.message + wait, isError: true });
   announce(`It did not work: ${error.message}`);
   if (error.status === 401) refreshModels();
 }
@@ -108,6 +107,7 @@ function setRunning(controller) {
   find("#send").hidden = running !== null;
   find("#stop").hidden = running === null;
   find("#new").disabled = running !== null;
+  find("#log").classList.toggle("running", running !== null);
   if (hadFocus) question.focus();
 }
 
@@ -119,7 +119,7 @@ function showHint(message) {
   hint.textContent = message;
 }
 
-async function submit() {
+function submit() {
   const text = question.value.trim();
   if (running) return;
   if (!text) {
@@ -132,7 +132,7 @@ async function submit() {
     return;
   }
   showHint("");
-  if (await ask({ text, images: tray.images })) {
+  if (ask({ text, images: tray.images })) {
     tray.take();
     question.value = "";
     fitQuestion();

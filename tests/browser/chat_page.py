@@ -21,6 +21,7 @@ WIRE_EVENT = "Network.requestWillBeSent"
 PATIENCE_S = 30  # a busy machine; an idle one needs a hundredth of it
 DESK = (1180, 800)
 PHONE = (390, 844)
+SMALL = (320, 640)
 
 #: Hands files to the page as a drop or a paste would: events cannot be made from outside of a browser.
 GIVE_FILES = """

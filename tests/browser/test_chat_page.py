@@ -14,7 +14,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.select import Select
 
 from shared.telemetry.metrics import STAGES
-from tests.browser.chat_page import DESK, PHONE, ChatPage
+from tests.browser.chat_page import DESK, PHONE, SMALL, ChatPage
 from tests.browser.conftest import NUM_TOKENS
 from tests.integration.fleet_process import ROOT, SAMPLE, Served, start_fleet
 
@@ -115,6 +115,111 @@ def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: 
     assert page.find("#hint").text == "Type a question first."
 
 
+def test_an_answer_is_copied_regenerated_and_an_earlier_question_edited(page: ChatPage):
+    page.ask("What is it?", SAMPLE)
+    first = page.wait_for_end()
+    page.find('[aria-label="Copy answer"]').click()
+    page.wait_for(lambda: page.find("#announcer").get_property("textContent") == "Copied.")
+    page.find("#question").send_keys(Keys.CONTROL, "v")
+    assert page.find("#question").get_property("value") == first
+    page.find("#question").clear()
+    page.ask("And then?")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    page.wait_for_end()
+    assert not page.find_all(".again")[0].is_displayed()
+    page.sent()
+    page.find_all(".again")[1].click()
+    page.wait_for_end()
+    assert last_texts(page) == ["What is it?", "And then?"]
+    page.find_all(".edit")[0].click()
+    field = page.browser.switch_to.active_element
+    assert field.get_property("value") == "What is it?"
+    field.send_keys(Keys.ESCAPE)
+    assert page.browser.switch_to.active_element == page.find_all(".edit")[0]
+    page.browser.switch_to.active_element.send_keys(Keys.ENTER)
+    page.keep("edit")
+    page.browser.switch_to.active_element.send_keys(" Say more.", Keys.ENTER)
+    page.wait_for(lambda: len(page.find_all(".answer")) == 1)
+    page.wait_for_end()
+    assert last_texts(page) == ["What is it? Say more."]
+    assert len(page.find_all(".question img")) == 1
+
+
+def last_texts(page: ChatPage) -> list[str]:
+    """What the last request tells the model in the user's words."""
+    users = [m["content"] for m in page.sent()[-1]["messages"] if m["role"] == "user"]
+    return [part["text"] for content in users for part in content if part["type"] == "text"]
+
+
+SHOW_MARKDOWN = """
+const [text, done] = arguments;
+import("/page/markdown.js").then(({MarkdownView}) => {
+  const shown = document.querySelector(".answer .text");
+  const view = new MarkdownView(shown);
+  shown.replaceChildren();
+  for (let end = 0; end <= text.length; end++) view.show(text.slice(0, end));
+  const whole = document.createElement("div");
+  new MarkdownView(whole).show(text);
+  done([shown.innerHTML, whole.innerHTML]);
+}, (error) => done([String(error), ""]));
+"""
+MARKDOWN = """## Found
+Two *shapes*, **no** text_in_it, `a < b`, 2 * 3 * 4.
+1. a [link](https://example.com/a_(b)?c "title")
+   - inner
+2. https://example.com/x.
+
+> quoted
+
+| a | b |
+|---|--:|
+| x\\|y | 2 |
+
+```python
+<b>code</b>
+```
+<img src=x onerror=alert(1)> [bad](javascript:alert(1)) ![far](data:image/png;base64,AA)"""
+
+
+def test_markdown_of_answers_becomes_elements_and_never_code(page: ChatPage):
+    page.ask("What is it?")
+    page.wait_for_end()
+    grown, whole = page.browser.execute_async_script(SHOW_MARKDOWN, MARKDOWN)
+    assert grown == whole
+    shown = page.answer.find_element(By.CSS_SELECTOR, ".text")
+    texts = {
+        name: [e.text for e in shown.find_elements(By.CSS_SELECTOR, name)]
+        for name in (
+            "h4",
+            "em",
+            "strong",
+            "p > code",
+            "ol > li > ul > li",
+            "td",
+            "blockquote",
+            "pre",
+        )
+    }
+    assert texts == {
+        "h4": ["Found"], "em": ["shapes"], "strong": ["no"], "p > code": ["a < b"],
+        "ol > li > ul > li": ["inner"], "td": ["x|y", "2"], "blockquote": ["quoted"],
+        "pre": ["<b>code</b>"],
+    }  # fmt: skip
+    links = shown.find_elements(By.CSS_SELECTOR, "a")
+    hrefs = [link.get_attribute("href") for link in links]
+    assert hrefs == ["https://example.com/a_(b)?c", "https://example.com/x"]
+    assert all("noopener" in link.get_attribute("rel") for link in links)
+    assert shown.find_elements(By.CSS_SELECTOR, "img, script, b") == []
+    assert "<img src=x onerror=alert(1)>" in shown.text
+    page.keep("markdown")
+    shown.find_element(By.CSS_SELECTOR, '[aria-label="Copy code"]').click()
+    page.wait_for(lambda: page.find("#announcer").get_property("textContent") == "Copied.")
+    page.find("#question").send_keys(Keys.CONTROL, "v")
+    assert page.find("#question").get_property("value") == "<b>code</b>"
+    width = page.find("#main").get_property("scrollWidth")
+    assert width <= page.find("#main").get_property("clientWidth")
+
+
 def test_an_error_is_shown_in_words_and_the_question_can_be_asked_again(page: ChatPage):
     broken = base64.b64encode(SAMPLE.read_bytes()[:20]).decode()
     page.give("paste", broken, "broken.png", "image/png")
@@ -207,7 +312,7 @@ def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
 
 
 def test_it_fits_a_phone_and_the_dark(page: ChatPage):
-    screens = (("phone", PHONE, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
+    screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
     for name, size, scheme in screens:
         page.open(size, scheme)
         page.wait_for_model()
@@ -216,6 +321,8 @@ def test_it_fits_a_phone_and_the_dark(page: ChatPage):
         page.wait_for_end()
         root = page.find("html")
         assert root.get_property("scrollWidth") <= size[0]
+        main = page.find("#main")
+        assert main.get_property("scrollWidth") <= main.get_property("clientWidth")
         page.keep(f"answer-{name}")
     assert is_dark(page)
     page.open()

@@ -9,11 +9,10 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from engines.packages.shapes_clip import __file__ as PACKAGE
-from tests.browser.chat_page import DESK, ChatPage
+from tests.browser.chat_page import DESK, SMALL, ChatPage
 from tests.integration.fleet_process import Served, start_fleet
 
 SAMPLES = sorted((Path(PACKAGE).parent / "samples").glob("*.png"))
-SMALL = (320, 640)
 
 
 @pytest.fixture(scope="module")

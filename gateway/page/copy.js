@@ -1,0 +1,41 @@
+// Buttons that copy text.
+
+const SHOWN_MS = 2000;
+
+/** A button that copies what `getText` returns, and says that it did. */
+export function toCopyButton(label, getText) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "quiet copy";
+  button.textContent = "Copy";
+  button.ariaLabel = label;
+  button.addEventListener("click", async () => {
+    const isCopied = await copy(getText());
+    button.textContent = isCopied ? "Copied" : "Not copied";
+    document.querySelector("#announcer").textContent = isCopied ? "Copied." : "The browser does not let this page copy.";
+    setTimeout(() => (button.textContent = "Copy"), SHOWN_MS);
+  });
+  return button;
+}
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copyBySelection(text); // no clipboard but on https and localhost
+  }
+}
+
+function copyBySelection(text) {
+  const holder = document.createElement("textarea");
+  const focused = document.activeElement;
+  holder.value = text;
+  holder.className = "unseen";
+  document.body.append(holder);
+  holder.select();
+  const isCopied = document.execCommand("copy");
+  holder.remove();
+  focused?.focus();
+  return isCopied;
+}
