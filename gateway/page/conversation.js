@@ -2,8 +2,9 @@
 
 /** Questions with their answers; one without an answer (failed, stopped at once) is not told to the model again. */
 export class Conversation {
-  constructor() {
-    this.exchanges = [];
+  constructor({ id = toId(), exchanges = [] } = {}) {
+    this.id = id;
+    this.exchanges = exchanges;
   }
 
   /** Take a question in place of `instead` and all that came after it, or at the end; returns its exchange. */
@@ -24,6 +25,11 @@ export class Conversation {
     const opening = system ? [{ role: "system", content: system }] : [];
     return [...opening, ...turns, toMessage(this.exchanges.at(-1).question)];
   }
+}
+
+/** Unlike any other; `crypto.randomUUID` is there on https and localhost alone. */
+function toId() {
+  return [...crypto.getRandomValues(new Uint32Array(4))].map((word) => word.toString(36)).join("-");
 }
 
 /** `{text, images}` as a user's turn: images first, as models were trained. */

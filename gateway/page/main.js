@@ -2,6 +2,7 @@
 
 import { ApiError, listModels, streamAnswer } from "./api.js";
 import { Conversation } from "./conversation.js";
+import { HistoryView } from "./history.js";
 import { askForKey } from "./key_dialog.js";
 import { filesIn, ImageTray } from "./images.js";
 import { SearchView } from "./search.js";
@@ -18,6 +19,8 @@ const hint = find("#hint");
 const settings = find("#settings");
 const tray = new ImageTray(find("#tray"), () => showHint(""));
 const search = new SearchView(() => refreshModels());
+
+const kept = new HistoryView(find("#history"), { onOpen: showConversation, onRemove: startAnew });
 
 let conversation = new Conversation();
 let models = [];
@@ -54,6 +57,7 @@ function addTurn(exchange) {
 /** Show an answer as it comes, and whatever ends it. */
 async function answer(turn, body) {
   const { exchange } = turn;
+  const talk = conversation;
   setRunning(new AbortController());
   try {
     exchange.measured = await follow(turn, body, running.signal);
@@ -65,6 +69,7 @@ async function answer(turn, body) {
   } finally {
     keepAtEnd(() => turn.end());
     setRunning(null);
+    showHint(await kept.save(talk));
   }
 }
 
@@ -106,7 +111,7 @@ function setRunning(controller) {
   const hadFocus = document.activeElement?.closest(".composer button");
   find("#send").hidden = running !== null;
   find("#stop").hidden = running === null;
-  find("#new").disabled = running !== null;
+  find("#new").disabled = find("#show-history").disabled = running !== null;
   find("#log").classList.toggle("running", running !== null);
   if (hadFocus) question.focus();
 }
@@ -193,10 +198,20 @@ function toggleSettings(isOpen) {
 }
 
 function startAnew() {
-  conversation = new Conversation();
-  find("#log").replaceChildren();
-  find("#welcome").hidden = false;
+  kept.setOpen(null);
+  showConversation({});
   question.focus();
+}
+
+/** Show a conversation that was kept, or an empty one. */
+function showConversation({ id, exchanges = [] }) {
+  if (running) return;
+  conversation = new Conversation({ id, exchanges });
+  find("#log").replaceChildren();
+  for (const exchange of exchanges) addTurn(exchange).end();
+  find("#welcome").hidden = exchanges.length > 0;
+  find("#new").disabled = exchanges.length === 0;
+  main.scrollTop = main.scrollHeight;
 }
 
 function fitQuestion() {
@@ -221,6 +236,7 @@ question.addEventListener("keydown", (event) => {
 });
 find("#stop").addEventListener("click", () => running?.abort());
 find("#new").addEventListener("click", startAnew);
+find("#show-history").addEventListener("click", () => kept.show());
 find("#show-settings").addEventListener("click", () => toggleSettings(settings.hidden));
 find("#model").addEventListener("change", showModel);
 find("#files").addEventListener("change", ({ target }) => {
@@ -248,7 +264,7 @@ document.addEventListener("drop", (event) => {
   else addFiles([...event.dataTransfer.files]);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape" || find("dialog[open]")) return;
   if (shownView() === "search") search.stop();
   else running?.abort();
 });
@@ -257,6 +273,7 @@ showWelcome(
   { images: find("#samples"), questions: find("#suggestions") },
   { hasImage: () => tray.images.length > 0, onImage: addSample, onQuestion: askSuggested },
 );
+kept.restore();
 refreshModels();
 setInterval(() => document.hidden || refreshModels(), REFRESH_PAUSE_MS);
 followAddress((view) => {

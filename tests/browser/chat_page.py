@@ -73,6 +73,14 @@ class ChatPage:
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
         self.browser.get(self.url)
 
+    def forget(self) -> None:
+        """Load the page anew in a browser that has kept nothing of it."""
+        self.browser.get("about:blank")
+        stores = {"origin": self.url, "storageTypes": "indexeddb"}
+        self.browser.execute_cdp_cmd("Storage.clearDataForOrigin", stores)
+        self.open()
+        self.wait_for_model()
+
     def wait_for(self, condition):
         """What `condition` returns once it is true."""
         return WebDriverWait(self.browser, PATIENCE_S, poll_frequency=0.05).until(

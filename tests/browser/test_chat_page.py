@@ -220,6 +220,86 @@ def test_markdown_of_answers_becomes_elements_and_never_code(page: ChatPage):
     assert width <= page.find("#main").get_property("clientWidth")
 
 
+def test_conversations_stay_in_the_browser_until_they_are_removed(page: ChatPage):
+    page.forget()
+    page.ask("What is it?", SAMPLE)
+    answer = page.wait_for_end()
+    wait_for_kept(page, ["What is it?"])
+    page.browser.refresh()
+    page.wait_for_model()
+    page.wait_for(lambda: page.find_all(".answer"))
+    assert page.answer_text == answer
+    assert "in all" in page.answer.find_element(By.CSS_SELECTOR, ".facts").text
+    page.sent()
+    page.ask("And then?")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    page.wait_for_end()
+    assert last_texts(page) == ["What is it?", "And then?"]
+    page.find("#new").click()
+    page.ask("Another one?")
+    page.wait_for(lambda: page.find_all(".answer"))
+    page.wait_for_end()
+    wait_for_kept(page, ["Another one?", "What is it?"])
+    page.find("#show-history").click()
+    page.wait_for(lambda: page.find("#history").is_displayed())
+    page.keep("history")
+    page.find_all("#history .open")[1].click()
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    assert len(page.find_all(".question img")) == 1
+    page.find("#show-history").click()
+    page.wait_for(lambda: page.find("#history").is_displayed())
+    page.find('[aria-label="Remove What is it?"]').click()
+    page.wait_for(lambda: len(page.find_all("#history .open")) == 1)
+    assert page.find("#welcome").is_displayed()
+    page.find("#history .clear").click()
+    assert len(page.find_all("#history .open")) == 1
+    page.find("#history .clear").click()
+    page.wait_for(lambda: not page.find_all("#history .open"))
+    page.find("#history .close").send_keys(Keys.ESCAPE)
+    page.browser.refresh()
+    page.wait_for_model()
+    assert page.find("#welcome").is_displayed()
+    wait_for_kept(page, [])
+
+
+def wait_for_kept(page: ChatPage, titles: list[str]) -> None:
+    page.wait_for(lambda: page.browser.execute_async_script(LIST_KEPT) == titles)
+
+
+LIST_KEPT = """
+const [done] = arguments;
+import("/page/history.js")
+  .then(({KeptConversations}) => new KeptConversations().list())
+  .then((entries) => done(entries.map(({title}) => title)), (error) => done(String(error)));
+"""
+KEEP_MANY = """
+const [limits, sizes, done] = arguments;
+(async () => {
+  const {KeptConversations} = await import("/page/history.js");
+  const kept = new KeptConversations({name: `test-${Math.random()}`, ...limits});
+  for (const [id, size] of sizes) {
+    const question = {text: id, images: [{name: id, url: "x".repeat(size)}]};
+    await kept.put({id, exchanges: [{question, answer: "yes"}, {question, answer: ""}]});
+  }
+  const entries = await kept.list();
+  const numKept = await Promise.all(entries.map(async ({id}) => (await kept.get(id)).length));
+  done([entries.map(({id}) => id).sort(), numKept]);
+})().catch((error) => done(String(error)));
+"""
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes", "kept"),
+    [
+        ({"maxConversations": 2}, [["a", 1], ["b", 1], ["a", 2], ["c", 1]], ["a", "c"]),
+        ({"maxChars": 1000}, [["a", 400], ["b", 400], ["c", 500]], ["b", "c"]),
+        ({"maxChars": 1000}, [["a", 400], ["b", 2000]], ["b"]),
+    ],
+)
+def test_the_oldest_conversations_make_room(page: ChatPage, limits, sizes, kept):
+    assert page.browser.execute_async_script(KEEP_MANY, limits, sizes) == [kept, [1] * len(kept)]
+
+
 def test_an_error_is_shown_in_words_and_the_question_can_be_asked_again(page: ChatPage):
     broken = base64.b64encode(SAMPLE.read_bytes()[:20]).decode()
     page.give("paste", broken, "broken.png", "image/png")
@@ -336,6 +416,15 @@ def is_dark(page: ChatPage) -> bool:
     return int(color.split("(")[1].split(",")[0]) < 128
 
 
+DUMP_KEPT = """
+const [done] = arguments;
+indexedDB.open("vlm-fleet").onsuccess = ({target: {result: database}}) => {
+  const all = database.transaction("conversations").objectStore("conversations").getAll();
+  all.onsuccess = () => done(JSON.stringify(all.result));
+};
+"""
+
+
 @pytest.fixture
 def keyed(browser, tmp_path) -> Iterator[Served]:
     """A fleet of its own that wants a key."""
@@ -366,6 +455,9 @@ def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser,
     page.answer.find_element(By.CSS_SELECTOR, ".again").click()
     page.wait_for(lambda: "cannot be reached" in page.note)
     assert page.browser.execute_script("return localStorage.length + sessionStorage.length") == 0
+    kept = page.browser.execute_async_script(DUMP_KEPT)
+    assert "What is it?" in kept
+    assert "sk-one" not in kept
     expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
     complaints = page.complaints()
     assert [line for line in complaints if not any(text in line for text in expected)] == []
