@@ -9,8 +9,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from msgspec import Struct
@@ -95,16 +95,15 @@ class EngineThread:
         """The request's last output has been heard."""
         self._patient.discard(request_id)
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Be told at its end, and at once, what steps have to say meanwhile."""
+    def hold(self) -> None:
+        """Be told by `release`, and not before, what steps have to say meanwhile."""
         self._is_held = True
-        try:
-            yield
-        finally:
-            self._is_held = False  # first: what is told from now on wakes the loop again
-            if self._events:
-                self._deliver()
+
+    def release(self) -> None:
+        """Be told, at once, what steps have said since `hold`."""
+        self._is_held = False  # first: what is told from now on wakes the loop again
+        if self._events:
+            self._deliver()
 
     def _send(self, command: Command) -> None:
         """Wake the thread at the end of this turn of the loop: it needs the interpreter's lock."""

@@ -168,15 +168,28 @@ def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent],
 
 def join_tokens(request_id: str, attempt: int, pieces: Sequence[EngineOutput | Tokens]) -> Tokens:
     """The tokens of consecutive pieces as one event."""
-    calls = [call for piece in pieces for call in piece.calls]
+    first = pieces[0]
+    token_ids, logprobs, calls = [*first.token_ids], [*first.logprobs], [*first.calls]
+    texts, thoughts, num_without_id = [first.text], [first.reasoning], first.num_without_id
+    for piece in pieces[1:]:  # most have a token or few, and text
+        token_ids += piece.token_ids
+        texts.append(piece.text)
+        if piece.logprobs:
+            logprobs += piece.logprobs
+        if piece.calls:
+            calls += piece.calls
+        if piece.reasoning:
+            thoughts.append(piece.reasoning)
+        if piece.num_without_id:
+            num_without_id += piece.num_without_id
     return Tokens(
         request_id,
         attempt,
-        pieces[0].index,
-        tuple([token_id for piece in pieces for token_id in piece.token_ids]),
-        "".join([piece.text for piece in pieces]),
-        tuple([logprob for piece in pieces for logprob in piece.logprobs]),
-        sum([piece.num_without_id for piece in pieces]),
-        "".join([piece.reasoning for piece in pieces]),
+        first.index,
+        tuple(token_ids),
+        "".join(texts),
+        tuple(logprobs),
+        num_without_id,
+        "".join(thoughts),
         join_calls(calls) if calls else (),
     )

@@ -168,8 +168,11 @@ class Worker:
 
     async def _publish_once(self) -> None:
         self._unsent = self._unsent or await self._outbox.take()
-        with self._engine.hold():  # nothing else can be published meanwhile
+        self._engine.hold()  # nothing else can be published meanwhile
+        try:
             refused = await self.queue.publish(self._unsent)
+        finally:
+            self._engine.release()
         sent, self._unsent = self._unsent, []
         for publication in sent:
             active = self.active_requests.find(publication.claim)
