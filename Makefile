@@ -34,7 +34,7 @@ test: $(STAMP)  ## run all tests
 families: $(STAMP)  ## run every family of models by every way, and write the table of docs/models.md
 	FAMILIES_ALL=1 $(BIN)/python -m pytest tests/engines/torch_backend/models/test_families.py \
 		tests/engines/torch_backend/parallel tests/engines/torch_backend/test_equivalence.py \
-		tests/engines/torch_backend/lora $(ARGS)
+		tests/engines/torch_backend/lora tests/e2e/test_transformers_models.py $(ARGS)
 
 clients: $(STAMP)  ## run published clients (openai, anthropic, ollama, litellm, langchain ...) and llm-comply; ARGS=--write: docs/clients.md
 	$(BIN)/python -m tests.clients.run $(ARGS)

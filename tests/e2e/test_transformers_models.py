@@ -1,4 +1,7 @@
-"""Models that nobody wrote a line for, from a directory through the whole product."""
+"""Models that nobody wrote a line for, from a directory through the whole product, by one command each.
+
+`make test` starts two families, `make families` six.
+"""
 
 from collections.abc import Iterator
 from io import BytesIO
@@ -13,8 +16,14 @@ import engines.torch_backend  # noqa: F401 - before transformers
 from shared.protocol import ChatMessage, TextPart
 from tests.contract.test_model_family import ask, make_image
 from tests.e2e.asking import png_url
-from tests.engines.torch_backend.models.family_table import FAMILIES, text, write_checkpoint
+from tests.engines.torch_backend.models.family_table import (
+    FAMILIES,
+    Family,
+    text,
+    write_checkpoint,
+)
 from tests.engines.torch_backend.models.test_families import (
+    ALL,
     NUM_TOKENS,
     generate,
     load,
@@ -24,6 +33,7 @@ from tests.engines.torch_backend.models.test_families import (
 from tests.integration.fleet_process import Served, start_fleet
 
 QUESTION = "Say a word."
+STARTED = {"Qwen2.5-VL", *(("LLaVA-NeXT", "Idefics3", "Gemma 3", "GLM-4.1V") if ALL else ())}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +85,8 @@ def test_an_image_is_refused_by_a_model_that_takes_none(client: OpenAI) -> None:
         client.chat.completions.create(model="tiny-qwen3", messages=[message])
 
 
-def test_a_model_of_images_is_asked_about_one(tmp_path: Path) -> None:
-    [family] = [each for each in FAMILIES if each.name == "Qwen2.5-VL"]
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in STARTED], ids=str)
+def test_a_model_of_images_is_asked_about_one(family: Family, tmp_path: Path) -> None:
     directory = tmp_path / "tiny-vl"
     write_checkpoint(family, directory)
     _, processor = load(directory)

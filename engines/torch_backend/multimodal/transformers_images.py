@@ -25,7 +25,7 @@ from engines.core.request import Positions
 from engines.core.runner import Prompt
 from engines.image_decoder import decode_image
 from engines.text.prompt import Item
-from engines.torch_backend.models.generic.masks import find_sight
+from engines.torch_backend.models.generic.masks import INSTEAD, find_sight
 
 logger = logging.getLogger(__name__)
 #: What a model reads of what its encoder made of an image, and the engine keeps.
@@ -119,11 +119,15 @@ class PositionHooks:
         name, base = type(self._model).__name__, self._model.base_model
         encode = getattr(base, "get_image_features", None)
         if encode is None:
-            raise UnsupportedCheckpoint(f"{name} does not encode images by themselves")
+            raise UnsupportedCheckpoint(
+                f"{name} makes no tokens of images: it has no get_image_features, as models have none whose "
+                f"layers look at images by cross attention, which is not supported; {INSTEAD}"
+            )
         read = _READ.findall(inspect.getsource(type(base).forward))
         if unknown := sorted({*read} - _ROWS):
             raise UnsupportedCheckpoint(
-                f"{name} reads {', '.join(unknown)} of an image beside the rows of its slots"
+                f"{name} reads {', '.join(unknown)} of an image beside the rows of its slots, which is not "
+                f"supported; {INSTEAD}"
             )
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = inspect.signature(encode).parameters.values()
@@ -264,13 +268,15 @@ class TransformersImages:
             sample = self._process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE)))
         except InvalidImage as error:
             raise UnsupportedCheckpoint(
-                f"{name} does not say what one image comes to: {error.__cause__!r}"
+                f"{name} does not say what one image comes to, which the engine has to know "
+                f"({error.__cause__!r}); {INSTEAD}"
             ) from error
         if missing := sorted(
             n for n, wanted in self._wanted.items() if wanted and n not in sample.inputs
         ):
             raise UnsupportedCheckpoint(
-                f"{name} makes no {', '.join(missing)}, which the model's image encoder takes"
+                f"{name} makes no {', '.join(missing)} of one image by itself, which the model's image encoder "
+                f"takes: such processors are not supported; {INSTEAD}"
             )
         return sample.num_slots
 

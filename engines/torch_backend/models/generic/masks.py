@@ -11,6 +11,8 @@ from transformers.masking_utils import create_masks_for_generate
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.generic.attention import NAME, LayerSpec
 
+#: Of every refusal of a model of images.
+INSTEAD = "use a model of images that docs/models.md lists, such as Qwen2.5-VL, Idefics3 or Gemma 3"
 _SIZES = ("sliding_window", "attention_chunk_size")
 
 
@@ -80,7 +82,8 @@ def find_sight(model: PreTrainedModel) -> frozenset[str | None] | None:
             found.add(kind)
         elif not any(torch.equal(seen, causal & within) for within in (causal | True, window)):
             raise UnsupportedCheckpoint(
-                f"{type(model).__name__} lets tokens see others than those before them and those of their image"
+                f"{type(model).__name__} lets tokens see others than those before them and those of their image, "
+                f"as between images, which is not supported; {INSTEAD}"
             )
     return None if found == {None} else frozenset(found)
 

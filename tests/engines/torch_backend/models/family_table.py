@@ -1002,7 +1002,7 @@ REFUSED = [
                 },
             },
         ),
-        "does not encode images by themselves",
+        "cross attention, which is not supported",
     ),
     (
         visual(

@@ -31,6 +31,7 @@ from engines.torch_backend.multimodal.processor import (
     create_processor,
     example_prompt,
 )
+from engines.torch_backend.multimodal.transformers_images import PositionHooks
 from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
@@ -113,8 +114,37 @@ def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
     family: Family, reason: str, tmp_path: Path
 ) -> None:
     write_checkpoint(family, tmp_path)
-    with pytest.raises(UnsupportedCheckpoint, match=reason):
+    with pytest.raises(UnsupportedCheckpoint, match=reason) as refused:
         FAMILY.processor(tmp_path, FAMILY.check(read_fields(tmp_path)))
+    assert _names_another(refused.value)
+
+
+def test_a_model_whose_images_see_each_other_is_refused(tmp_path: Path) -> None:
+    tower: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    config = transformers.Molmo2Config(
+        text_config={**TEXT, "head_dim": 16, "additional_vocab_size": 8},
+        vision_config={**tower, "num_hidden_layers": 2, "image_size": [28, 28], "patch_size": 7},
+        adapter_config={**tower, "vision_feature_layer": [-1, -2], "text_hidden_size": TEXT["hidden_size"]},
+        image_patch_id=301, image_start_token_id=302, image_end_token_id=303, low_res_image_start_token_id=304,
+        architectures=["Molmo2ForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    read = FAMILY.check(read_fields(tmp_path))
+    hooks = PositionHooks.create(read.model_class, read.full)
+    hooks.encoder_arguments()
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"Molmo2.* see others .* not supported"
+    ) as refused:
+        hooks.lets_images_see_themselves()
+    assert _names_another(refused.value)
+
+
+def _names_another(refusal: UnsupportedCheckpoint) -> bool:
+    """Whether it is one line, and says which of the models that are tested would do."""
+    message = str(refusal)
+    return "\n" not in message and any(f"as {each.name}," in message for each in FAMILIES)
 
 
 def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_word(
