@@ -15,6 +15,8 @@ class ModelLimits(msgspec.Struct):
     """What one request may hold; of images only where the model takes them."""
 
     max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    #: Characters of all texts together.
+    max_text_chars: int | msgspec.UnsetType = msgspec.UNSET
     max_images: int | msgspec.UnsetType = msgspec.UNSET
     max_image_bytes: int | msgspec.UnsetType = msgspec.UNSET
     max_image_pixels: int | msgspec.UnsetType = msgspec.UNSET
@@ -139,6 +141,7 @@ def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
     found = ModelLimits()
     if "generate" in card.tasks:
         found.max_output_tokens = min(limits.max_output_tokens, card.max_model_len - 1)
+        found.max_text_chars = limits.max_text_chars
     if card.supports_images:
         generates = "generate" in card.tasks
         found.max_images = limits.max_images if generates else limits.max_input_images

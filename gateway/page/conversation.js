@@ -7,6 +7,11 @@ export class Conversation {
     this.exchanges = exchanges;
   }
 
+  /** The exchanges before one, or all of them. */
+  before(exchange) {
+    return exchange ? this.exchanges.slice(0, this.exchanges.indexOf(exchange)) : this.exchanges;
+  }
+
   /** Take a question in place of `instead` and all that came after it, or at the end; returns its exchange. */
   add(question, instead = null) {
     if (instead) this.exchanges.length = this.exchanges.indexOf(instead);

@@ -2,25 +2,40 @@
 
 const ACCEPTED = ["image/png", "image/jpeg", "image/webp"];
 const CHAT_SIZE = { maxBytes: 2 * 1024 * 1024, maxSide: 2048 }; // every follow-up sends the image again
-const JPEG_QUALITY = 0.9;
+const QUALITY = 0.9;
 
 /** A file as `{name, url}` with a data URL that the gateway takes. Throws Error with words for people. */
-export async function readImage(blob, name, { maxBytes, maxSide } = CHAT_SIZE) {
-  const isFine = ACCEPTED.includes(blob.type) && blob.size <= maxBytes;
-  return { name, url: isFine ? await toDataUrl(blob) : await redraw(blob, name, maxSide) };
+export async function readImage(blob, name, { maxBytes, maxSide, maxPixels = Infinity } = CHAT_SIZE) {
+  const image = await decode(blob, name);
+  const { width, height } = image;
+  const scale = Math.min(1, maxSide / Math.max(width, height), Math.sqrt(maxPixels / (width * height)));
+  const isFine = ACCEPTED.includes(blob.type) && blob.size <= maxBytes && scale === 1;
+  const url = isFine ? await toDataUrl(blob) : encode(draw(image, scale), blob.type, maxBytes);
+  image.close?.();
+  return { name, url };
 }
 
-/** Draw an image anew: turned upright, no side above `maxSide`, as JPEG or, where it may be see-through, PNG. */
-async function redraw(blob, name, maxSide) {
-  let bitmap;
+/** A file's image, upright. Throws Error with words for people. */
+async function decode(blob, name) {
   try {
-    bitmap = await createImageBitmap(blob);
+    return await (blob.type === "image/svg+xml" ? decodeDrawing(blob) : createImageBitmap(blob));
   } catch {
     throw new Error(`${name} is not an image that this browser can read.`);
   }
-  const canvas = draw(bitmap, maxSide);
-  bitmap.close();
-  return blob.type === "image/jpeg" ? canvas.toDataURL("image/jpeg", JPEG_QUALITY) : canvas.toDataURL("image/png");
+}
+
+async function decodeDrawing(blob) {
+  const image = new Image();
+  image.src = await toDataUrl(blob);
+  await image.decode();
+  return image;
+}
+
+/** JPEG stays JPEG; what may be see-through becomes PNG, or WebP where that would be too large. */
+function encode(canvas, type, maxBytes) {
+  if (type === "image/jpeg") return canvas.toDataURL("image/jpeg", QUALITY);
+  const url = canvas.toDataURL("image/png");
+  return (url.length * 3) / 4 <= maxBytes ? url : canvas.toDataURL("image/webp", QUALITY);
 }
 
 /** The data URL of a small copy, for showing. */
@@ -28,15 +43,14 @@ export async function makeThumbnail(url, maxSide) {
   const image = new Image();
   image.src = url;
   await image.decode();
-  if (Math.max(image.width, image.height) <= maxSide) return url;
-  return draw(image, maxSide).toDataURL("image/webp", JPEG_QUALITY);
+  const scale = maxSide / Math.max(image.width, image.height);
+  return scale >= 1 ? url : draw(image, scale).toDataURL("image/webp", QUALITY);
 }
 
-function draw(image, maxSide) {
-  const scale = Math.min(1, maxSide / Math.max(image.width, image.height));
+function draw(image, scale) {
   const canvas = document.createElement("canvas");
-  canvas.width = Math.max(1, Math.round(image.width * scale));
-  canvas.height = Math.max(1, Math.round(image.height * scale));
+  canvas.width = Math.max(1, Math.floor(image.width * scale));
+  canvas.height = Math.max(1, Math.floor(image.height * scale));
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
   return canvas;
 }
@@ -56,6 +70,32 @@ export function toImage(image) {
   element.src = image.url;
   element.alt = image.name;
   return element;
+}
+
+/** An image as a button that shows it large. */
+export function toZoomable(image) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "zoomable";
+  button.ariaLabel = `Enlarge ${image.name}`;
+  button.append(toImage(image));
+  button.addEventListener("click", () => zoom(image));
+  return button;
+}
+
+function zoom(image) {
+  const dialog = document.querySelector("#zoom");
+  const size = dialog.querySelector(".size");
+  const showSize = (isFull) => {
+    dialog.classList.toggle("full", isFull);
+    size.textContent = isFull ? "Fit the window" : "Full size";
+  };
+  dialog.querySelector(".frame").replaceChildren(toImage(image));
+  dialog.querySelector(".name").textContent = image.name;
+  size.onclick = () => showSize(!dialog.classList.contains("full"));
+  dialog.querySelector(".close").onclick = () => dialog.close();
+  showSize(false);
+  dialog.showModal();
 }
 
 /** The files of a drop, those within folders too. Call it while the event lasts. */
@@ -84,8 +124,9 @@ export class ImageTray {
     this.onChange = onChange;
   }
 
-  async add(blob, name) {
-    this.images.push(await readImage(blob, name || "image"));
+  /** `maxPixels` is of one image. */
+  async add(blob, name, maxPixels) {
+    this.images.push(await readImage(blob, name || "image", { ...CHAT_SIZE, maxPixels }));
     this.show();
   }
 
@@ -113,7 +154,8 @@ export class ImageTray {
       this.images = this.images.filter((other) => other !== image);
       this.show();
     });
-    item.append(toImage(image), remove);
+    remove.className = "remove";
+    item.append(toZoomable(image), remove);
     return item;
   }
 }

@@ -6,24 +6,27 @@ import { HistoryView } from "./history.js";
 import { askForKey } from "./key_dialog.js";
 import { filesIn, ImageTray } from "./images.js";
 import { SearchView } from "./search.js";
+import { findProblem } from "./limits.js";
 import { describeModel, readSettings, showModels } from "./settings.js";
 import { Turn } from "./turn.js";
 import { followAddress, shownView } from "./views.js";
 import { showWelcome } from "./welcome.js";
 
 const REFRESH_PAUSE_MS = 15000;
+const BUILT_IN = "shapes";
 const find = (selector) => document.querySelector(selector);
 const main = find("#main");
 const question = find("#question");
 const hint = find("#hint");
 const settings = find("#settings");
-const tray = new ImageTray(find("#tray"), () => showHint(""));
+const tray = new ImageTray(find("#tray"), showProblem);
 const search = new SearchView(() => refreshModels());
 
 const kept = new HistoryView(find("#history"), { onOpen: showConversation, onRemove: startAnew });
 
 let conversation = new Conversation();
 let models = [];
+let doubted = null; // the text that lacked an image when it was sent last
 let refreshing = null; // the promise of the models that are being asked for
 let running = null; // the AbortController of the answer that is coming
 
@@ -38,6 +41,10 @@ function ask(question, instead = null) {
     settings.reportValidity();
     return false;
   }
+  const earlier = conversation.before(instead?.exchange);
+  const problem = findProblem(chosenModel(), earlier, question, chosen.system);
+  showHint(problem);
+  if (problem) return false;
   while (instead && instead.element.nextSibling) instead.element.nextSibling.remove();
   instead?.element.remove();
   const turn = addTurn(conversation.add(question, instead?.exchange));
@@ -46,6 +53,12 @@ function ask(question, instead = null) {
   const body = { model: find("#model").value, messages: conversation.toMessages(chosen.system), ...chosen.sampling };
   answer(turn, body);
   return true;
+}
+
+/** Whether the built-in model is asked without an image: it knows no language beyond its images. */
+function needsImage() {
+  const hasImages = [...conversation.exchanges.map((each) => each.question), tray].some(({ images }) => images.length);
+  return chosenModel()?.id === BUILT_IN && !hasImages;
 }
 
 function addTurn(exchange) {
@@ -124,6 +137,11 @@ function showHint(message) {
   hint.textContent = message;
 }
 
+/** Say at once what would be refused of the images that are chosen. */
+function showProblem() {
+  showHint(findProblem(chosenModel(), conversation.before(), { text: "", images: tray.images }));
+}
+
 function submit() {
   const text = question.value.trim();
   if (running) return;
@@ -136,7 +154,11 @@ function submit() {
     showHint("There is no model yet; a worker has to start first.");
     return;
   }
-  showHint("");
+  if (needsImage() && doubted !== text) {
+    doubted = text;
+    showHint("This model knows images of shapes alone: add one, or take a sample. Send again to ask without.");
+    return;
+  }
   if (ask({ text, images: tray.images })) {
     tray.take();
     question.value = "";
@@ -149,7 +171,7 @@ function submit() {
 async function addFiles(files) {
   for (const file of files) {
     try {
-      await tray.add(file, file.name);
+      await tray.add(file, file.name, chosenModel()?.limits?.max_image_pixels);
     } catch (error) {
       showHint(error.message);
     }
@@ -187,8 +209,14 @@ async function loadModels() {
   }
 }
 
+function chosenModel() {
+  return models.find(({ id }) => id === find("#model").value);
+}
+
 function showModel() {
-  find("#fleet").textContent = describeModel(models.find(({ id }) => id === find("#model").value));
+  const model = chosenModel();
+  find("#fleet").textContent = describeModel(model);
+  settings.elements.max_tokens.max = model?.limits?.max_output_tokens ?? "";
 }
 
 function toggleSettings(isOpen) {

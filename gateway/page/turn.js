@@ -1,7 +1,7 @@
 // One turn on the page: the question, and the answer as it grows.
 
 import { toCopyButton } from "./copy.js";
-import { toImage } from "./images.js";
+import { toZoomable } from "./images.js";
 import { MarkdownView } from "./markdown.js";
 import { showTimings } from "./timings.js";
 
@@ -48,7 +48,7 @@ export class Turn {
     list.hidden = images.length === 0;
     for (const image of images) {
       const item = document.createElement("li");
-      item.append(toImage(image));
+      item.append(toZoomable(image));
       list.append(item);
     }
   }

@@ -71,6 +71,7 @@ class ChatPage:
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
+        self.browser.get("about:blank")  # the same address again would be a reload
         self.browser.get(self.url)
 
     def forget(self) -> None:

@@ -110,9 +110,63 @@ def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: 
     page.give("drop", base64.b64encode(b"hello").decode(), "notes.txt", "text/plain")
     hint = page.wait_for(lambda: page.find("#hint").text)
     assert hint == "notes.txt is not an image that this browser can read."
-    page.find("#tray button").click()
+    broken = base64.b64encode(SAMPLE.read_bytes()[:20]).decode()
+    page.give("drop", broken, "broken.png", "image/png")
+    page.wait_for(lambda: page.find("#hint").text.startswith("broken.png is not an image"))
+    page.find('[aria-label="Remove dot.gif"]').click()
     page.find("#send").click()
     assert page.find("#hint").text == "Type a question first."
+    for size in ('viewBox="0 0 9 9" width="5000" height="100"', 'width="20" height="10"'):
+        svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect width="9" height="9"/></svg>'
+        page.give("drop", base64.b64encode(svg.encode()).decode(), "wide.svg", "image/svg+xml")
+    page.wait_for(lambda: len(page.find_all("#tray img")) == 2)
+    images = page.find_all("#tray img")
+    page.wait_for(lambda: all(image.get_property("complete") for image in images))
+    widths = [image.get_property("naturalWidth") for image in images]
+    assert sorted(widths) == [20, 2048]
+    assert all(image.get_attribute("src").startswith("data:image/png") for image in images)
+
+
+def test_an_image_is_enlarged_and_escape_leads_back(page: ChatPage):
+    page.ask("What is it?", SAMPLE)
+    page.wait_for(lambda: page.answer_text)
+    small = page.find('[aria-label="Enlarge shapes.png"]')
+    small.send_keys(Keys.ENTER)
+    page.wait_for(lambda: page.find("#zoom").is_displayed())
+    assert page.find("#zoom img").size["width"] > 2 * small.size["width"]
+    page.keep("zoom")
+    page.find("#zoom .size").click()
+    assert page.find("#zoom img").size["width"] == page.find("#zoom img").get_property(
+        "naturalWidth"
+    )
+    page.find("#zoom .size").send_keys(Keys.ESCAPE)
+    page.wait_for(lambda: not page.find("#zoom").is_displayed())
+    assert page.browser.switch_to.active_element == small
+    page.wait_for_end()
+    assert page.note == ""  # Escape has closed the image, not stopped the answer
+
+
+def test_limits_are_told_before_anything_is_sent(page: ChatPage):
+    data = base64.b64encode(SAMPLE.read_bytes()).decode()
+    for number in range(9):
+        page.give("drop", data, f"{number}.png", "image/png")
+    page.wait_for(lambda: len(page.find_all("#tray img")) == 9)
+    told = "A conversation takes 8 images; with these it has 9. Remove some, or start a new chat."
+    assert page.find("#hint").text == told
+    page.sent()
+    page.ask("What are they?")
+    assert page.find("#hint").text == told
+    page.find('[aria-label="Remove 3.png"]').click()
+    assert page.find("#hint").text == ""
+    fill = "const box = document.querySelector('#question'); box.value = 'a'.repeat(arguments[0])"
+    page.browser.execute_script(fill, 200_001)
+    page.find("#send").click()
+    assert "200,001 characters; at most 200,000" in page.find("#hint").text
+    assert (page.find_all(".answer"), page.sent()) == ([], [])
+    page.browser.execute_script(fill, 3)
+    page.find("#send").click()
+    page.wait_for(lambda: page.find_all(".answer"))
+    assert page.wait_for_end()
 
 
 def test_an_answer_is_copied_regenerated_and_an_earlier_question_edited(page: ChatPage):
@@ -301,17 +355,18 @@ def test_the_oldest_conversations_make_room(page: ChatPage, limits, sizes, kept)
 
 
 def test_an_error_is_shown_in_words_and_the_question_can_be_asked_again(page: ChatPage):
-    broken = base64.b64encode(SAMPLE.read_bytes()[:20]).decode()
-    page.give("paste", broken, "broken.png", "image/png")
-    page.wait_for(lambda: page.find_all("#tray img"))
+    page.find("#show-settings").click()
+    page.find("[name=seed]").send_keys("1e30")
     page.ask("What is it?")
+    page.wait_for(lambda: page.find_all(".answer"))
     page.wait_for_end()
-    assert "image" in page.note
+    assert "seed" in page.note
     assert "{" not in page.note
     page.keep("error")
     page.answer.find_element(By.CSS_SELECTOR, ".again").click()
     page.wait_for_end()
     assert len(page.find_all(".answer")) == 1
+    page.find("[name=seed]").clear()
     page.ask("And without it?")
     page.wait_for(lambda: len(page.find_all(".answer")) == 2)
     assert page.wait_for_end()

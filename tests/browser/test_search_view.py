@@ -38,7 +38,6 @@ def search(browser, clip) -> Iterator[ChatPage]:
 
 
 def open_search(page: ChatPage, size: tuple[int, int] = DESK, scheme: str = "light") -> None:
-    page.browser.get("about:blank")  # another fragment alone loads nothing
     page.open(size, scheme)
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
     page.find("#key").send_keys("sk-one", Keys.ENTER)

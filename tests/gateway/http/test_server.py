@@ -381,6 +381,7 @@ async def test_models_are_listed_and_shown(gateway):
         "output_modalities": ["text"],
         "limits": {
             "max_output_tokens": 511,
+            "max_text_chars": 200_000,
             "max_images": 8,
             "max_image_bytes": 16 * 1024 * 1024,
             "max_image_pixels": 32_000_000,
@@ -413,7 +414,7 @@ async def test_a_model_is_shown_as_its_workers_describe_it(redis_server, redis_p
         shown = (await client.models.retrieve("text")).model_dump()
     assert listed.model_dump() == shown
     assert shown["input_modalities"] == ["text"]
-    assert shown["limits"] == {"max_output_tokens": 511}
+    assert shown["limits"] == {"max_output_tokens": 511, "max_text_chars": 200_000}
     assert shown["default_sampling"] == {"temperature": 0.6, "top_k": 20}
     assert (shown["dtype"], shown["quantization"], shown["format"]) == (
         "bfloat16", "gptq", "safetensors",

@@ -1,0 +1,34 @@
+// What a model takes, said before anything is sent. The gateway holds to it in any case.
+
+/** Why `question` after `earlier` exchanges would be refused, in words for people; "" where it would not. */
+export function findProblem(model, earlier, question, system = "") {
+  const { max_images: maxImages, max_image_bytes: maxBytes, max_text_chars: maxChars } = model?.limits ?? {};
+  const told = [...earlier.filter(({ answer }) => answer).map(({ question: asked }) => asked), question];
+  const numImages = told.reduce((sum, { images }) => sum + images.length, 0);
+  if (numImages && model && !model.supports_images) {
+    return `${model.id} takes no images. Remove them, start a new chat, or choose another model.`;
+  }
+  if (numImages > maxImages) {
+    return `A conversation takes ${maxImages} image${maxImages === 1 ? "" : "s"}; with these it has ${numImages}. Remove some, or start a new chat.`;
+  }
+  const large = question.images.find(({ url }) => countBytes(url) > maxBytes);
+  if (large) return `${large.name} is too large: ${formatMb(countBytes(large.url))}, at most ${formatMb(maxBytes)} are taken.`;
+  const answers = earlier.map(({ answer }) => answer);
+  const numChars = [system, ...told.map(({ text }) => text), ...answers].reduce((sum, text) => sum + text.length, 0);
+  if (numChars > maxChars) {
+    return `The conversation has ${format(numChars)} characters; at most ${format(maxChars)} are taken. Shorten the question, or start a new chat.`;
+  }
+  return "";
+}
+
+function countBytes(url) {
+  return ((url.length - url.indexOf(",") - 1) * 3) / 4;
+}
+
+function format(number) {
+  return number.toLocaleString("en");
+}
+
+function formatMb(bytes) {
+  return `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+}
