@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.integration.fleet_process import Served, run_vlm
+from tests.integration.fleet_process import ROOT, Served, run_vlm
 
 CHAT = "/v1/chat/completions"
 WITHIN_S = 60.0
@@ -30,6 +32,14 @@ class Deployer:
         environment = {**os.environ, "DEPLOY_KEY": self.key}
         url = ("--url", self.fleet.url)
         return run_vlm(*arguments, *url, env=environment, timeout=2 * self._within_s)
+
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """A command that runs."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "vlm", *arguments, "--url", self.fleet.url],
+            cwd=ROOT, env={**os.environ, "DEPLOY_KEY": self.key},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def deploy(self, version: int, *more: str):
         package = self.folder / f"version-{version}"
