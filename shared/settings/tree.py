@@ -349,6 +349,11 @@ class DeploySettings(Group):
     cache_dir: str = Field(
         default="", description="Where a node keeps packages; empty: below XDG_CACHE_HOME."
     )
+    max_cache_bytes: int = Field(
+        default=100_000_000_000,
+        ge=0,
+        description="Of them; beyond, those go that nothing runs, the least recently used first. 0: the disk's.",
+    )
     cpu: float = Field(
         default=0.0, ge=0, description="Processors that instances may share; 0: the machine's."
     )

@@ -160,6 +160,9 @@ def test_a_node_that_is_killed_or_freezes(deployer: Deployer, tmp_path: Path):
     app = deployer.app()
     assert app["active"] is not None
     assert app["state"] == "active"
+    done = deployer.vlm("scale", "cap", "--min", "1", "--max", "1")  # room for a next version
+    assert done.returncode == 0, done.stderr
+    deployer.wait(lambda app: [slot["state"] for slot in app["slots"]] == ["ready"])
 
 
 def test_an_upload_that_is_killed_registers_nothing_and_the_next_goes_on(

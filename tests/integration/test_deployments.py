@@ -13,8 +13,13 @@ from tests.integration.fleet_process import start_fleet
 
 @pytest.fixture(scope="module")
 def deployer(tmp_path_factory) -> Iterator[Deployer]:
+    """Its node keeps no package but those that run."""
     folder = tmp_path_factory.mktemp("serve")
-    fleet = start_fleet(folder, VLM_ENGINE__MOCK__DECODE_S="0.02")
+    small = {
+        "VLM_DEPLOY__CACHE_DIR": str(folder / "cache"),
+        "VLM_DEPLOY__MAX_CACHE_BYTES": "1",
+    }
+    fleet = start_fleet(folder, VLM_ENGINE__MOCK__DECODE_S="0.02", **small)
     yield Deployer(fleet, folder)
     fleet.end()
 
@@ -39,6 +44,13 @@ def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
         deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
     assert set(running.packages) == {f"cap@{old}", f"cap@{new}"}
     assert old != new
+    kept = {
+        path.name
+        for path in (deployer.folder / "cache" / "packages").glob("[!.]*")
+        if path.is_dir()
+    }
+    assert old.removeprefix("sha256:") in kept
+    assert len(kept) == 2  # what runs, and what was made room for last
 
 
 def test_the_plan_is_printed_and_nothing_happens(deployer: Deployer):

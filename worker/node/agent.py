@@ -46,6 +46,7 @@ from shared.queue.submit import RedisGatewayQueue
 from shared.redis.client import create_redis
 from shared.redis.outage import OutageLog
 from shared.settings.tree import Settings, SettingsError
+from worker.node.cache import Cache, Uses
 from worker.node.environments import make_packages
 from worker.node.gpus import find_gpus
 from worker.node.install import install
@@ -84,7 +85,8 @@ class NodeAgent:
         self._settings = settings
         self._tick_s = tick_s
         self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
-        self._cache = Path(deploy.cache_dir).expanduser() if deploy.cache_dir else default_cache()
+        folder = Path(deploy.cache_dir).expanduser() if deploy.cache_dir else default_cache()
+        self._cache = Cache(folder, deploy.max_cache_bytes)
         self._gpus = find_gpus(os.environ)
         self._room = Resources(
             deploy.cpu or float(os.cpu_count() or 1),
@@ -311,9 +313,9 @@ class NodeAgent:
             find_card=self._find_card, spare=self._standby.take(),
         )  # fmt: skip
 
-    def _install(self, digest: str) -> tuple[Manifest, Path]:
+    def _install(self, digest: str, uses: Uses) -> tuple[Manifest, Path]:
         signers = self._settings.deploy.signers
-        return install(self._store, digest, self._cache, signers=signers)
+        return install(self._store, digest, self._cache, signers=signers, uses=uses)
 
     async def _find_card(self, worker_id: str) -> ModelCard | None:
         try:

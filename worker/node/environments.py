@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 from shared.packages.manifest import Manifest
+from shared.packages.part import SUFFIX
 from shared.settings.tree import PREFIX
+from worker.node.cache import Cache, Uses
 from worker.node.environment import CLIENT_SECRETS, HUB_SECRETS
 from worker.node.install import InstallError
 
@@ -25,8 +27,13 @@ WHEELS = "wheels/"
 _WITHIN_S = 900.0
 
 
-def make_packages(manifest: Manifest, folder: Path, cache: Path) -> Path | None:
-    """The folder of an application's own packages; None if it names none. Blocks. Raises: InstallError."""
+def make_packages(
+    manifest: Manifest, folder: Path, uses: Uses | None = None, *, cache: Cache
+) -> Path | None:
+    """The folder of an application's own packages; None if it names none. Blocks. Raises: InstallError.
+
+    It stays there while `uses` are open.
+    """
     layers = {layer.path: layer for layer in manifest.layers}
     wheels = [path for path in layers if path.startswith(WHEELS) and path.endswith(".whl")]
     if manifest.config.kind != "python" or (LOCK not in layers and not wheels):
@@ -34,22 +41,34 @@ def make_packages(manifest: Manifest, folder: Path, cache: Path) -> Path | None:
     named = [layers[path].digest for path in (LOCK, *wheels) if path in layers]
     python = f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}"
     digest = hashlib.sha256("\n".join([python, *named]).encode()).hexdigest()
-    target = cache / "environments" / digest
+    target = cache.folder / "environments" / digest
+    if uses is not None:
+        uses.add(target)
     if target.is_dir():
         return target
     what = ["--requirement", LOCK, "--require-hashes"] if LOCK in layers else ["--no-deps", *wheels]
     where = ["--no-index", "--find-links", WHEELS] if wheels else []
-    aside = target.with_name(f"{secrets.token_hex(8)}.part")
+    try:
+        cache.make_room(sum(layers[path].size for path in wheels))
+        with cache.filling():
+            _make([*what, *where], folder, target)
+    except OSError as error:
+        raise InstallError(f"{error.filename or target}: {error.strerror}") from None
+    return target
+
+
+def _make(arguments: list[str], folder: Path, target: Path) -> None:
+    """Raises: InstallError, OSError."""
+    aside = target.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
     try:
         aside.mkdir(parents=True)
-        _run_pip([*what, *where, "--target", str(aside)], folder)
+        _run_pip([*arguments, "--target", str(aside)], folder)
         os.rename(aside, target)
-    except OSError as error:
+    except OSError:
         if not target.is_dir():  # else another was first
-            raise InstallError(f"{error.filename or aside}: {error.strerror}") from None
+            raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return target
 
 
 def _run_pip(arguments: list[str], folder: Path) -> None:

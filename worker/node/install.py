@@ -1,13 +1,12 @@
 """From the store to a directory that a worker may read: every byte is checked here again.
 
-Blobs lie in the cache by their hash; a package is a folder of hard links to them. What two versions share is
-fetched once.
+What two versions share is fetched once.
 """
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from shared.packages.manifest import BadPackage, Layer, Manifest, check_content
 from shared.packages.part import Part, Report, WrongDigest
 from shared.packages.signature import BadSignature, check_signed
 from shared.packages.store import BadBlob, PackageStore, StoreError, read_manifest
+from worker.node.cache import RESERVE_BYTES, Cache, Uses
 
 _THREADS = 4
-_RESERVE_BYTES = 256 * 1024 * 1024  # disk that is left to others
 
 
 class InstallError(Exception):
@@ -27,45 +26,61 @@ class InstallError(Exception):
 def install(
     store: PackageStore,
     digest: str,
-    cache: Path,
+    cache: Cache,
     report: Report | None = None,
     signers: Path | None = None,
+    uses: Uses | None = None,
 ) -> tuple[Manifest, Path]:
     """A package and its folder; fetches what the cache lacks. Blocks.
 
-    `signers`: the file of those of whom one must have signed it. Raises: InstallError.
+    `signers`: the file of those of whom one must have signed it. The folder stays there while `uses` are open.
+    Raises: InstallError.
     """
     try:
         manifest = read_manifest(store, digest)
         if signers is not None:
             check_signed(store, digest, signers)
-        folder = cache / "packages" / digest.removeprefix("sha256:")
+        folder = cache.folder / "packages" / digest.removeprefix("sha256:")
+        if uses is not None:
+            uses.add(folder)
         if not folder.is_dir():
-            _fetch_all(store, manifest, cache, report)
-            _link(manifest, cache, folder)
+            layers = {layer.digest: layer for layer in manifest.layers}
+            cache.make_room(_size(_find_missing(layers, cache.folder)), layers)
+            with cache.filling():
+                _fetch_all(store, _find_missing(layers, cache.folder), cache.folder, report)
+                _link(manifest, cache.folder, folder)
     except (StoreError, BadPackage, BadSignature) as error:
         raise InstallError(str(error)) from None
     except OSError as error:
-        raise InstallError(f"{error.filename or cache}: {error.strerror}") from None
+        raise InstallError(f"{error.filename or cache.folder}: {error.strerror}") from None
     return manifest, folder
 
 
-def _fetch_all(store: PackageStore, manifest: Manifest, cache: Path, report: Report | None) -> None:
+def _find_missing(layers: Mapping[str, Layer], cache: Path) -> list[Layer]:
+    blobs = cache / "blobs"
+    return [
+        layer
+        for digest, layer in layers.items()
+        if not _is_there(blobs / digest.removeprefix("sha256:"), layer.size)
+    ]
+
+
+def _size(layers: Sequence[Layer]) -> int:
+    return sum(layer.size for layer in layers)
+
+
+def _fetch_all(
+    store: PackageStore, missing: Sequence[Layer], cache: Path, report: Report | None
+) -> None:
     blobs = cache / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
-    missing = {
-        layer.digest: layer
-        for layer in manifest.layers
-        if not _is_there(blobs / layer.digest.removeprefix("sha256:"), layer.size)
-    }
-    num_bytes = sum(layer.size for layer in missing.values())
     free = shutil.disk_usage(blobs).free
-    if num_bytes + _RESERVE_BYTES > free:
+    if _size(missing) + RESERVE_BYTES > free:
         raise InstallError(
-            f"the package needs {num_bytes / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
+            f"the package needs {_size(missing) / 1e9:.1f} GB in {cache}, and {free / 1e9:.1f} GB are free"
         )
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda layer: _fetch(store, layer, blobs, report), missing.values()))
+        list(threads.map(lambda layer: _fetch(store, layer, blobs, report), missing))
 
 
 def _is_there(path: Path, size: int) -> bool:

@@ -18,6 +18,7 @@ from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, SlotReport
 from shared.protocol import ModelCard
 from shared.settings.tree import EngineValues, Settings
+from worker.node.cache import Uses
 from worker.node.environment import WORKER_GROUPS, child_environment
 from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
@@ -30,9 +31,9 @@ _LAST_LINES = 5
 
 logger = logging.getLogger(__name__)
 
-Install = Callable[[str], tuple[Manifest, Path]]
+Install = Callable[[str, Uses], tuple[Manifest, Path]]
 #: The folder with what an application imports besides, if it names any.
-MakePackages = Callable[[Manifest, Path], Path | None]
+MakePackages = Callable[[Manifest, Path, Uses], Path | None]
 #: The card that a worker has announced under its id.
 FindCard = Callable[[str], Awaitable[ModelCard | None]]
 
@@ -71,6 +72,7 @@ class Instance:
         self._message = ""
         self._is_final = False
         self._card: ModelCard | None = None
+        self._uses = Uses()
         self._process: asyncio.subprocess.Process | None = None
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._draining = asyncio.Event()
@@ -110,6 +112,7 @@ class Instance:
                 await self._process.wait()
             if self._spare is not None:
                 await self._spare.stop()
+            self._uses.close()
         if self._state != "failed":
             self._state = "gone"
 
@@ -119,13 +122,13 @@ class Instance:
 
     async def _live(self) -> None:
         try:
-            manifest, folder = await asyncio.to_thread(self._install, self.digest)
+            manifest, folder = await asyncio.to_thread(self._install, self.digest, self._uses)
         except InstallError as error:
             self._fail(str(error))
             return
         self._phase = "install"
         try:
-            packages = await asyncio.to_thread(self._make_packages, manifest, folder)
+            packages = await asyncio.to_thread(self._make_packages, manifest, folder, self._uses)
         except InstallError as error:
             self._fail(str(error))
             return

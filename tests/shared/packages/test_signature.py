@@ -10,6 +10,7 @@ import pytest
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.signature import BadSignature, check_signed, keep_signature, sign
 from shared.packages.store import FileStore
+from worker.node.cache import Cache
 from worker.node.install import InstallError, install
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-keygen")
@@ -46,7 +47,7 @@ def test_a_signed_package_is_installed_and_the_signer_is_named(store, keys, tmp_
     keep_signature(store, digest, sign(keys / "stranger", digest))
     keep_signature(store, digest, sign(keys / "known", digest))
     assert check_signed(store, digest, keys / "allowed") == "release@example.com"
-    install(store, digest, tmp_path / "cache", signers=keys / "allowed")
+    install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_wrong_missing_and_cut_signatures_are_refused_by_a_node(
         text = sign(keys / ("stranger" if name == "stranger" else "known"), signed)
         keep_signature(store, digest, damage(text) if damage else text)
     with pytest.raises(InstallError, match=rf"{digest} is refused: .*{says}"):
-        install(store, digest, tmp_path / "cache", signers=keys / "allowed")
+        install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
     assert not (tmp_path / "cache").exists()
-    install(store, digest, tmp_path / "cache")  # where nobody need sign
+    install(store, digest, Cache(tmp_path / "cache"))  # where nobody need sign
 
 
 def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):

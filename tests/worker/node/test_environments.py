@@ -11,6 +11,7 @@ from engines.application.engine import ApplicationEngine
 from engines.application.settings import ApplicationSettings
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from tests.engines.application.test_engine import ISOLATIONS, Driver
+from worker.node.cache import Cache
 from worker.node.environments import make_packages
 from worker.node.install import InstallError
 
@@ -65,7 +66,7 @@ def make_package(folder: Path, word: str, lock: str | None = None) -> Manifest:
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolation):
     manifest = make_package(tmp_path / "package", "hello")
-    packages = make_packages(manifest, tmp_path / "package", tmp_path / "cache")
+    packages = make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert packages is not None
     settings = ApplicationSettings(
         model=str(tmp_path / "package"), entry="app:Toy", packages=str(packages),
@@ -76,7 +77,7 @@ def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolatio
         assert Driver(engine).ask(0) == "hello"
     finally:
         engine.close()
-    again = make_packages(manifest, tmp_path / "package", tmp_path / "cache")
+    again = make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert again == packages
 
 
@@ -84,11 +85,11 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
     lock = f"greetings==1.0 --hash=sha256:{'0' * 64}\n"
     manifest = make_package(tmp_path / "package", "hello", lock)
     with pytest.raises(InstallError, match=r"requirements.lock: .*"):
-        make_packages(manifest, tmp_path / "package", tmp_path / "cache")
+        make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("*.py"))
 
 
 def test_an_application_that_names_nothing_needs_no_folder(tmp_path):
     manifest = make_package(tmp_path / "package", "hello")
     bare = Manifest(manifest.config, manifest.layers[:1])
-    assert make_packages(bare, tmp_path / "package", tmp_path / "cache") is None
+    assert make_packages(bare, tmp_path / "package", cache=Cache(tmp_path / "cache")) is None

@@ -12,6 +12,7 @@ import pytest
 from shared.packages.manifest import Layer, Manifest, PackageConfig, digest_of
 from shared.packages.part import PIECE_BYTES
 from shared.packages.store import FileStore
+from worker.node.cache import Cache
 from worker.node.install import InstallError, install
 
 FILES = {"config.json": b"{}", "sub/weights.safetensors": b"weights" * 1000, "bin/run": b"#!"}
@@ -37,7 +38,7 @@ def blob(store: FileStore, data: bytes) -> Path:
 
 
 def test_a_package_is_a_folder_that_nobody_may_write(store, tmp_path):
-    manifest, folder = install(store, add(store, FILES), tmp_path / "cache")
+    manifest, folder = install(store, add(store, FILES), Cache(tmp_path / "cache"))
     assert manifest.config.kind == "model"
     found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
     assert {path: file.read_bytes() for path, file in found.items()} == FILES
@@ -48,14 +49,14 @@ def test_a_package_is_a_folder_that_nobody_may_write(store, tmp_path):
 
 def test_what_two_versions_share_is_fetched_once(store, tmp_path):
     fetched: list[int] = []
-    install(store, add(store, FILES), tmp_path / "cache", fetched.append)
+    install(store, add(store, FILES), Cache(tmp_path / "cache"), fetched.append)
     assert sum(fetched) == sum(map(len, FILES.values()))
     fetched.clear()
     changed = add(store, {**FILES, "config.json": b'{"new": 1}'})
-    install(store, changed, tmp_path / "cache", fetched.append)
+    install(store, changed, Cache(tmp_path / "cache"), fetched.append)
     assert sum(fetched) == len(b'{"new": 1}')
     fetched.clear()
-    install(store, changed, tmp_path / "cache", fetched.append)
+    install(store, changed, Cache(tmp_path / "cache"), fetched.append)
     assert not fetched
 
 
@@ -71,11 +72,11 @@ def test_a_blob_that_was_cut_or_changed_is_refused_by_its_name(store, tmp_path, 
     digest, data = add(store, FILES), FILES["sub/weights.safetensors"]
     blob(store, data).write_bytes(damage(data))
     with pytest.raises(InstallError, match=rf"sub/weights\.safetensors: .*{says}"):
-        install(store, digest, tmp_path / "cache")
+        install(store, digest, Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("packages/*"))
     assert not list((tmp_path / "cache").rglob("*.part"))
     store.put(digest_of(data), io.BytesIO(data))  # mended
-    install(store, digest, tmp_path / "cache")
+    install(store, digest, Cache(tmp_path / "cache"))
 
 
 def test_a_manifest_that_was_changed_or_leads_out_is_refused(store, tmp_path):
@@ -83,14 +84,14 @@ def test_a_manifest_that_was_changed_or_leads_out_is_refused(store, tmp_path):
     path = store.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(InstallError, match="was changed"):
-        install(store, digest, tmp_path / "cache")
+        install(store, digest, Cache(tmp_path / "cache"))
     evil = add(store, {"../../evil": b"x"})
     with pytest.raises(InstallError, match="leads out"):
-        install(store, evil, tmp_path / "cache")
+        install(store, evil, Cache(tmp_path / "cache"))
     assert not list(tmp_path.rglob("evil"))
     pickled = add(store, {"notes.json": b"\x80\x04N."})
     with pytest.raises(InstallError, match=r"notes\.json: pickled"):
-        install(store, pickled, tmp_path / "cache")
+        install(store, pickled, Cache(tmp_path / "cache"))
 
 
 def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, monkeypatch):
@@ -98,7 +99,7 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, mon
     usage = os.statvfs(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 10, "u": usage})())
     with pytest.raises(InstallError, match="GB are free"):
-        install(store, digest, tmp_path / "cache")
+        install(store, digest, Cache(tmp_path / "cache"))
 
 
 def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
@@ -106,7 +107,9 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
     weights = os.urandom(3 * PIECE_BYTES)
     digest = add(store, {**FILES, "sub/weights.safetensors": weights})
     cache = tmp_path / "cache"
-    process = get_context("fork").Process(target=_install_until_killed, args=(store, digest, cache))
+    process = get_context("fork").Process(
+        target=_install_until_killed, args=(store, digest, Cache(cache))
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -119,13 +122,13 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(store, tmp_path):
             starts[digest] = start
             return super().read(digest, start)
 
-    _, folder = install(Recorded(store.root), digest, cache)
+    _, folder = install(Recorded(store.root), digest, Cache(cache))
     assert (folder / "sub/weights.safetensors").read_bytes() == weights
     assert starts[digest_of(weights)] == 2 * PIECE_BYTES
     assert not list(cache.rglob("*.part"))
 
 
-def _install_until_killed(store: FileStore, digest: str, cache: Path) -> None:
+def _install_until_killed(store: FileStore, digest: str, cache: Cache) -> None:
     class Killed(FileStore):
         def read(self, digest: str, start: int = 0) -> Iterator[bytes]:
             for number, piece in enumerate(super().read(digest, start)):

@@ -1,0 +1,134 @@
+"""A node's cache: what runs stays, of the rest the least recently used goes first."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shared.packages.manifest import digest_of
+from shared.packages.store import FileStore
+from tests.worker.node.test_install import add
+from worker.node.cache import RESERVE_BYTES, Cache, Uses
+from worker.node.install import install
+
+SHARED = b"shared" * 100
+SIZE = 1000  #: of each version's own file
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def version(store: FileStore, name: str) -> str:
+    """A package that shares a file with all others."""
+    return add(store, {"config.json": SHARED, "own.json": name.encode() * SIZE})
+
+
+def run(store: FileStore, cache: Cache, name: str) -> Uses:
+    uses = Uses()
+    install(store, version(store, name), cache, uses=uses)
+    return uses
+
+
+def ages(cache: Cache, *names: Path) -> None:
+    """They were used in this order, long ago: file systems keep time in steps."""
+    for number, folder in enumerate(names):
+        os.utime(f"{folder}.lock", (number, number))
+
+
+def folder(store: FileStore, cache: Cache, name: str) -> Path:
+    return cache.folder / "packages" / version(store, name).removeprefix("sha256:")
+
+
+def kept(store: FileStore, cache: Cache, names: str) -> str:
+    return "".join(name for name in names if folder(store, cache, name).is_dir())
+
+
+def blobs(cache: Cache) -> set[str]:
+    return {f"sha256:{path.name}" for path in (cache.folder / "blobs").iterdir()}
+
+
+def test_the_least_recently_used_make_room(store, tmp_path):
+    cache = Cache(tmp_path / "cache", len(SHARED) + 3 * SIZE)
+    for name in "abc":
+        run(store, cache, name).close()
+    ages(cache, *(folder(store, cache, name) for name in "abc"))
+    run(store, cache, "a").close()  # again
+    run(store, cache, "d").close()
+    assert kept(store, cache, "abcd") == "acd"
+    assert blobs(cache) == {digest_of(SHARED), *(digest_of(n.encode() * SIZE) for n in "acd")}
+    assert len(list((cache.folder / "packages").iterdir())) == 6  # each with its lock
+    run(store, cache, "b").close()  # comes back
+    assert (folder(store, cache, "b") / "own.json").read_bytes() == b"b" * SIZE
+
+
+def test_what_runs_is_never_removed_and_goes_when_it_has_ended(store, tmp_path):
+    cache = Cache(tmp_path / "cache", 1)
+    first, second = run(store, cache, "a"), run(store, cache, "a")
+    run(store, cache, "b").close()
+    first.close()
+    third = run(store, cache, "c")
+    assert kept(store, cache, "abc") == "ac"
+    assert (folder(store, cache, "a") / "own.json").read_bytes() == b"a" * SIZE
+    second.close()
+    third.close()
+    run(store, cache, "d").close()
+    assert kept(store, cache, "abcd") == "d"
+    assert blobs(cache) == {digest_of(SHARED), digest_of(b"d" * SIZE)}
+
+
+def test_what_an_application_imports_is_counted_and_goes_too(store, tmp_path):
+    cache = Cache(tmp_path / "cache", 10 * SIZE)
+    uses, environment = Uses(), cache.folder / "environments" / "e"
+    uses.add(environment)
+    environment.mkdir()
+    (environment / "module.py").write_bytes(b"#" * 9 * SIZE)
+    run(store, cache, "a").close()
+    assert environment.is_dir()
+    uses.close()
+    ages(cache, environment, folder(store, cache, "a"))
+    run(store, cache, "b").close()
+    assert not environment.exists()
+    assert kept(store, cache, "ab") == "ab"
+
+
+def test_what_was_never_finished_goes_first_but_not_what_is_wanted_now(store, tmp_path):
+    cache = Cache(tmp_path / "cache", 4 * SIZE)
+    run(store, cache, "a").close()
+    stale = cache.folder / "blobs" / f"{'0' * 64}.part"
+    stale.write_bytes(b"0" * 2 * SIZE)
+    wanted = cache.folder / "blobs" / (digest_of(b"b" * SIZE).removeprefix("sha256:") + ".part")
+    wanted.write_bytes(b"b" * (SIZE // 2))
+    half = cache.folder / "packages" / "0123.part"
+    half.mkdir()
+    cache.make_room(SIZE, [digest_of(b"b" * SIZE)])
+    assert not stale.exists()
+    assert not half.exists()
+    assert wanted.exists()
+    assert kept(store, cache, "a") == "a"
+
+
+def test_nothing_is_removed_while_a_package_is_fetched(store, tmp_path):
+    cache = Cache(tmp_path / "cache", 1)
+    run(store, cache, "a").close()
+    with cache.filling():
+        cache.make_room(SIZE)
+        assert kept(store, cache, "a") == "a"
+    cache.make_room(SIZE)
+    assert kept(store, cache, "a") == ""
+
+
+def test_a_full_disk_is_room_as_well(store, tmp_path, monkeypatch):
+    cache = Cache(tmp_path / "cache")
+    run(store, cache, "a").close()
+    real = shutil.disk_usage(tmp_path)
+
+    def usage(_: Path):
+        used = sum(path.stat().st_size for path in (cache.folder / "blobs").iterdir())
+        return real._replace(free=RESERVE_BYTES + len(SHARED) + SIZE - used)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    run(store, cache, "b").close()
+    assert kept(store, cache, "ab") == "b"

@@ -1,0 +1,153 @@
+"""What a node keeps: the packages that run on it, and those that may run again.
+
+`blobs/` has files by their hash, `packages/` folders of hard links to them, `environments/` what applications
+import besides. Who uses a folder holds a lock beside it. Of the others the least recently used go when the cache is
+full. Nodes may share a cache.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shared.packages.part import SUFFIX
+
+#: Disk that is left to others.
+RESERVE_BYTES = 256 * 1024 * 1024
+_LOCK = ".lock"
+
+
+class Uses:
+    """The folders that one instance uses, until `close`."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+
+    def add(self, folder: Path) -> None:
+        """Keep a folder, which may be made yet, from being removed. Waits while it is. Raises: OSError."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._files.append(_lock(_lock_of(folder), fcntl.LOCK_SH))
+
+    def close(self) -> None:
+        """Use them no more: they were used until now."""
+        while self._files:
+            file = self._files.pop()
+            with suppress(OSError):
+                os.utime(file)
+            os.close(file)
+
+
+class Cache:
+    """A directory of at most `max_bytes`, as far as what is in use allows; 0: as large as its disk."""
+
+    def __init__(self, folder: Path, max_bytes: int = 0) -> None:
+        self.folder = folder
+        self._max_bytes = max_bytes
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Nothing is removed in the block. Raises: OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = _lock(self.folder / _LOCK, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            os.close(file)
+
+    def make_room(self, num_bytes: int, wanted: Collection[str] = ()) -> None:
+        """Remove what nobody uses until so many more bytes fit, or nothing is left to remove.
+
+        The blobs that are `wanted`, by their digests, stay. Does nothing while others fill the cache: they or
+        the next make room. Raises: OSError.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            file = _lock(self.folder / _LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        try:
+            self._make_room(num_bytes, {each.removeprefix("sha256:") for each in wanted})
+        finally:
+            os.close(file)
+
+    def _make_room(self, num_bytes: int, wanted: Collection[str]) -> None:
+        if self._has_room(num_bytes):
+            return
+        self._remove_leftovers(wanted)
+        for folder in sorted(self._folders(), key=_used_at):
+            if self._has_room(num_bytes):
+                return
+            if _remove(folder):
+                self._remove_leftovers(wanted)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if num_bytes + RESERVE_BYTES > shutil.disk_usage(self.folder).free:
+            return False
+        return not self._max_bytes or self._num_bytes() + num_bytes <= self._max_bytes
+
+    def _num_bytes(self) -> int:
+        roots = (self.folder / "blobs", self.folder / "environments")
+        return sum(path.lstat().st_size for root in roots for path in root.rglob("*"))
+
+    def _folders(self) -> Iterator[Path]:
+        for kind in ("packages", "environments"):
+            for path in (self.folder / kind).glob("*"):
+                if path.is_dir() and path.suffix != SUFFIX:
+                    yield path
+
+    def _remove_leftovers(self, wanted: Collection[str]) -> None:
+        """What no package has, and what was never finished: nobody fills the cache now."""
+        for path in (self.folder / "blobs").glob("*"):
+            if path.stat().st_nlink == 1 and path.name.removesuffix(SUFFIX) not in wanted:
+                path.unlink()
+        for kind in ("packages", "environments"):
+            for path in (self.folder / kind).glob(f"*{SUFFIX}"):
+                shutil.rmtree(path)
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a folder, unless somebody uses it."""
+    path = _lock_of(folder)
+    try:
+        file = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    try:
+        # Renamed first: one that is half removed is never taken for a whole one.
+        aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
+        folder.rename(aside)
+        shutil.rmtree(aside)
+        path.unlink()
+    finally:
+        os.close(file)
+    return True
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return _lock_of(folder).stat().st_mtime
+    except FileNotFoundError:  # of an earlier version
+        return folder.stat().st_mtime
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + _LOCK)
+
+
+def _lock(path: Path, how: int) -> int:
+    """An open file with this lock, which is of now. Raises: BlockingIOError, OSError."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, how)
+            with suppress(FileNotFoundError):  # removed before we had it
+                if os.stat(path).st_ino == os.fstat(file).st_ino:
+                    os.utime(file)
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
