@@ -4,11 +4,13 @@ They end with 0, or 1: wrong arguments, 2: no package can be made, 3: it cannot 
 refuses, 5: the rollout failed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from deploy.client import Client
@@ -33,17 +35,38 @@ ARGUMENTS = 1
 _UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
 
 
-class _Command(TyperCommand):
+@contextmanager
+def _ending_with_arguments() -> Iterator[None]:
     """Wrong arguments end with 1: 2 is for packages."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, _UsageError):
+            error.exit_code = ARGUMENTS  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+
+
+class Command(TyperCommand):
+    """A command with our exit codes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click. Raises: UsageError, Exit."""
-        try:
+        with _ending_with_arguments():
             return super().parse_args(ctx, args)
-        except Exception as error:
-            if isinstance(error, _UsageError):
-                error.exit_code = ARGUMENTS  # pyright: ignore[reportAttributeAccessIssue]
-            raise
+
+
+class Group(TyperGroup):
+    """A group of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click. Raises: UsageError, Exit."""
+        with _ending_with_arguments():
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click. Raises: UsageError."""
+        with _ending_with_arguments():
+            return super().resolve_command(ctx, args)
 
 
 def deploy(
@@ -226,4 +249,4 @@ def gc(
 def add_to(root: typer.Typer) -> None:
     """Put the commands into the command line."""
     for command in (deploy, apps, app, promote, rollback, scale, undeploy, gc):
-        root.command(cls=_Command)(command)
+        root.command(cls=Command)(command)

@@ -1,6 +1,7 @@
 """The gateway's `/v1/applications`, as the commands call it."""
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +35,7 @@ class Client:
             base_url=self.url, timeout=_TIMEOUT_S, trust_env=False,
             headers={"authorization": f"Bearer {key}"} if key else {},
         )  # fmt: skip
+        weakref.finalize(self, self._http.close)
 
     def call(self, method: str, path: str = "", body: dict[str, Any] | None = None) -> Any:
         """Of a path below `/v1/applications`. Raises: ApiFailed."""

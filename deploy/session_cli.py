@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli import URL, Form, Url
+from deploy.cli import URL, Command, Form, Group, Url
 
 if TYPE_CHECKING:
     from deploy.client import Client
@@ -34,12 +34,13 @@ def run(
 
 
 session = typer.Typer(
+    cls=Group,
     help="Sessions of applications: common data, and tasks that outlive their connections.",
     no_args_is_help=True,
 )
 
 
-@session.command()
+@session.command(cls=Command)
 def create(
     application: Annotated[str, typer.Argument(help="Its name.", show_default=False)],
     common_data: Annotated[
@@ -59,7 +60,7 @@ def create(
     sessions.finish(lambda: sessions.run_create(client, application, common_data, body))
 
 
-@session.command("run")
+@session.command("run", cls=Command)
 def run_in(
     session_id: Session,
     inputs: Inputs,
@@ -84,7 +85,7 @@ def run_in(
     sessions.finish(lambda: sessions.run_in(client, session_id, inputs, prefix, wait))
 
 
-@session.command("list")
+@session.command("list", cls=Command)
 def show_all(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
     """List the sessions, and how their tasks stand."""
     from deploy import sessions
@@ -92,7 +93,7 @@ def show_all(url: Url = URL, api_key: Key = None, output: Form = None) -> None:
     sessions.finish(lambda: sessions.run_list(_client(url, api_key), output))
 
 
-@session.command()
+@session.command(cls=Command)
 def view(session_id: Session, url: Url = URL, api_key: Key = None, output: Form = None) -> None:
     """Show a session and its tasks."""
     from deploy import sessions
@@ -100,7 +101,7 @@ def view(session_id: Session, url: Url = URL, api_key: Key = None, output: Form 
     sessions.finish(lambda: sessions.run_view(_client(url, api_key), session_id, output))
 
 
-@session.command("close")
+@session.command("close", cls=Command)
 def close_session(session_id: Session, url: Url = URL, api_key: Key = None) -> None:
     """Take no more tasks, cancel those that wait; those that run are finished."""
     from deploy import sessions
@@ -117,5 +118,5 @@ def _client(url: str, key: str | None) -> "Client":
 
 def add_to(root: typer.Typer) -> None:
     """Put the commands into the command line."""
-    root.command()(run)
+    root.command(cls=Command)(run)
     root.add_typer(session, name="session")

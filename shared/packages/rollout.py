@@ -196,7 +196,7 @@ def advance(
     app = _retire_idle(app, loads, now)
     app = _scale(app, loads, now)
     app = _place(app, loads, now)
-    app = _explain(app, nodes)
+    app = _explain(app, nodes, now)
     outcome = _judge(app, loads, now)
     if outcome is None and app.candidate is not None and _is_canary_ready(app):
         candidate = replace(app.candidate, is_canary=True)
@@ -512,19 +512,24 @@ def _can_work(revision: Revision) -> bool:
     return revision.num_failed <= revision.spec.retry_limit
 
 
-def _explain(app: App, nodes: Mapping[str, NodeRecord]) -> App:
-    """Say why slots wait that no node could take, even an idle one."""
+def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
+    """Say why slots wait: no node could take them, even an idle one, or instances have all the room."""
     for slot in app.slots:
         revision = app.revision(slot.digest)
         if slot.state != "wanted" or revision is None:
             continue
         needed = revision.spec.resources
+        instance = (
+            f"an instance of {needed.cpu:g} processors, {needed.memory_bytes} bytes and "
+            f"{needed.gpu} GPUs"
+        )
         rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
+        text = ""
         if not any(fits(needed, room) for room in rooms):
-            text = (
-                f"no node has room for an instance of {needed.cpu:g} processors, "
-                f"{needed.memory_bytes} bytes and {needed.gpu} GPUs"
-            )
+            text = f"no node has room for {instance}"
+        elif revision is app.candidate and slot.since and now - slot.since > SETTLE_S:
+            text = f"instances have all the room that {instance} needs; scale down, or add a node"
+        if text:
             return app if app.message == text else replace(app, message=text)
     return app
 

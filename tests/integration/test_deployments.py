@@ -63,20 +63,6 @@ def test_the_plan_is_printed_and_nothing_happens(deployer: Deployer):
     assert deployer.app()["generation"] == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("deploy", "--nothing"), 1),
-        (("deploy", "--name", "x", "--application", "shapes", "--canary", "200%"), 1),
-        (("deploy", "--name", "x", "--application", "/no/such/path"), 2),
-        (("deploy", "--name", "x", "--application", "shapes", "--store", "http://x"), 3),
-        (("rollback", "nobody"), 4),
-    ],
-)
-def test_exit_codes_say_what_failed(deployer: Deployer, arguments, code):
-    assert deployer.vlm(*arguments).returncode == code
-
-
 def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer):
     with load(deployer):
         [instance] = deployer.instances()

@@ -266,6 +266,18 @@ def test_what_fits_nowhere_waits_and_says_so(world: World):
     assert {slot.node for slot in world.app.of(B)} == {"two"}
 
 
+def test_a_version_that_waits_for_the_room_of_the_old_one_says_so(world: World):
+    world.rooms["one"] = Resources(1)
+    world.deploy(B)
+    world.run(30)
+    assert "instances have all the room" in world.app.message
+    assert world.active == A
+    world.rooms["two"] = Resources(1)
+    world.run(20)
+    assert world.active == B
+    assert not world.app.message
+
+
 def test_instances_spread_over_the_nodes_that_have_room():
     world = World(rooms={name: Resources(1) for name in ("x", "y", "z")})
     world.deploy(A, Spec(min_instances=2))

@@ -1,0 +1,155 @@
+"""What the commands of deployments end with, and that the message says why. No node is there."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import vlm
+from shared.settings.tree import DeploySettings
+from tests.factories_gateway import make_settings, run_gateway_on_socket
+
+NOBODY = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+async def url(redis_server, redis_prefix, tmp_path) -> AsyncIterator[str]:
+    """A gateway with an empty store."""
+    settings = make_settings(redis_server, redis_prefix, gateway={"deploy_keys": ("may-deploy",)})
+    store = DeploySettings(store=f"file://{tmp_path}/store")
+    settings = settings.model_copy(update={"deploy": store})
+    async with run_gateway_on_socket(settings, refresh=False) as running:
+        yield str(running.client.base_url)
+
+
+def run(*arguments: str | Path, url: str = NOBODY, key: str = "may-deploy") -> Result:
+    given = ["--url", url, "--api-key", key]
+    return CliRunner().invoke(vlm.app, [*map(str, arguments), *given])
+
+
+def said(done: Result) -> str:
+    """On one line, whatever the terminal's width."""
+    return " ".join(done.stderr.split())
+
+
+def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
+    return ["deploy", "--name", "n", "--application", package, "--set", "kind=mock", *more]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["deploy", "--name", "n"], "--application"),
+        (["deploy", "--nothing"], "--nothing"),
+        (["deploy", "--name", "n", "--application", "shapes", "--set", "int8"], "NAME=VALUE"),
+        (["deploy", "--name", "n", "--application", "shapes", "--resources", "cpu"], "cpu=NUMBER"),
+        (["deploy", "--name", "n", "--application", "shapes", "--canary", "200%"], "canary"),
+        (["deploy", "--name", "n", "--application", "shapes", "--min-instances", "9"], "larger"),
+        (["promote"], "name"),
+        (["rollback", "n", "--to", "first"], "--to"),
+        (["scale", "n", "--max", "0"], "--max"),
+        (["gc", "--keep", "0"], "--keep"),
+        (["run", "n"], "INPUT"),
+        (["run", "n", "@/no/such/file"], "/no/such/file"),
+        (["session", "create"], "application"),
+        (["session", "close"], "session_id"),
+        (["session", "forget"], "forget"),
+    ],
+)
+def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert says in said(done)
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "says"),
+    [
+        ("weights.bin", b"", "weights.bin"),
+        ("notes.json", b"\x80\x04N.", "notes.json"),
+    ],
+)
+def test_what_can_be_no_package_ends_with_2(package: Path, path: str, data: bytes, says: str):
+    (package / path).write_bytes(data)
+    done = run(*deploy_of(package))
+    assert done.exit_code == 2
+    assert says in said(done)
+    assert run(*deploy_of(Path("/no/such/path"))).exit_code == 2
+
+
+async def test_a_key_that_cannot_sign_ends_with_2(package: Path, url: str, tmp_path: Path):
+    (tmp_path / "key").write_text("no key")
+    done = await asyncio.to_thread(run, *deploy_of(package, "--sign", tmp_path / "key"), url=url)
+    assert done.exit_code == 2
+    assert "key" in said(done)
+
+
+def test_a_store_that_takes_nothing_ends_with_3(package: Path):
+    (package.parent / "file").write_text("no folder")
+    for arguments in (
+        deploy_of(package, "--store", "http://no.store"),
+        deploy_of(package, "--store", f"file://{package.parent}/file/store"),
+        ["gc", "--store", "http://no.store"],
+    ):
+        done = run(*arguments)
+        assert done.exit_code == 3, done.output
+        assert "store" in said(done)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["apps"],
+        ["app", "n"],
+        ["promote", "n"],
+        ["rollback", "n"],
+        ["scale", "n", "--max", "2"],
+        ["undeploy", "n"],
+        ["gc"],
+        ["run", "n", "1"],
+        ["session", "create", "n"],
+        ["session", "list"],
+    ],
+)
+def test_a_gateway_that_is_not_there_ends_with_4(arguments: list[str]):
+    done = run(*arguments)
+    assert done.exit_code == 4
+    assert "does not answer" in said(done)
+
+
+async def test_what_the_gateway_refuses_ends_with_4(package: Path, url: str):
+    for arguments, key in (
+        (["promote", "n"], "may-deploy"),
+        (["apps"], "wrong"),
+        (deploy_of(package), "wrong"),
+    ):
+        done = await asyncio.to_thread(run, *arguments, url=url, key=key)
+        assert done.exit_code == 4, done.output
+        assert done.stderr
+
+
+async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for_with_0(
+    package: Path, url: str
+):
+    def deploy(*more: str) -> Result:
+        return run(*deploy_of(package, *more), url=url)
+
+    planned = await asyncio.to_thread(deploy, "--dry-run")
+    assert planned.exit_code == 0
+    assert "sha256:" in planned.stdout
+    late = await asyncio.to_thread(deploy, "--wait", "0.1")
+    assert late.exit_code == 5, late.output
+    assert "not ready after 0.1 s" in said(late)
+    assert (await asyncio.to_thread(deploy, "--wait", "0")).exit_code == 0
+    listed = await asyncio.to_thread(run, "apps", "-o", "json", url=url)
+    assert (listed.exit_code, '"name": "n"' in listed.stdout) == (0, True)
