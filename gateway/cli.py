@@ -79,21 +79,29 @@ def bench_gateway(
     streams: Annotated[
         int, typer.Option(min=0, max=4000, help="Measure the memory of so many open streams.")
     ] = 0,
+    homes: Annotated[
+        int,
+        typer.Option(
+            min=0, max=64, help="Measure cache hits of so many workers, with homes and without."
+        ),
+    ] = 0,
     markdown: Annotated[bool, typer.Option(help="Print tables for a document.")] = False,
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Vectors of a short text in place of chat.")
     ] = False,
 ) -> None:
     """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
+    from gateway.bench.homes import run_homes
     from gateway.bench.run import BenchError, run, show
     from gateway.bench.waiting import run_depths, run_streams
 
-    if not (depth or streams):
+    if not (depth or streams or homes):
         run(seconds, rounds, _numbers(connections), markdown, embeddings)
         return
     try:
         tables = run_depths(_numbers(depth)) if depth else []
         tables += run_streams(streams) if streams else []
+        tables += run_homes(homes, rounds) if homes else []
     except BenchError as error:
         _fail(error)
     else:

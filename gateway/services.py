@@ -12,6 +12,7 @@ from gateway.batches.files import BatchFiles
 from gateway.batches.records import Batches
 from gateway.batches.runner import MAX_OPEN_LINES, BatchRunner
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.homes import Homes
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.lifecycle import Lifecycle
@@ -104,6 +105,7 @@ class Services:
             admission=self.admission,
             key_limits=self.key_limits,
             models=self.models,
+            homes=Homes(self.models, self.settings.gateway.home_grace_s),
             loader=self.loader,
             blobs=self.blobs,
             dispatcher=self.dispatcher,

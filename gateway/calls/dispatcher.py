@@ -19,6 +19,7 @@ from shared.protocol import Call, CallEvent, ErrorCode, decode_events, decode_lo
 from shared.queue.api import (
     DuplicateRequest,
     GatewayQueue,
+    Home,
     Mailbox,
     QueueRefused,
     QueueUnavailable,
@@ -103,9 +104,12 @@ class Dispatcher:
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None = None,
+        home: Home | None = None,
+        grace_s: float = 0.0,
     ) -> OpenCall:
         """Queue the choices of one request, behind at most `max_waiting` others.
 
+        `home`: the worker that last served such may have it for itself, for `grace_s` at most.
         Raises: QueueRefused, QueueUnavailable; then nothing stays queued. DuplicateRequest.
         """
         for each in calls:
@@ -120,11 +124,12 @@ class Dispatcher:
         call.is_resumable = calls[0].is_resumable
         self._add(call)
         try:
-            await self.queue.submit(
+            homing = await self.queue.submit(
                 [seal(each) for each in calls],
                 timeout_s=timeout_s,
                 max_waiting=max_waiting,
                 reservation=reservation,
+                home=home,
             )
         except QueueRefused:
             call.settle()
@@ -133,7 +138,26 @@ class Dispatcher:
         except BaseException:
             call.close()
             raise
+        if homing:
+            self.metrics.record_home(homing)
+        if homing == "home":
+            asyncio.get_running_loop().call_later(grace_s, self._end_grace, call)
         return call
+
+    def _end_grace(self, call: OpenCall) -> None:
+        """Let every worker have what its home has not begun."""
+        waiting = [c.request_id for c in call.choices if c.attempt == 0 and not c.is_finished]
+        if waiting:
+            self._spawn(self._share(call.model, waiting))
+
+    async def _share(self, model: str, request_ids: Sequence[str]) -> None:
+        try:
+            num_shared = await self.queue.share(model, request_ids)
+        except QueueUnavailable as error:  # its home claims it, or whoever finds the lease run out
+            logger.warning("cannot share requests that wait for their home: %s", error)
+        else:
+            for _ in range(num_shared):
+                self.metrics.record_home("shared")
 
     async def follow(
         self,

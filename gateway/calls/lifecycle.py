@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
 from gateway.calls.dispatcher import Dispatcher
+from gateway.calls.homes import Homes
 from gateway.calls.kept import KeptAnswers
 from gateway.calls.key_limits import KeyLimits
 from gateway.calls.models import ModelDirectory
@@ -73,6 +74,7 @@ class Lifecycle:
     admission: Admission
     key_limits: KeyLimits
     models: ModelDirectory
+    homes: Homes
     loader: ImageLoader
     blobs: BlobStore
     dispatcher: Dispatcher
@@ -334,6 +336,8 @@ class Lifecycle:
                 timeout_s=self.settings.request_timeout_s,
                 max_waiting=self.key_limits.max_waiting(plan.priority),
                 reservation=reservation,
+                home=self.homes.find(calls[0]),
+                grace_s=self.homes.grace_s,
             )
         except QueueRefused as refused:
             raise self.key_limits.to_error(refused, card.queue, context.tenant) from None

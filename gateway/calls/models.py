@@ -83,6 +83,7 @@ class ModelDirectory:
         self._adapter_labels: set[str] = set()
         self._other_versions: dict[str, ModelCard] = {}  # models that only such workers serve
         self.num_workers: Counter[str] = Counter()  #: that take requests, by model
+        self.num_seats: dict[str, int] = {}  #: what each of these runs at once, at least
         self._on_models = on_models
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -117,9 +118,10 @@ class ModelDirectory:
             live = [w.card for w in workers if w.card.adapters and _is_spoken(w.card)]
             self.adapters = {card.name: card for card in _adapters(cards, live)}
             self._other_versions = others
-            self.num_workers = Counter(
-                w.card.name for w in workers if w.state == "ready" and _is_spoken(w.card)
-            )
+            ready = [w for w in workers if w.state == "ready" and _is_spoken(w.card)]
+            self.num_workers = Counter(w.card.name for w in ready)
+            ready.sort(key=lambda worker: worker.max_num_seqs, reverse=True)
+            self.num_seats = {w.card.name: w.max_num_seqs for w in ready}
             self._refreshed_at = time.monotonic()
 
     async def _read_routes(self) -> tuple[dict[str, Route], list[ModelCard]]:

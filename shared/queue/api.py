@@ -47,6 +47,19 @@ class QueueUnavailable(QueueError):
     """The queue cannot be reached or takes no more data; nothing is known to have changed."""
 
 
+class Home(Struct, frozen=True):
+    """What a request shares with others that one worker may have served, and the workers among whom it is to be shared."""
+
+    name: str  #: of what it shares
+    num_workers: int
+    num_seats: int  #: calls that each worker runs at once
+
+
+#: What became of a request with a home: put aside for it; nobody has served its like; its worker has more than its
+#: share or others wait already; its worker is gone. Empty where it has none.
+Homing = Literal["", "home", "new", "busy", "gone"]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestState:
     """How a call stands. `state`: queued, running, finished, failed or cancelled."""
@@ -113,12 +126,18 @@ class GatewayQueue(Protocol):
         timeout_s: float,
         max_waiting: int,
         reservation: "Reservation | None" = None,
-    ) -> None:
+        home: Home | None = None,
+    ) -> Homing:
         """Queue the calls of one request, all or none; their deadline is `timeout_s` from now by the queue's clock.
 
         At most `max_waiting` calls of one priority wait that nobody works on, or this request alone. `reservation`:
-        what they count as, where there are quotas. Raises: QueueRefused, DuplicateRequest.
+        what they count as, where there are quotas. `home`: they are put aside for the worker that last served such, if
+        it has room; `share` lets others have them. Raises: QueueRefused, DuplicateRequest.
         """
+        ...
+
+    async def share(self, model: str, request_ids: Sequence[str]) -> int:
+        """Let every worker have calls that their home has not claimed; returns how many. Others are left alone."""
         ...
 
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:
@@ -189,6 +208,13 @@ class WorkerQueue(Protocol):
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
         """Claim up to `count` waiting calls; wait for the first."""
+        ...
+
+    async def hear(self, count: int, block_s: float) -> list[Claim]:
+        """Claim calls that are put aside for this worker; wait for the first. From now on there may be some.
+
+        About `count`: what is put aside is not more than a few.
+        """
         ...
 
     async def take(self, count: int) -> list[Claim]:

@@ -20,7 +20,9 @@ from shared.protocol import ErrorCode, Failed, encode
 from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, Publication, QueueUnavailable
 from shared.queue.keys import (
     AFTER_END_S,
+    BELL_TTL_S,
     GROUP,
+    HOME_TTL_S,
     QUEUE_TTL_S,
     RELEASED_CONSUMER,
     RedisKeys,
@@ -80,6 +82,7 @@ class RedisWorkerQueue:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
         self._reader = RedisLink(blocking_redis)
+        self._bell = Bell(RedisLink(blocking_redis), self._keys.bell(model, worker_id), worker_id)
         self.entries = QueueEntries(self._sender, self._reader, self._keys, model, worker_id)
         self._model = model
         self._queue = self._keys.queue(model)
@@ -131,6 +134,21 @@ class RedisWorkerQueue:
         claimed, replies = split_replies(answers)
         others = [entry for entry in entries if entry[0] not in replies]
         return await self._claim_entries([*claimed, *others], "new", count, replies)
+
+    @redis_errors_as(QueueUnavailable)
+    async def hear(self, count: int, block_s: float) -> list[Claim]:
+        """See `WorkerQueue.hear`."""
+        claim = self._script.of_read(self._last_read_id, count)
+        has_rung, answers = await self._bell.wait(count, block_s, claim)
+        if has_rung and not isinstance(answers, list):  # Redis has forgotten the script
+            answers = await self._sender.run(CLAIM, (self._queue,), claim[4:])
+        claimed, replies = split_replies(answers if isinstance(answers, list) else ())
+        if claimed:
+            self._last_read_id = claimed[-1][0]
+        claims = await self._claim_entries(claimed, "new", count, replies)
+        if self.num_backlog:
+            self._num_passed += len(claims)
+        return claims
 
     @redis_errors_as(QueueUnavailable)
     async def take(self, count: int) -> list[Claim]:
@@ -302,6 +320,7 @@ class RedisWorkerQueue:
         Whoever interrupts `read`, `reclaim` or `reconcile` does not know how far they came. Commands of one
         worker are executed in their order, so that Redis knows by now.
         """
+        await self._bell.remove(self._sender)
         self._held.intersection_update([claim.entry_id for claim in keep])
         for entry_id in await self.entries.unknown(0.0, self._held):
             entry = await self.entries.find(entry_id)
@@ -328,11 +347,48 @@ class RedisWorkerQueue:
     async def close(self) -> None:
         """Hang up."""
         self._reader.close()
+        self._bell.close()
         await self._sender.close()
 
 
 def _request_id(fields: Sequence[bytes]) -> str:
     return fields[1].decode(errors="replace")  # an id that is none is no request's: a stray
+
+
+class Bell:
+    """Wakes a worker when something is put aside for it. While it exists, something may be."""
+
+    def __init__(self, link: RedisLink, key: str, worker_id: str) -> None:
+        self._link = link
+        self.key = key
+        self._worker_id = worker_id
+        self._heard: list[bytes] = []
+
+    async def wait(self, count: int, block_s: float, and_then: Command) -> tuple[bool, Any]:
+        """Whether it rang, and what Redis says then to `and_then`; an error may be its answer. Raises: RedisError."""
+        keep = ("PEXPIRE", self.key, to_ms(BELL_TTL_S))
+        tidy = [("XDEL", self.key, *self._heard)] if self._heard else []
+        read = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count, "BLOCK")
+        where = (to_ms(block_s), "NOACK", "STREAMS", self.key, ">")
+        commands = [keep, *tidy, (*read, *where), and_then]
+        *_, rung, answer = await self._link.exchange(commands)
+        if isinstance(rung, ResponseError) and str(rung).startswith(("NOGROUP", "UNBLOCKED")):
+            await self._link.exchange(
+                [("XGROUP", "CREATE", self.key, GROUP, "0", "MKSTREAM"), keep]
+            )
+            return False, None
+        if isinstance(rung, Exception):
+            raise rung
+        self._heard = [entry_id for entry_id, _ in rung[0][1]] if rung else []
+        return bool(rung), answer
+
+    async def remove(self, sender: RedisSender) -> None:
+        """Nothing more is put aside. Raises: RedisError."""
+        await sender.execute("DEL", self.key)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._link.close()
 
 
 class QueueEntries:
@@ -500,6 +556,7 @@ class ClaimScript:
             max_attempts=self._max_attempts,
             max_losses=LOSSES_PER_ATTEMPT * self._max_attempts,
             cleared_after=CLEARED_AFTER_TOKENS,
+            home_ms=to_ms(HOME_TTL_S),
             **others,
         )
 

@@ -24,6 +24,10 @@ DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
 #: A blob stays that long after the last request that needed it: the conversation may go on.
 BLOB_LINGER_S = 30.0
+#: Who last served an image or a prefix; caches rarely keep it longer.
+HOME_TTL_S = 600.0
+#: A worker that does not renew its bell takes nothing that is put aside for it.
+BELL_TTL_S = 10.0
 #: A model without a worker keeps its queue open that long.
 MODEL_TTL_S = 24 * 3600.0
 
@@ -78,6 +82,18 @@ class RedisKeys:
     def mailbox(self, model: str, gateway_id: str) -> str:
         """Stream of JSON arrays of events for one gateway; it exists only while the gateway lives."""
         return f"{self.prefix}:{{{model}}}:mailbox:{gateway_id}"
+
+    def home(self, model: str, name: str) -> str:
+        """The worker that last served requests which share something, such as an image."""
+        return f"{self.prefix}:{{{model}}}:home:{name}"
+
+    def bell(self, model: str, worker_id: str) -> str:
+        """Stream that wakes a worker: an entry for each request put aside for it; it exists while the worker takes any."""
+        return self.bells(model) + worker_id
+
+    def bells(self, model: str) -> str:
+        """What the keys of all bells of a model begin with."""
+        return f"{self.prefix}:{{{model}}}:bell:"
 
     def dead(self, model: str) -> str:
         """Stream of requests that were given up: id, reason, attempt, worker; never their content."""

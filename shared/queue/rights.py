@@ -23,6 +23,8 @@ _QUEUE_KEYS = (
     _KEYS.log("*", "*"),
     _KEYS.result("*", "*", "*"),
     _KEYS.mailbox("*", "*"),
+    _KEYS.home("*", "*"),
+    _KEYS.bell("*", "*"),
 )
 _DEPLOY_KEYS = (_KEYS.apps, _KEYS.nodes, _KEYS.node("*"))
 _FLEET_KEYS = (
@@ -58,7 +60,7 @@ GATEWAY = Rights(
         *("hget", "hgetall", "hmget", "hset", "hdel", "hlen", "hincrby"),
         *("lrange", "smembers", "srem"),
         *("zadd", "zcard", "zrem", "zremrangebyscore", "zrange", "zrevrange", "zrangebyscore"),
-        *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xpending"),
+        *("xadd", "xlen", "xread", "xreadgroup", "xrange", "xtrim", "xack", "xdel", "xpending"),
     ),
 )
 WORKER = Rights(

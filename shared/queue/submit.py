@@ -14,6 +14,8 @@ from redis.exceptions import RedisError, ResponseError
 from shared.protocol import Envelope, Priority
 from shared.queue.api import (
     DuplicateRequest,
+    Home,
+    Homing,
     QueueRefused,
     QueueStats,
     QueueUnavailable,
@@ -29,7 +31,7 @@ from shared.queue.keys import (
     to_ms,
 )
 from shared.queue.quota import Reservation, quota_arguments, quota_keys
-from shared.queue.scripts import CANCEL, FORGET_LOST, SUBMIT, named
+from shared.queue.scripts import CANCEL, FORGET_LOST, SHARE, SUBMIT, named
 from shared.redis.client import redis_errors_as, retry_idempotent
 from shared.redis.link import RedisSender
 
@@ -51,9 +53,10 @@ class RedisGatewayQueue:
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None = None,
-    ) -> None:
+        home: Home | None = None,
+    ) -> Homing:
         """See `GatewayQueue.submit`."""
-        keys, arguments = self._to_call(choices, timeout_s, max_waiting, reservation)
+        keys, arguments = self._to_call(choices, timeout_s, max_waiting, reservation, home)
         verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
         if verdict[0] == b"queue_full" and await self._forget_lost(choices[0]):
             verdict = await retry_idempotent(lambda: self._sender.run(SUBMIT, keys, arguments))
@@ -61,6 +64,15 @@ class RedisGatewayQueue:
             raise DuplicateRequest(f"request {choices[0].id} exists already")
         if verdict[0] != b"ok":
             raise QueueRefused(verdict[0].decode(), verdict[1] / 1000)
+        return "" if home is None else verdict[1].decode()
+
+    @redis_errors_as(QueueUnavailable)
+    async def share(self, model: str, request_ids: Sequence[str]) -> int:
+        """See `GatewayQueue.share`."""
+        keys = [self._keys.queue(model)]
+        keys += [self._keys.request(model, request_id) for request_id in request_ids]
+        arguments = named(group=GROUP, ids=list(request_ids))
+        return await retry_idempotent(lambda: self._sender.run(SHARE, keys, arguments))
 
     async def _forget_lost(self, refused: Envelope) -> bool:
         """Whether requests stood before it in the backlog that nobody came for in time. Raises: RedisError."""
@@ -76,6 +88,7 @@ class RedisGatewayQueue:
         timeout_s: float,
         max_waiting: int,
         reservation: Reservation | None,
+        home: Home | None = None,
     ) -> tuple[list[str], tuple[bytes, ...]]:
         first, quota = choices[0], None
         keys = [self._keys.queue(first.model), self._keys.backlog(first.model)]
@@ -95,8 +108,17 @@ class RedisGatewayQueue:
             max_waiting=max_waiting,
             ids=[choice.id for choice in choices],
             quota=quota,
+            **({} if home is None else {"home": self._home(first.model, home)}),
         )
         return keys, arguments
+
+    def _home(self, model: str, home: Home) -> dict[str, str | int]:
+        return {
+            "key": self._keys.home(model, home.name),
+            "bells": self._keys.bells(model),
+            "num_workers": home.num_workers,
+            "num_seats": home.num_seats,
+        }
 
     @redis_errors_as(QueueUnavailable)
     async def cancel(self, model: str, request_ids: Sequence[str]) -> None:

@@ -97,6 +97,13 @@ class GatewaySettings(Group):
         le=2_592_000,
         description="Answers of `/v1/responses` are kept that long for `previous_response_id`, and images for their file ids; 0: none is.",
     )
+    home_grace_s: float = Field(
+        default=0.25,
+        ge=0,
+        le=10,
+        description="Requests with images or long prompts wait that long at most for the worker that has them in its "
+        "caches; 0: any worker takes them at once.",
+    )
     files: str = Field(
         default="",
         description="Batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or az:// "

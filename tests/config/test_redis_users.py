@@ -18,7 +18,7 @@ from loadtest.fleet import ROOT
 from shared.blobs.redis_store import RedisBlobStore
 from shared.packages.board import Board
 from shared.protocol import Tokens
-from shared.queue.claim import ClaimScript, QueueEntries, RedisWorkerQueue
+from shared.queue.claim import Bell, ClaimScript, QueueEntries, RedisWorkerQueue
 from shared.queue.mailbox import RedisMailbox
 from shared.queue.publish import Publisher
 from shared.queue.quota import RedisQuotas
@@ -164,7 +164,6 @@ DENIED = {
         ("SET", "other", "1"),
         ("GET", f"other:blob:{SHA}"),
         ("XREAD", "STREAMS", "vlm:{m}:dead", "0"),
-        ("XREADGROUP", "GROUP", "workers", "g", "STREAMS", "vlm:{m}:queue", ">"),
         ("XCLAIM", "vlm:{m}:queue", "workers", "g", "0", "1-1"),
         ("RPUSH", "vlm:{m}:log:r", "forged"),
         ("SADD", "vlm:workers", "forged"),
@@ -275,7 +274,7 @@ CALLED = {
         *(Board.apps, Board.put, Board._put, Board.now),
     ),
     "worker": (
-        *(RedisWorkerQueue, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
+        *(RedisWorkerQueue, Bell, QueueEntries, Publisher, ClaimScript, RedisBlobStore.get),
         *(Registry.announce, Registry.withdraw, Registry.adapters, Registry.keep_adapters),
     ),
 }

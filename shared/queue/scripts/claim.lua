@@ -1,6 +1,6 @@
 -- Give requests to a worker, each under its next attempt number, which fences all earlier ones.
 -- KEYS: queue, and the request and log of the one to claim; without them: all that the worker's last read brought
--- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, and of the one: read_nonce (of this
+-- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, home_ms (how long a home is known), and of the one: read_nonce (of this
 --   worker's reads); of all: count, requests and logs (the beginnings of their keys); `entry` is the last one read before
 -- Returns of the one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...} where
 -- the verdict is
@@ -20,7 +20,7 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function claim(entry, request, log, is_new, read_nonce)
   local r = redis.call('HMGET', request, 'state', 'attempt', 'failures', 'claim', 'entry',
-    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses')
+    'deadline_ms', 'enqueued_ms', 'payload', 'reply_to', 'begun', 'items', 'tokens', 'claimed_tokens', 'losses', 'home')
   local losses = tonumber(r[14] or 0)
   local state, attempt, failures, is_first = r[1], r[2], r[3], r[2] == '0'
   if (state ~= 'queued' and state ~= 'running') or r[5] ~= entry then
@@ -45,6 +45,7 @@ local function claim(entry, request, log, is_new, read_nonce)
       'claim', nonce, 'worker', worker, 'items', '0', 'claimed_tokens', r[12], 'losses', string.format('%d', losses),
       'begun', failures == '0' and '1' or '0')
   end
+  if r[15] and r[4] ~= nonce then redis.call('SET', r[15], worker, 'PX', args.home_ms) end
 
   local remaining_ms = tonumber(r[6]) - now_ms
   local verdict = 'ok'
@@ -64,7 +65,8 @@ end
 
 local function claim_new(after, count, requests, logs)
   local answers = {}
-  local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count, worker)
+  -- What was put aside for this worker is among them, and may run already.
+  local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count + 100, worker)
   for _, pending in ipairs(mine.err and {} or mine) do
     local entry = redis.call('XRANGE', queue, pending[1], pending[1])[1]
     if entry and entry[2][1] == 'id' then

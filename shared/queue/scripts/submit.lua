@@ -3,10 +3,11 @@
 -- KEYS: queue, backlog, then the call of each choice, then where there is a quota: reservations, usage, rates
 -- args: nonce, group, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices), quota:
 --   absent, or tenant, num_tokens (of each choice, from the tenant's minute), reserved_tokens (of each choice while it
---   is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: any)
+--   is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: any); home: absent, or key,
+--   bells (the beginning of their keys), num_workers, num_seats
 -- raw: the payload of each choice
--- Returns {ok | duplicate} or {reason, wait_ms}; wait_ms is 0 where nobody knows. The same nonce again is the same
--- call again: ok.
+-- Returns {duplicate} or {reason, wait_ms}, or {ok}, with a home {ok, home | new | busy | gone}. wait_ms is 0 where nobody
+-- knows. The same nonce again is the same call again: ok.
 -- reservations: sorted set of "tokens tenant id", by the time (ms) at which Redis forgets the call; 0 once it has ended
 -- usage: hash of their sums: tokens, and of each tenant with a reservation tokens:{tenant} and requests:{tenant}
 -- rates: hash of two instants (ms), requests and tokens: when all that was taken is earned again. There is at most a
@@ -16,7 +17,9 @@ local args = cmsgpack.unpack(ARGV[1])
 local ids, is_batch, quota = args.ids, args.is_batch, args.quota
 for choice = 1, #ids do
   local nonce = redis.call('HGET', KEYS[2 + choice], 'nonce')
-  if nonce then return {nonce == args.nonce and 'ok' or 'duplicate'} end
+  if nonce and nonce ~= args.nonce then return {'duplicate'} end
+  if nonce and not args.home then return {'ok'} end
+  if nonce then return {'ok', redis.call('HGET', KEYS[2 + choice], 'aside') and 'home' or 'busy'} end
 end
 
 local time = redis.call('TIME')
@@ -137,6 +140,30 @@ if quota then
   end
 end
 
+-- The home: the worker that last served what these calls share. They are put aside for it, which is to say that it has
+-- read them, unless somebody waits already, or it has twice its share of the calls that workers hold.
+
+local MORE_THAN_SHARE, AT_BELL = 2, 2
+local home, host, homing = args.home, nil, nil
+
+local function find_host()
+  local worker = redis.call('GET', home.key)
+  if not worker then return nil, 'new' end
+  local pending = redis.pcall('XPENDING', queue, args.group)
+  if pending.err or redis.call('XLEN', queue) > pending[1] then return nil, 'busy' end
+  local num_held, num_all = #ids, pending[1] + #ids
+  for _, consumer in ipairs(pending[4] or {}) do
+    if consumer[1] == worker then num_held = num_held + consumer[2] end
+  end
+  local most = math.min(home.num_seats, 2 * num_all / home.num_workers + MORE_THAN_SHARE)
+  local bell = home.bells .. worker
+  if num_held > most or redis.call('XLEN', bell) >= AT_BELL then return nil, 'busy' end
+  if not redis.call('XADD', bell, 'NOMKSTREAM', '*', 'id', ids[1]) then return nil, 'gone' end
+  return worker, 'home'
+end
+
+if home then host, homing = find_host() end
+
 -- The queue
 
 if is_batch and num_waiting() == 0 then
@@ -151,11 +178,14 @@ for i, id in ipairs(ids) do
     'reservation', beginning and beginning .. id or '',
     'reply_to', args.reply_to, 'payload', ARGV[1 + i],
     'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms))
+  if home then redis.call('HSET', request, 'home', home.key) end
+  if host then redis.call('HSET', request, 'aside', entry) end
   redis.call('PEXPIRE', request, digits(lives_ms))
 end
+if host then redis.call('XREADGROUP', 'GROUP', args.group, host, 'COUNT', #ids, 'STREAMS', queue, '>') end
 -- The queue's life is renewed when half of it is over.
 if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then
   redis.call('PEXPIRE', queue, args.queue_ttl_ms)
   redis.call('PEXPIRE', backlog, args.queue_ttl_ms)
 end
-return {'ok'}
+return {'ok', homing}

@@ -31,7 +31,7 @@ from redis import Redis as SyncRedis
 
 import shared.redis.embedded
 from shared.protocol import ErrorCode, Failed, Finished, Priority, Tokens, decode_events, seal
-from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, DuplicateRequest, QueueRefused
+from shared.queue.api import CLEARED_AFTER_TOKENS, Claim, DuplicateRequest, Home, QueueRefused
 from shared.queue.claim import LOSSES_PER_ATTEMPT, RedisWorkerQueue, split_replies
 from shared.queue.keys import GROUP, RedisKeys
 from shared.queue.scripts import CLAIM, SUBMIT, named
@@ -57,6 +57,8 @@ IS_LONG = bool(os.environ.get("FAULTS_LONG"))
 MAX_ATTEMPTS = 3
 MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
 WORKERS = ("a", "b")
+#: It may hold everything.
+HOME = Home("an-image", num_workers=1, num_seats=1000)
 
 
 class PatientRedis(RedisSettings):
@@ -80,6 +82,7 @@ class Modelled:
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
+    shares: bool = False  #: something with others, by which it has a home
     lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
 
     @property
@@ -129,6 +132,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.keys = RedisKeys(self.prefix)
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
+        self.home: str | None = None  #: who claimed last what shares
         self.has_flushed = False  #: once is enough: what came before cannot matter any more
         self.has_restarted = False
         self.run(self._open())
@@ -175,20 +179,52 @@ class QueueMachine(RuleBasedStateMachine):
         count=st.integers(1, 2),
         num_tokens=st.integers(1, 9),
         tenant=st.sampled_from(["", "t"]),
+        shares=st.booleans(),
     )
     def enqueue(
-        self, repeats: int, priority: Priority, count: int, num_tokens: int, tenant: str
+        self,
+        repeats: int,
+        priority: Priority,
+        count: int,
+        num_tokens: int,
+        tenant: str,
+        shares: bool,
     ) -> None:
         """A second call with the same nonce is the first one again, whose reply was lost."""
+        shares = shares and priority is not Priority.BATCH
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
         sealed = [seal(choice) for choice in choices]
         reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=10_000)
-        keys, arguments = self.queue._to_call(sealed, 600, 1000, reservation)
+        home = HOME if shares else None
+        keys, arguments = self.queue._to_call(sealed, 600, 1000, reservation, home)
+        unread = self._unread()
         for _ in range(repeats):
-            assert self.run(self.sender.run(SUBMIT, keys, arguments)) == [b"ok"]
+            ok, *homing = self.run(self.sender.run(SUBMIT, keys, arguments))
+            assert ok == b"ok"
+            assert len(homing) == shares
+        is_aside = shares and homing == [b"home"]
+        assert not is_aside or (self.home is not None and not unread)
+        if is_aside:
+            assert self._unread() == set()
         for choice in choices:
             is_batch = priority is Priority.BATCH
-            self.requests[choice.id] = Modelled(is_batch, num_tokens, tenant)
+            self.requests[choice.id] = Modelled(is_batch, num_tokens, tenant, shares=shares)
+            entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
+            assert aside == (entry if is_aside else None)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), repeats=st.integers(1, 2))
+    def share(self, data, repeats: int) -> None:
+        """The grace time is over: what its home has not claimed is for all, and nothing else changes."""
+        name = self._any_request(data)
+        request, key = self.requests[name], self.keys.request(MODEL, name)
+        entry, aside = self.eye.hmget(key, "entry", "aside")
+        waits = request.state == "queued" and request.attempt == 0 and entry == aside is not None
+        for number in range(repeats):
+            found = self.run(self.queue.share(MODEL, [name, "unknown"]))
+            assert found == (waits and number == 0)
+        if waits and self._has_group() and not request.is_late:
+            assert name in self._unread()
 
     @precondition(lambda self: any(r.is_live for r in self.requests.values()))
     @rule(priority=st.sampled_from(Priority), num_tokens=st.integers(1, 9))
@@ -228,6 +264,36 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def read(self, name: str, count: int) -> None:
         self._take(name, self.run(self.workers[name].read(count, 0.001)))
+
+    @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def hear(self, name: str, count: int) -> None:
+        """What is put aside for one worker comes to no other."""
+        unread = self._unread()
+        claims = self.run(self.workers[name].hear(count, 0.001))
+        assert unread.isdisjoint(claim.id for claim in claims)
+        self._take(name, claims)
+
+    @rule(name=st.sampled_from(WORKERS))
+    def lose_the_bell(self, name: str) -> None:
+        """It was not renewed: the worker was stopped for long."""
+        self.eye.delete(self.keys.bell(MODEL, name))
+
+    @rule(name=st.sampled_from(WORKERS))
+    def leave(self, name: str) -> None:
+        """It drains: what it has not claimed goes back at once, and nothing more is put aside for it."""
+        worker = self.workers[name]
+        keep = [hand.claim for hand in self.hands if hand.worker is worker]
+        kept = {claim.entry_id for claim in keep}
+        left = self._pending(name) - kept
+        for request_id, request in self.requests.items():
+            fields = self.eye.hmget(self.keys.request(MODEL, request_id), "entry", "worker")
+            if fields[0] in left and request.state == "running":
+                if fields[1] == name.encode():
+                    request.state = "queued"
+                request.lost_by = None
+        self.run(worker.leave(keep))
+        assert self._pending(name) <= kept
+        assert not self.eye.exists(self.keys.bell(MODEL, name))
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def take(self, name: str, count: int) -> None:
@@ -272,6 +338,7 @@ class QueueMachine(RuleBasedStateMachine):
             if request is not None and replies[entry_id][0] != b"stray":
                 request.claim(worker)
                 request.lost_by = worker
+                self.home = name if request.shares else self.home
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -388,6 +455,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.eye.delete(key)
         self._make_mailbox()
         self.requests.clear()
+        self.home = None
 
     @rule()
     def forget_scripts(self) -> None:
@@ -441,6 +509,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert is_queued == (state in ("queued", "running")), f"{name} is lost, or stays"
             self._check_events(request, mailbox.get(name, []), logs[name])
         assert not [key for key, ttl_ms in ttls.items() if ttl_ms < 0], "a key never expires"
+        home = self.eye.get(self.keys.home(MODEL, HOME.name))
+        assert home == (None if self.home is None else self.home.encode())
 
     def _check_events(self, request: Modelled, heard: list, log: list[bytes]) -> None:
         if request.state != "cancelled":
@@ -530,6 +600,13 @@ class QueueMachine(RuleBasedStateMachine):
         names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
         return {name for name in names if not self.requests[name].is_late}
 
+    def _pending(self, name: str) -> set[bytes]:
+        """Entries that are this worker's as Redis counts."""
+        if not self._has_group():
+            return set()
+        pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100, name)
+        return {entry["message_id"] for entry in pending}
+
     def _backlog(self) -> set[str]:
         entries = self.eye.xrange(self.keys.backlog(MODEL))
         return {fields[b"id"].decode() for _, fields in entries}
@@ -560,6 +637,7 @@ class QueueMachine(RuleBasedStateMachine):
             request = self.requests[claim.id]
             assert request.state in ("queued", "running")
             request.claim(self.workers[name])
+            self.home = name if request.shares else self.home
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
             assert tokens_of(claim) == tuple(range(request.num_tokens))
             assert not request.is_late
@@ -572,6 +650,7 @@ class QueueMachine(RuleBasedStateMachine):
         for request, state in zip(self.requests.values(), states, strict=True):
             if state == b"failed" and request.state in ("queued", "running"):
                 request.claim(self.workers[name])
+                self.home = name if request.shares else self.home
                 assert (
                     request.is_late
                     or request.failures == MAX_ATTEMPTS

@@ -1,0 +1,133 @@
+"""What shares a home, and what comes of a request whose home does not come for it."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway.calls.homes import PREFIX_CHARS, Homes
+from gateway.calls.models import ModelDirectory
+from shared.protocol import ChatMessage, Priority, TextPart, Tokenize
+from shared.queue.claim import RedisWorkerQueue
+from shared.queue.keys import RedisKeys
+from shared.queue.registry import WorkerRecord
+from tests.factories_gateway import CARD, make_body
+from tests.factories_images import data_url
+from tests.factories_queue import MODEL, make_image, make_request
+
+LONG = "word " * PREFIX_CHARS
+
+
+def homes(num_workers: int = 2, grace_s: float = 0.1) -> Homes:
+    models = SimpleNamespace(num_workers=Counter({MODEL: num_workers}), num_seats={MODEL: 8})
+    return Homes(cast(ModelDirectory, models), grace_s)
+
+
+def name(*args: Any, **changes: Any) -> str | None:
+    home = homes().find(make_request(*args, **changes))
+    return None if home is None else home.name
+
+
+RED, BLUE = make_image("red"), make_image("blue")
+
+
+def test_requests_share_the_home_of_their_first_image():
+    assert name("what?", images=(RED,)) == name(LONG, images=(RED, BLUE))
+    assert name("what?", images=(RED,)) != name("what?", images=(BLUE,))
+
+
+def test_requests_share_the_home_of_a_long_beginning():
+    assert name(LONG + "what?") == name(LONG + "and why?")
+    assert name(LONG) != name("other " + LONG)
+    turns = tuple(ChatMessage("user", (TextPart(text),)) for text in (LONG, "and then?"))
+    assert name(messages=turns) == name(messages=turns[:1])
+
+
+def test_tenants_and_adapters_share_nothing():
+    names = [name(LONG), name(LONG, tenant="other"), name(LONG, adapter="digest")]
+    assert None not in names
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    ("homes", "changes"),
+    [
+        (homes(), {"text": "short"}),
+        (homes(), {"text": LONG, "priority": Priority.BATCH}),
+        (homes(), {"task": Tokenize(make_request(LONG).task)}),  # type: ignore[arg-type]
+        (homes(num_workers=1), {"text": LONG}),
+        (homes(num_workers=0), {"text": LONG}),
+        (homes(grace_s=0), {"text": LONG}),
+    ],
+)
+def test_others_have_none(homes, changes):
+    assert homes.find(make_request(**changes)) is None
+
+
+# On a fleet
+
+
+@pytest.fixture
+async def absent(worker, gateway, redis, redis_blocking, redis_prefix) -> AsyncIterator[str]:
+    """A second worker, which has rung for work and does not come for it."""
+    queue = RedisWorkerQueue(
+        redis, redis_blocking, keys_prefix=redis_prefix, model=CARD.name, worker_id="absent",
+        lease_s=10.0, max_attempts=3, batch_age_s=60.0,
+    )  # fmt: skip
+    assert await queue.hear(1, 0.001) == []
+    await worker.registry.announce(WorkerRecord("absent", CARD, "mock"), ttl_s=600)
+    await gateway.services.models.refresh()
+    yield "absent"
+    await queue.close()
+
+
+def ask_about(url: str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
+    return make_body(messages=[{"role": "user", "content": parts}])
+
+
+async def counts(gateway) -> dict[str, float]:
+    text = (await gateway.client.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith("vlm_home_requests_total{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+async def only_home(redis, prefix: str) -> bytes:
+    [key] = [key async for key in redis.scan_iter(RedisKeys(prefix).home("*", "*"))]
+    return key
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 0.05}}])
+async def test_others_serve_what_its_home_does_not_come_for(gateway, absent, redis, redis_prefix):
+    body = ask_about(data_url())
+    assert (await gateway.chat(body)).status_code == 200
+    key = await only_home(redis, redis_prefix)
+    assert await redis.get(key) == b"scripted"
+    await redis.set(key, absent, ex=60)
+
+    assert (await gateway.chat(body)).status_code == 200
+
+    assert await redis.get(key) == b"scripted"
+    assert await counts(gateway) == {"new": 1, "home": 1, "shared": 1}
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 10.0}}])
+async def test_a_home_that_comes_keeps_it(worker, gateway, absent):
+    assert await worker.queue.hear(1, 0.001) == []
+    body = ask_about(data_url())
+
+    for _ in range(3):
+        assert (await gateway.chat(body)).status_code == 200
+
+    assert await counts(gateway) == {"new": 1, "home": 2}
+
+
+@pytest.mark.parametrize("changes", [{"gateway": {"home_grace_s": 0.0}}])
+async def test_homes_can_be_switched_off(gateway, absent, redis, redis_prefix):
+    for _ in range(2):
+        assert (await gateway.chat(ask_about(data_url()))).status_code == 200
+
+    assert await counts(gateway) == {}
+    assert [key async for key in redis.scan_iter(RedisKeys(redis_prefix).home("*", "*"))] == []

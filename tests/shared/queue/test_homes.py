@@ -1,0 +1,264 @@
+"""Requests that share something go to the worker that last served such, against a real server; and when they do not."""
+
+import asyncio
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from shared.queue.api import Claim, Home
+from shared.queue.claim import RedisWorkerQueue
+from shared.queue.keys import GROUP
+from tests.factories_queue import MODEL, Ends, make_finished, make_request, publication, seal
+
+HOME = Home("an-image", num_workers=4, num_seats=8)
+
+
+@pytest.fixture
+async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
+    """Two, which have been told that something may be put aside for them."""
+    both = ends.worker("a"), ends.worker("b")
+    await both[0].create_group()
+    for worker in both:
+        assert await worker.hear(1, 0.001) == []
+    return both
+
+
+async def submit(ends: Ends, *names: str, home: Home | None = HOME, **options) -> str:
+    choices = [seal(make_request(id=name)) for name in names]
+    return await ends.queue.submit(
+        choices, home=home, **{"timeout_s": 60.0, "max_waiting": 100, **options}
+    )
+
+
+async def end(worker: RedisWorkerQueue, claim: Claim) -> None:
+    assert await worker.publish([publication(claim, 1, 0, make_finished(claim))]) == {}
+
+
+async def serve(ends: Ends, worker: RedisWorkerQueue, name: str = "first") -> None:
+    """Make a worker the home."""
+    await submit(ends, name)
+    [claim] = await worker.read(1, 1.0)
+    await end(worker, claim)
+
+
+def names(claims: list[Claim]) -> list[str]:
+    return [claim.id for claim in claims]
+
+
+async def test_the_worker_that_last_served_such_gets_it(ends, workers):
+    a, b = workers
+    assert await submit(ends, "first") == "new"
+    [claim] = await b.read(1, 1.0)
+    await end(b, claim)
+
+    assert await submit(ends, "second") == "home"
+
+    assert await a.read(1, 0.001) == []
+    assert names(await b.hear(1, 1.0)) == ["second"]
+
+
+async def test_a_worker_that_waits_is_woken(ends, workers):
+    await serve(ends, workers[0])
+    waiting = asyncio.create_task(workers[0].hear(4, 30.0))
+    await asyncio.sleep(0)  # its read is on the way, or will find the request there
+
+    assert await submit(ends, "second", "third") == "home"
+
+    async with asyncio.timeout(20):
+        assert names(await waiting) == ["second", "third"]
+
+
+async def test_its_ordinary_read_brings_it_too(ends, workers):
+    await serve(ends, workers[0])
+    await submit(ends, "second")
+    await submit(ends, "plain", home=None)
+
+    assert names(await workers[0].read(4, 1.0)) == ["second", "plain"]
+    assert await workers[0].hear(4, 0.001) == []
+
+
+async def test_whoever_serves_it_next_is_its_home(ends, workers):
+    a, b = workers
+    await serve(ends, a)
+    await submit(ends, "second")
+    assert await ends.queue.share(MODEL, ["second"]) == 1
+    assert names(await b.read(1, 1.0)) == ["second"]
+
+    await submit(ends, "third")
+
+    assert await a.hear(1, 0.001) == []
+    assert names(await b.hear(1, 1.0)) == ["third"]
+
+
+async def test_what_is_shared_is_nobodys_any_more(ends, workers):
+    a, b = workers
+    await serve(ends, a)
+    await submit(ends, "second")
+
+    assert await ends.queue.share(MODEL, ["second", "unknown"]) == 1
+
+    assert await ends.queue.share(MODEL, ["second"]) == 0
+    assert await a.hear(1, 0.001) == []
+    assert await a.reconcile() == []
+    assert names(await b.read(2, 1.0)) == ["second"]
+    assert await ends.num_open() == 1
+
+
+async def test_what_is_claimed_is_not_shared(ends, workers):
+    await serve(ends, workers[0])
+    await submit(ends, "second")
+    [claim] = await workers[0].hear(1, 1.0)
+
+    assert await ends.queue.share(MODEL, ["second"]) == 0
+
+    await end(workers[0], claim)
+    assert await ends.queue.share(MODEL, ["second"]) == 0
+    assert await workers[1].read(1, 0.001) == []
+
+
+async def test_a_cancelled_one_is_gone(ends, workers):
+    await serve(ends, workers[0])
+    await submit(ends, "second")
+
+    await ends.queue.cancel(MODEL, ["second"])
+
+    assert await ends.queue.share(MODEL, ["second"]) == 0
+    assert await workers[0].hear(1, 0.001) == []
+    assert await ends.num_open() == 0
+
+
+async def test_nothing_is_put_aside_for_a_worker_that_leaves(ends, workers):
+    a, b = workers
+    await serve(ends, a)
+    await submit(ends, "second")
+
+    await a.leave()
+
+    assert await submit(ends, "third") == "busy"  # what it gave back waits for the others
+    assert sorted(names(await b.read(4, 1.0))) == ["second", "third"]
+
+
+async def test_nothing_is_put_aside_for_a_worker_that_is_gone(ends, workers):
+    await serve(ends, workers[0])
+    await ends.redis.delete(
+        ends.keys.bell(MODEL, "a")
+    )  # as it does by itself when nobody renews it
+
+    assert await submit(ends, "second") == "gone"
+
+    assert names(await workers[1].read(1, 1.0)) == ["second"]
+
+
+async def test_it_takes_more_again_once_its_bell_was_lost(ends, workers):
+    await serve(ends, workers[0])
+    await ends.redis.delete(ends.keys.bell(MODEL, "a"))
+
+    assert await workers[0].hear(1, 0.001) == []
+
+    assert await submit(ends, "second") == "home"
+    assert names(await workers[0].hear(1, 1.0)) == ["second"]
+
+
+async def test_nothing_is_put_aside_while_others_wait(ends, workers):
+    await serve(ends, workers[0])
+    await submit(ends, "plain", home=None)
+
+    assert await submit(ends, "second") == "busy"
+
+    assert names(await workers[1].read(4, 1.0)) == ["plain", "second"]
+
+
+@pytest.mark.parametrize(
+    ("home", "num_there"),
+    [(Home("an-image", 4, 3), 3), (Home("an-image", 4, 100), 4), (Home("an-image", 2, 9), 9)],
+)
+async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
+    ends, workers, home, num_there
+):
+    a, _ = workers
+    await serve(ends, a)
+    for number in range(num_there):
+        assert await submit(ends, f"there-{number}", home=home) == "home"
+        assert len(await a.hear(4, 1.0)) == 1
+
+    assert await submit(ends, "beyond", home=home) == "busy"
+
+
+async def test_a_worker_that_does_not_come_is_given_few(ends, workers):
+    await serve(ends, workers[0])
+
+    homings = [await submit(ends, f"r-{number}") for number in range(3)]
+
+    assert homings == ["home", "home", "busy"]
+
+
+async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(ends, workers):
+    await serve(ends, workers[0])
+    run = ends.queue._sender.run
+    replies = []
+
+    async def lose_first_reply(script, keys, arguments):
+        replies.append(await run(script, keys, arguments))
+        if len(replies) == 1:
+            raise RedisConnectionError("the reply was lost")
+        return replies[-1]
+
+    ends.queue._sender.run = lose_first_reply
+
+    assert await submit(ends, "second") == "home"
+
+    assert len(replies) == 2
+    assert names(await workers[0].hear(4, 1.0)) == ["second"]
+    assert await ends.num_open() == 1
+
+
+async def test_what_a_dead_home_has_not_claimed_is_taken_over_without_blame(ends, workers):
+    """The gateway that would have shared it is dead too."""
+    a, b = workers
+    await serve(ends, a)
+    await submit(ends, "second")
+    [entry] = await ends.redis.xpending_range(ends.keys.queue(MODEL), GROUP, "-", "+", 9)
+    await ends.redis.xclaim(
+        *(ends.keys.queue(MODEL), GROUP, "a", 0, [entry["message_id"]]), idle=3_600_000, justid=True
+    )
+
+    [claim] = await b.reclaim(1)
+
+    assert (claim.id, claim.attempt, claim.failures) == ("second", 1, 0)
+
+
+async def test_a_claim_whose_reply_was_lost_is_found_again_without_blame(ends):
+    worker = ends.worker("a", ghost_after_s=0.0)
+    await worker.create_group()
+    await worker.hear(1, 0.001)
+    await serve(ends, worker)
+    await submit(ends, "second")
+    wait = worker._bell.wait
+
+    async def lose_the_reply(count, block_s, and_then):
+        await wait(count, block_s, and_then)
+        return False, None
+
+    worker._bell.wait = lose_the_reply
+    assert await worker.hear(1, 1.0) == []
+    worker._bell.wait = wait
+
+    [claim] = await worker.reconcile()
+
+    assert (claim.id, claim.attempt, claim.failures) == ("second", 2, 0)
+    await end(worker, claim)
+
+
+async def test_redis_may_forget_the_scripts(ends, workers):
+    await serve(ends, workers[0])
+    await submit(ends, "second")
+    await ends.redis.script_flush()
+
+    assert names(await workers[0].hear(1, 1.0)) == ["second"]
+
+
+async def test_every_key_expires(ends, workers):
+    await serve(ends, workers[0])
+    await submit(ends, "second")
+    async for key in ends.redis.scan_iter(f"{ends.prefix}:*"):
+        assert await ends.redis.pttl(key) > 0, key
