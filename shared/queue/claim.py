@@ -82,7 +82,7 @@ class RedisWorkerQueue:
         self._keys = RedisKeys(keys_prefix)
         self._sender = RedisSender(redis)
         self._reader = RedisLink(blocking_redis)
-        self._bell = Bell(RedisLink(blocking_redis), self._keys.bell(model, worker_id), worker_id)
+        self._bell = Bell(RedisLink(blocking_redis), self._keys.bell(model, worker_id))
         self.entries = QueueEntries(self._sender, self._reader, self._keys, model, worker_id)
         self._model = model
         self._queue = self._keys.queue(model)
@@ -358,29 +358,36 @@ def _request_id(fields: Sequence[bytes]) -> str:
 class Bell:
     """Wakes a worker when something is put aside for it. While it exists, something may be."""
 
-    def __init__(self, link: RedisLink, key: str, worker_id: str) -> None:
+    def __init__(self, link: RedisLink, key: str) -> None:
         self._link = link
         self.key = key
-        self._worker_id = worker_id
-        self._heard: list[bytes] = []
+        self._heard = b""  # the last ring; empty before it is made
+        self._renew_at = 0.0
 
     async def wait(self, count: int, block_s: float, and_then: Command) -> tuple[bool, Any]:
         """Whether it rang, and what Redis says then to `and_then`; an error may be its answer. Raises: RedisError."""
-        keep = ("PEXPIRE", self.key, to_ms(BELL_TTL_S))
-        tidy = [("XDEL", self.key, *self._heard)] if self._heard else []
-        read = ("XREADGROUP", "GROUP", GROUP, self._worker_id, "COUNT", count, "BLOCK")
-        where = (to_ms(block_s), "NOACK", "STREAMS", self.key, ">")
-        commands = [keep, *tidy, (*read, *where), and_then]
-        *_, rung, answer = await self._link.exchange(commands)
-        if isinstance(rung, ResponseError) and str(rung).startswith(("NOGROUP", "UNBLOCKED")):
-            await self._link.exchange(
-                [("XGROUP", "CREATE", self.key, GROUP, "0", "MKSTREAM"), keep]
-            )
-            return False, None
-        if isinstance(rung, Exception):
-            raise rung
-        self._heard = [entry_id for entry_id, _ in rung[0][1]] if rung else []
+        renewal: Command = ("PEXPIRE", self.key, to_ms(BELL_TTL_S))
+        if not self._heard:
+            made, _ = await self._exchange([("XADD", self.key, "*", "made", ""), renewal])
+            self._heard = made
+        read = ("XREAD", "COUNT", count, "BLOCK", to_ms(block_s), "STREAMS", self.key, self._heard)
+        is_due = (now := time.monotonic()) >= self._renew_at
+        *renewed, rung, answer = await self._exchange([renewal] * is_due + [read, and_then])
+        if rung:
+            self._heard = rung[0][1][-1][0]
+        elif 0 in renewed:
+            self._heard = b""  # Redis has lost it
+        if is_due or not rung:
+            self._renew_at = now + BELL_TTL_S / 4 if rung else 0.0
         return bool(rung), answer
+
+    async def _exchange(self, commands: list[Command]) -> list[Any]:
+        """The replies, of which the last may be an error. Raises: RedisError."""
+        replies = await self._link.exchange(commands)
+        for reply in replies[:-1]:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
 
     async def remove(self, sender: RedisSender) -> None:
         """Nothing more is put aside. Raises: RedisError."""

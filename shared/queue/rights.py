@@ -60,7 +60,7 @@ GATEWAY = Rights(
         *("hget", "hgetall", "hmget", "hset", "hdel", "hlen", "hincrby"),
         *("lrange", "smembers", "srem"),
         *("zadd", "zcard", "zrem", "zremrangebyscore", "zrange", "zrevrange", "zrangebyscore"),
-        *("xadd", "xlen", "xread", "xreadgroup", "xrange", "xtrim", "xack", "xdel", "xpending"),
+        *("xadd", "xlen", "xread", "xrange", "xtrim", "xack", "xdel", "xclaim", "xpending"),
     ),
 )
 WORKER = Rights(
@@ -69,7 +69,7 @@ WORKER = Rights(
         *("eval", "evalsha", "time"),
         *("get", "set", "del", "exists", "pexpire", "pttl"),
         *("hget", "hgetall", "hmget", "hset", "hdel", "lrange", "rpush", "sadd", "srem", "zadd"),
-        *("xadd", "xlen", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
+        *("xadd", "xlen", "xread", "xrange", "xreadgroup", "xclaim", "xpending", "xack", "xdel"),
         *("xgroup|create", "xgroup|delconsumer", "xinfo|consumers"),
     ),
 )

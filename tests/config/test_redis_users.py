@@ -164,7 +164,7 @@ DENIED = {
         ("SET", "other", "1"),
         ("GET", f"other:blob:{SHA}"),
         ("XREAD", "STREAMS", "vlm:{m}:dead", "0"),
-        ("XCLAIM", "vlm:{m}:queue", "workers", "g", "0", "1-1"),
+        ("XREADGROUP", "GROUP", "workers", "g", "STREAMS", "vlm:{m}:queue", ">"),
         ("RPUSH", "vlm:{m}:log:r", "forged"),
         ("SADD", "vlm:workers", "forged"),
         ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
@@ -172,7 +172,6 @@ DENIED = {
     "worker": (
         ("SET", "other", "1"),
         ("GET", "vlm:stream:r"),
-        ("XREAD", "STREAMS", "vlm:{m}:mailbox:g", "0"),
         ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
         ("SMEMBERS", "vlm:workers"),
         ("MGET", "vlm:worker:w"),
@@ -185,7 +184,6 @@ DENIED = {
     "node": (
         ("SET", "other", "1"),
         ("GET", "vlm:stream:r"),
-        ("XREAD", "STREAMS", "vlm:{m}:mailbox:g", "0"),
         ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0"),
         ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
     ),

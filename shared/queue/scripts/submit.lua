@@ -36,6 +36,7 @@ local function num_waiting()
 end
 
 local depth = redis.call('XLEN', is_batch and backlog or queue)
+local num_there = depth
 if not is_batch and depth + #ids > args.max_waiting then depth = num_waiting() end
 if depth > 0 and depth + #ids > args.max_waiting then return {'queue_full', 0} end
 
@@ -143,22 +144,22 @@ end
 -- The home: the worker that last served what these calls share. They are put aside for it, which is to say that it has
 -- read them, unless somebody waits already, or it has twice its share of the calls that workers hold.
 
-local MORE_THAN_SHARE, AT_BELL = 2, 2
+local MORE_THAN_SHARE, MAX_RINGS = 2, 100
 local home, host, homing = args.home, nil, nil
 
 local function find_host()
   local worker = redis.call('GET', home.key)
   if not worker then return nil, 'new' end
   local pending = redis.pcall('XPENDING', queue, args.group)
-  if pending.err or redis.call('XLEN', queue) > pending[1] then return nil, 'busy' end
+  if pending.err or num_there > pending[1] then return nil, 'busy' end
   local num_held, num_all = #ids, pending[1] + #ids
   for _, consumer in ipairs(pending[4] or {}) do
     if consumer[1] == worker then num_held = num_held + consumer[2] end
   end
   local most = math.min(home.num_seats, 2 * num_all / home.num_workers + MORE_THAN_SHARE)
-  local bell = home.bells .. worker
-  if num_held > most or redis.call('XLEN', bell) >= AT_BELL then return nil, 'busy' end
-  if not redis.call('XADD', bell, 'NOMKSTREAM', '*', 'id', ids[1]) then return nil, 'gone' end
+  if num_held > most then return nil, 'busy' end
+  local rung = redis.call('XADD', home.bells .. worker, 'NOMKSTREAM', 'MAXLEN', '~', MAX_RINGS, '*', 'id', ids[1])
+  if not rung then return nil, 'gone' end
   return worker, 'home'
 end
 
@@ -169,20 +170,25 @@ if home then host, homing = find_host() end
 if is_batch and num_waiting() == 0 then
   redis.call('XADD', queue, '*', 'batch', '')  -- wakes one worker that may have room
 end
+local aside = {}
 for i, id in ipairs(ids) do
   local request = KEYS[2 + i]
   local entry = redis.call('XADD', is_batch and backlog or queue, '*', 'id', id)
+  if host then aside[i] = entry end
+  local others = host and {'aside', entry, 'aside_home', home.key} or home and {'home', home.key} or {}
   redis.call('HSET', request,
     'state', 'queued', 'nonce', args.nonce, 'attempt', '0', 'failures', '0', 'tokens', '0', 'items', '0',
     'entry', is_batch and '' or entry, 'backlog', is_batch and entry or '',
     'reservation', beginning and beginning .. id or '',
     'reply_to', args.reply_to, 'payload', ARGV[1 + i],
-    'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms))
-  if home then redis.call('HSET', request, 'home', home.key) end
-  if host then redis.call('HSET', request, 'aside', entry) end
+    'enqueued_ms', digits(now_ms), 'deadline_ms', digits(now_ms + args.timeout_ms), unpack(others))
   redis.call('PEXPIRE', request, digits(lives_ms))
 end
-if host then redis.call('XREADGROUP', 'GROUP', args.group, host, 'COUNT', #ids, 'STREAMS', queue, '>') end
+if host then -- as if it had read them
+  local last = aside[#aside]
+  for _, option in ipairs({'FORCE', 'JUSTID', 'LASTID', last}) do aside[#aside + 1] = option end
+  redis.call('XCLAIM', queue, args.group, host, 0, unpack(aside))
+end
 -- The queue's life is renewed when half of it is over.
 if is_batch or redis.call('PTTL', queue) < args.queue_ttl_ms / 2 then
   redis.call('PEXPIRE', queue, args.queue_ttl_ms)

@@ -153,7 +153,8 @@ async def test_it_takes_more_again_once_its_bell_was_lost(ends, workers):
     await serve(ends, workers[0])
     await ends.redis.delete(ends.keys.bell(MODEL, "a"))
 
-    assert await workers[0].hear(1, 0.001) == []
+    for _ in range(3):  # it finds none, and makes one, before it waits again
+        assert await workers[0].hear(1, 0.001) == []
 
     assert await submit(ends, "second") == "home"
     assert names(await workers[0].hear(1, 1.0)) == ["second"]
@@ -184,12 +185,12 @@ async def test_a_home_gets_no_more_than_its_seats_and_about_twice_its_share(
     assert await submit(ends, "beyond", home=home) == "busy"
 
 
-async def test_a_worker_that_does_not_come_is_given_few(ends, workers):
+async def test_a_worker_that_does_not_come_is_given_no_more_than_its_share(ends, workers):
     await serve(ends, workers[0])
 
-    homings = [await submit(ends, f"r-{number}") for number in range(3)]
+    homings = [await submit(ends, f"r-{number}") for number in range(5)]
 
-    assert homings == ["home", "home", "busy"]
+    assert homings == ["home"] * 4 + ["busy"]
 
 
 async def test_a_submit_whose_reply_was_lost_says_again_that_it_was_put_aside(ends, workers):

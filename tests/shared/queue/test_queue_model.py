@@ -82,7 +82,7 @@ class Modelled:
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
-    shares: bool = False  #: something with others, by which it has a home
+    makes_home: bool = False  #: of whoever claims it, for what it shares with others
     lost_by: RedisWorkerQueue | None = None  #: who claimed it by a read whose reply was lost
 
     @property
@@ -208,7 +208,9 @@ class QueueMachine(RuleBasedStateMachine):
             assert self._unread() == set()
         for choice in choices:
             is_batch = priority is Priority.BATCH
-            self.requests[choice.id] = Modelled(is_batch, num_tokens, tenant, shares=shares)
+            self.requests[choice.id] = Modelled(
+                is_batch, num_tokens, tenant, makes_home=shares and not is_aside
+            )
             entry, aside = self.eye.hmget(self.keys.request(MODEL, choice.id), "entry", "aside")
             assert aside == (entry if is_aside else None)
 
@@ -223,6 +225,7 @@ class QueueMachine(RuleBasedStateMachine):
         for number in range(repeats):
             found = self.run(self.queue.share(MODEL, [name, "unknown"]))
             assert found == (waits and number == 0)
+        request.makes_home |= waits
         if waits and self._has_group() and not request.is_late:
             assert name in self._unread()
 
@@ -338,7 +341,7 @@ class QueueMachine(RuleBasedStateMachine):
             if request is not None and replies[entry_id][0] != b"stray":
                 request.claim(worker)
                 request.lost_by = worker
-                self.home = name if request.shares else self.home
+                self._note_home(name, request)
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -600,6 +603,10 @@ class QueueMachine(RuleBasedStateMachine):
         names = {fields[b"id"].decode() for _, fields in unread if b"id" in fields}
         return {name for name in names if not self.requests[name].is_late}
 
+    def _note_home(self, name: str, request: Modelled) -> None:
+        if request.makes_home:
+            self.home = name
+
     def _pending(self, name: str) -> set[bytes]:
         """Entries that are this worker's as Redis counts."""
         if not self._has_group():
@@ -637,7 +644,7 @@ class QueueMachine(RuleBasedStateMachine):
             request = self.requests[claim.id]
             assert request.state in ("queued", "running")
             request.claim(self.workers[name])
-            self.home = name if request.shares else self.home
+            self._note_home(name, request)
             assert (claim.attempt, claim.failures) == (request.attempt, request.failures)
             assert tokens_of(claim) == tuple(range(request.num_tokens))
             assert not request.is_late
@@ -650,7 +657,7 @@ class QueueMachine(RuleBasedStateMachine):
         for request, state in zip(self.requests.values(), states, strict=True):
             if state == b"failed" and request.state in ("queued", "running"):
                 request.claim(self.workers[name])
-                self.home = name if request.shares else self.home
+                self._note_home(name, request)
                 assert (
                     request.is_late
                     or request.failures == MAX_ATTEMPTS
