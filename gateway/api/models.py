@@ -1,10 +1,13 @@
 """`GET /v1/models`: the models that the fleet serves.
 
-Source: OpenAI API reference, "Models".
+Source: OpenAI API reference, "Models"; Anthropic API reference, "Models", for who sends
+`anthropic-version`.
 """
 
+from datetime import UTC, datetime
+
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from gateway.calls.models import ModelDirectory
 from shared.protocol import ModelCard, SamplingDefaults
@@ -74,6 +77,28 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+class AnthropicModel(msgspec.Struct):
+    """A model, as Anthropic's clients read it."""
+
+    id: str
+    display_name: str
+    created_at: datetime
+    max_input_tokens: int
+    #: Absent where it makes no text.
+    max_tokens: int | msgspec.UnsetType
+    lifecycle: str = "active"
+    type: str = "model"
+
+
+class AnthropicModelList(msgspec.Struct):
+    """All of them: there is no second page."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+
 #: What a task makes.
 _OUTPUTS = {"generate": "text", "embed": "embedding", "rerank": "score"}
 
@@ -111,25 +136,41 @@ def create_model_routes(models: ModelDirectory, limits: LimitSettings) -> APIRou
         )
 
     @router.get("", operation_id="list_models")
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """The models that the fleet serves."""
         deployed = {name: route.card for name, route in models.routes.items()}
         found = sorted({**models.cards, **models.adapters, **deployed}.items())
         objects = [to_object(card) for _, card in found]
         objects.sort(key=_order)
+        if _is_anthropic(request):
+            names = [each.id for each in objects] or [None]
+            data = [_to_anthropic(each) for each in objects]
+            return _json(AnthropicModelList(data, names[0], names[-1]))
         return _json(ModelList(objects))
 
     @router.get("/{name:path}", operation_id="retrieve_model")
-    async def retrieve_model(name: str) -> Response:
+    async def retrieve_model(name: str, request: Request) -> Response:
         """One model."""
         card = models.cards.get(name) or models.adapters.get(name)
         if card is None and name in models.routes:
             card = models.routes[name].card
         if card is None:
             raise models.missing(name)
-        return _json(to_object(card))
+        found = to_object(card)
+        return _json(_to_anthropic(found) if _is_anthropic(request) else found)
 
     return router
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Anthropic's API asks for this header on every request."""
+    return "anthropic-version" in request.headers
+
+
+def _to_anthropic(model: ModelObject) -> AnthropicModel:
+    created = datetime.fromtimestamp(model.created, UTC)
+    limits = (model.max_model_len, model.limits.max_output_tokens)
+    return AnthropicModel(model.id, model.id, created, *limits)
 
 
 def _order(model: ModelObject) -> tuple[bool, bool, int]:

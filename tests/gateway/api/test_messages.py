@@ -175,3 +175,12 @@ async def test_tokens_are_counted(client, worker):
     messages = [{"role": "user", "content": content}]
     told = await client.messages.count_tokens(model=MODEL, system="short", messages=messages)
     assert told.input_tokens == 41
+
+
+async def test_models_are_listed_in_anthropics_shape(client):
+    [listed] = (await client.models.list(limit=1)).data
+    assert (listed.id, listed.type, listed.lifecycle) == (MODEL, "model", "active")
+    assert listed.max_input_tokens == CARD.max_model_len
+    assert await client.models.retrieve(MODEL) == listed
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        await client.models.retrieve("else")
