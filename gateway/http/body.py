@@ -32,7 +32,7 @@ _name_decoder = msgspec.json.Decoder(_NamesModel)
 _AT = re.compile(r"(?P<reason>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_SANE_NAME = re.compile(r"\w{1,64}", re.ASCII)
+_SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: with brackets: a query's list
 JSON = b"application/json"
 _ANY_KEY = "[...]"  #: msgspec's word for the client's own keys, which are not echoed
 
