@@ -15,7 +15,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -406,14 +405,7 @@ def comply_checks() -> dict[str, Check]:
         failed = {each["id"]: each.get("errors") for each in results if each["status"] == "failed"}
         assert not failed, json.dumps(failed)[:400]
 
-    def repeat(form: str) -> None:
-        """It samples, and now and then the little model talks on until it is cut."""
-        for _ in range(2):
-            with suppress(AssertionError):
-                return run(form)
-        return run(form)
-
-    return {form: lambda form=form: repeat(form) for form in COMPLY_FORMS}
+    return {form: lambda form=form: run(form) for form in COMPLY_FORMS}
 
 
 #: By the name of their package, and what else they are called.
