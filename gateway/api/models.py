@@ -4,7 +4,7 @@ Source: OpenAI API reference, "Models"; Anthropic API reference, "Models", for w
 `anthropic-version`.
 """
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime  # noqa: TID251 (people see it)
 
 import msgspec
 from fastapi import APIRouter, Request, Response
