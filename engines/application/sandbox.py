@@ -25,6 +25,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/ssl", "/etc/alternatives")
 _NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
 _NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
+_OWN = ("--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev")
 _PROBE_S = 10.0
 MAX_FILES = 1024  #: that a process has open
 MAX_FILE_BYTES = 4 * 1024**3
@@ -36,7 +37,9 @@ def find_bubblewrap() -> str | None:
     program = shutil.which("bwrap")
     if program is None:
         return None
-    probe = [program, *_NAMESPACES, "--unshare-net", "--ro-bind", "/", "/", "--", "/bin/true"]
+    # A container may let it make namespaces, and mount no /proc in them.
+    view = ("--unshare-net", "--ro-bind", "/", "/", *_OWN)
+    probe = [program, *_NAMESPACES, *view, "--", "/bin/true"]
     try:
         done = subprocess.run(probe, capture_output=True, timeout=_PROBE_S, env={})
     except (OSError, subprocess.TimeoutExpired):
@@ -95,7 +98,7 @@ def _sandbox(settings: ApplicationSettings, package: Path) -> Iterator[str]:
     if not settings.network:
         yield "--unshare-net"
     seen = [*_SYSTEM, *_SYSTEM_FILES, *(_NETWORK_FILES if settings.network else ())]
-    yield from ("--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev")
+    yield from _OWN
     for path in _outermost(_python(settings)):
         yield from ("--ro-bind", path, path)
     for path in seen:

@@ -1,7 +1,10 @@
 """What the container image is made of, as far as no engine is needed to see it."""
 
+import re
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,3 +15,12 @@ def test_the_image_gets_all_that_the_wheel_holds():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     let_through = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert set(wheel["only-include"]) <= let_through
+
+
+@pytest.mark.parametrize("package", ["bubblewrap", "openssh-client"])
+def test_every_image_brings_the_programs_that_gateways_and_nodes_run(package: str):
+    final = (ROOT / "config" / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    command = final.replace("\\\n", " ")
+    installed = re.findall(r"apt-get install ([^&]*)", command)
+    always = re.sub(r"\$\(.*?\)", "", " ".join(installed)).split()
+    assert package in always

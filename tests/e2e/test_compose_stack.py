@@ -139,6 +139,15 @@ def test_the_image_is_small_and_brings_no_torch(stack):
     assert added < 200e6
 
 
+def test_the_image_brings_what_signs_and_isolates(stack):
+    code = (
+        "ssh-keygen -q -t ed25519 -N '' -f /tmp/key && echo x | ssh-keygen -Y sign -f /tmp/key -n n"
+    )
+    said = docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", f"{code} && bwrap --version")
+    assert "BEGIN SSH SIGNATURE" in said
+    assert "bubblewrap" in said
+
+
 def test_the_logs_tell_no_secret(stack):
     [gateway, *_] = stack.containers("gateway")
     said = stack.logs(gateway)

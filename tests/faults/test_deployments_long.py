@@ -173,6 +173,7 @@ def test_an_upload_that_is_killed_registers_nothing_and_the_next_goes_on(
     package = tmp_path / "big"
     package.mkdir()
     (package / "config.json").write_text("{}")
+    parts: list[Path] = []
     for number in range(NUM_TRIES):  # a machine that pauses may see it finished, and not begun
         write_weights(package, number)
         with deployer.begin(*deploy_of(package)) as process:
