@@ -134,6 +134,7 @@ async def drive(fleet: Fleet, num_workers: int, random: Random, served: Served) 
     pictures = create_pictures(NUM_PICTURES)
     weights = list(itertools.accumulate(1 / rank for rank in range(1, NUM_PICTURES + 1)))
     rate = LOAD * num_workers / MISS_S
+    numbers = itertools.count()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
     async with httpx.AsyncClient(
         base_url=f"http://{HOST}:{fleet.port}", limits=limits, timeout=60.0, trust_env=False
@@ -142,12 +143,10 @@ async def drive(fleet: Fleet, num_workers: int, random: Random, served: Served) 
             before = await _counts(fleet)
             tasks = []
             due_at = time.perf_counter()
-            for number, picture in enumerate(
-                random.choices(pictures, cum_weights=weights, k=count)
-            ):
+            for picture in random.choices(pictures, cum_weights=weights, k=count):
                 due_at += random.expovariate(rate)
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
-                tasks.append(asyncio.create_task(_ask(client, picture, number)))
+                tasks.append(asyncio.create_task(_ask(client, picture, next(numbers))))
             times_s = await asyncio.gather(*tasks)
             if is_warm:
                 after = await _counts(fleet)
