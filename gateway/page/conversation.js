@@ -13,22 +13,35 @@ export class Conversation {
   }
 
   /** Take a question in place of `instead` and all that came after it, or at the end; returns its exchange. */
-  add(question, instead = null) {
+  add(question, { instead = null, isJson = false } = {}) {
     if (instead) this.exchanges.length = this.exchanges.indexOf(instead);
-    const exchange = { question, answer: "", note: "", isError: false, measured: null };
+    const exchange = { question, answer: "", thought: "", calls: [], isJson, note: "", isError: false, measured: null };
     this.exchanges.push(exchange);
     return exchange;
   }
 
   /** The messages that ask the last question, after all that was answered before. */
   toMessages(system) {
-    const answered = this.exchanges.slice(0, -1).filter(({ answer }) => answer);
-    const turns = answered.flatMap(({ question, answer }) => [
+    const answered = this.exchanges.slice(0, -1).filter(isAnswered);
+    const turns = answered.flatMap(({ question, answer, calls }) => [
       toMessage(question),
-      { role: "assistant", content: answer },
+      { role: "assistant", content: answer || null, ...(calls.length && { tool_calls: calls }) },
     ]);
     const opening = system ? [{ role: "system", content: system }] : [];
     return [...opening, ...turns, toMessage(this.exchanges.at(-1).question)];
+  }
+}
+
+export function isAnswered({ answer, calls }) {
+  return Boolean(answer || calls.length);
+}
+
+/** Add what a chunk brings of calls of functions: their parts come piece by piece. */
+export function addCalls(calls, pieces) {
+  for (const { index, id, function: { name = "", arguments: text = "" } } of pieces) {
+    calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } };
+    calls[index].function.name += name;
+    calls[index].function.arguments += text;
   }
 }
 

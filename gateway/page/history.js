@@ -1,5 +1,7 @@
 // Conversations that this browser keeps: where they lie, and the list that opens and removes them.
 
+import { isAnswered } from "./conversation.js";
+
 const MAX_CONVERSATIONS = 100;
 const MAX_CHARS = 64_000_000; // of all together; images are most of it
 const MAX_TITLE_CHARS = 120;
@@ -84,10 +86,6 @@ function openDatabase(name) {
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(request.error);
   });
-}
-
-function isAnswered({ answer }) {
-  return Boolean(answer);
 }
 
 function countChars({ question, answer }) {

@@ -1,9 +1,11 @@
 // What a model takes, said before anything is sent. The gateway holds to it in any case.
 
+import { isAnswered } from "./conversation.js";
+
 /** Why `question` after `earlier` exchanges would be refused, in words for people; "" where it would not. */
 export function findProblem(model, earlier, question, system = "") {
   const { max_images: maxImages, max_image_bytes: maxBytes, max_text_chars: maxChars } = model?.limits ?? {};
-  const told = [...earlier.filter(({ answer }) => answer).map(({ question: asked }) => asked), question];
+  const told = [...earlier.filter(isAnswered).map(({ question: asked }) => asked), question];
   const numImages = told.reduce((sum, { images }) => sum + images.length, 0);
   if (numImages && model && !model.supports_images) {
     return `${model.id} takes no images. Remove them, start a new chat, or choose another model.`;

@@ -1,7 +1,7 @@
 // The page's life: who is asked, what is sent, what comes back. The parts know nothing of each other.
 
 import { ApiError, listModels, streamAnswer } from "./api.js";
-import { Conversation } from "./conversation.js";
+import { addCalls, Conversation } from "./conversation.js";
 import { HistoryView } from "./history.js";
 import { askForKey } from "./key_dialog.js";
 import { filesIn, ImageTray } from "./images.js";
@@ -47,10 +47,10 @@ function ask(question, instead = null) {
   if (problem) return false;
   while (instead && instead.element.nextSibling) instead.element.nextSibling.remove();
   instead?.element.remove();
-  const turn = addTurn(conversation.add(question, instead?.exchange));
+  const turn = addTurn(conversation.add(question, { instead: instead?.exchange, isJson: Boolean(chosen.wanted.response_format) }));
   find("#welcome").hidden = true;
   main.scrollTop = main.scrollHeight;
-  const body = { model: find("#model").value, messages: conversation.toMessages(chosen.system), ...chosen.sampling };
+  const body = { model: find("#model").value, messages: conversation.toMessages(chosen.system), ...chosen.wanted };
   answer(turn, body);
   return true;
 }
@@ -75,7 +75,9 @@ async function answer(turn, body) {
   try {
     exchange.measured = await follow(turn, body, running.signal);
     if (exchange.measured.reason === "length") exchange.note = "Cut at the longest length that is allowed.";
-    announce(exchange.answer || "The answer is empty.");
+    const names = exchange.calls.map((call) => call.function.name);
+    if (names.length) exchange.note = "The model asks for these calls; this page makes none.";
+    announce(exchange.answer || (names.length ? `The model calls ${names.join(", ")}.` : "The answer is empty."));
   } catch (error) {
     if (error.name === "AbortError") exchange.note = "Stopped.";
     else fail(exchange, error);
@@ -95,10 +97,12 @@ async function follow(turn, body, signal) {
     measured.usage = chunk.usage ?? measured.usage;
     const [choice] = chunk.choices;
     measured.reason = choice?.finish_reason ?? measured.reason;
-    const piece = choice?.delta.content;
-    if (!piece) continue;
+    const { content = "", reasoning_content: thought = "", tool_calls: calls = [] } = choice?.delta ?? {};
+    if (!content && !thought && !calls.length) continue;
     measured.firstTextAfter ??= (performance.now() - began) / 1000;
-    turn.exchange.answer += piece;
+    turn.exchange.answer += content ?? "";
+    turn.exchange.thought += thought ?? "";
+    addCalls(turn.exchange.calls, calls);
     keepAtEnd(() => turn.update());
   }
   return measured;

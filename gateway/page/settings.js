@@ -2,13 +2,32 @@
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 
-/** The sampling fields and the system message, or null if one is out of its range. */
+/** The fields of the request and the system message, or null if one is wrong. */
 export function readSettings(form) {
-  const wrong = NUMBERS.map((name) => form.elements[name]).find((input) => !input.checkValidity());
-  if (wrong) return null;
+  const { answer_as: as, schema, tools, must_call: mustCall, system } = form.elements;
+  schema.required = as.value === "schema";
+  const wanted = {};
+  const schemaValue = readJson(schema);
+  const toolList = readJson(tools);
+  if (as.value === "json") wanted.response_format = { type: "json_object" };
+  if (as.value === "schema") {
+    wanted.response_format = { type: "json_schema", json_schema: { name: "answer", schema: schemaValue, strict: true } };
+  }
+  if (toolList) Object.assign(wanted, { tools: [toolList].flat(), tool_choice: mustCall.checked ? "required" : "auto" });
+  if ([...NUMBERS.map((name) => form.elements[name]), schema, tools].some((input) => !input.checkValidity())) return null;
   const given = NUMBERS.filter((name) => form.elements[name].value !== "");
-  const sampling = Object.fromEntries(given.map((name) => [name, form.elements[name].valueAsNumber]));
-  return { sampling, system: form.elements.system.value.trim() };
+  for (const name of given) wanted[name] = form.elements[name].valueAsNumber;
+  return { wanted, system: system.value.trim() };
+}
+
+function readJson(field) {
+  field.setCustomValidity("");
+  if (!field.value.trim()) return undefined;
+  try {
+    return JSON.parse(field.value);
+  } catch (error) {
+    field.setCustomValidity(`This is not JSON: ${error.message}`);
+  }
 }
 
 /** Fill the list of models, keeping the chosen one while it is there. */

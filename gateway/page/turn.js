@@ -2,7 +2,7 @@
 
 import { toCopyButton } from "./copy.js";
 import { toZoomable } from "./images.js";
-import { MarkdownView } from "./markdown.js";
+import { MarkdownView, toCodeBlock } from "./markdown.js";
 import { showTimings } from "./timings.js";
 
 export class Turn {
@@ -80,7 +80,13 @@ export class Turn {
   show() {
     cancelAnimationFrame(this.frame);
     this.frame = null;
-    this.view.show(this.exchange.answer);
+    const { answer, thought, calls, isJson } = this.exchange;
+    if (isJson && answer) this.find(".answer .text").replaceChildren(toCodeBlock(indent(answer), "json"));
+    else this.view.show(answer);
+    this.find(".thought p").textContent = thought;
+    this.find(".thought").hidden = !thought;
+    const blocks = calls.map((call) => toCodeBlock(indent(call.function.arguments), call.function.name));
+    this.find(".calls").replaceChildren(...blocks);
   }
 
   /** The exchange is complete, stopped or failed. */
@@ -95,5 +101,14 @@ export class Turn {
     this.find(".again").textContent = isError ? "Try again" : "Regenerate";
     if (answer) this.find(".again").before(toCopyButton("Copy answer", () => this.exchange.answer));
     if (measured?.timings) showTimings(this.answer.querySelector("footer"), measured);
+  }
+}
+
+/** JSON over several lines; what is not complete stays as it is. */
+function indent(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
   }
 }

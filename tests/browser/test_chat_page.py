@@ -1,6 +1,7 @@
 """The chat page against a real fleet: asking, watching, stopping, following up, and what goes wrong."""
 
 import base64
+import json
 import re
 import subprocess
 import sys
@@ -333,7 +334,7 @@ const [limits, sizes, done] = arguments;
   const kept = new KeptConversations({name: `test-${Math.random()}`, ...limits});
   for (const [id, size] of sizes) {
     const question = {text: id, images: [{name: id, url: "x".repeat(size)}]};
-    await kept.put({id, exchanges: [{question, answer: "yes"}, {question, answer: ""}]});
+    await kept.put({id, exchanges: [{question, answer: "yes", calls: []}, {question, answer: "", calls: []}]});
   }
   const entries = await kept.list();
   const numKept = await Promise.all(entries.map(async ({id}) => (await kept.get(id)).length));
@@ -387,6 +388,43 @@ def test_settings_reach_the_model_and_wrong_ones_are_shown(page: ChatPage):
     page.find("#question").send_keys(Keys.ENTER)
     assert len(page.wait_for(lambda: page.find_all(".answer")) and page.wait_for_end().split()) == 5
     assert page.note == "Cut at the longest length that is allowed."
+
+
+def test_json_is_set_out_and_calls_of_functions_are_shown(page: ChatPage):
+    page.find("#show-settings").click()
+    Select(page.find("[name=answer_as]")).select_by_value("schema")
+    page.find("[name=schema]").send_keys("{")
+    page.ask("How many?")
+    assert page.find_all(".answer") == []
+    assert "not JSON" in page.find("[name=schema]").get_property("validationMessage")
+    page.find("[name=schema]").clear()
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    page.find("[name=schema]").send_keys(json.dumps(schema))
+    page.keep("settings")
+    page.find("#question").send_keys(Keys.ENTER)
+    page.wait_for(lambda: page.find_all(".answer"))
+    page.wait_for_end()
+    assert page.answer.find_element(By.CSS_SELECTOR, ".text pre").text == '{\n  "a": 1\n}'
+    Select(page.find("[name=answer_as]")).select_by_value("text")
+    function = {"name": "keep_number", "parameters": schema, "strict": True}
+    page.find("[name=tools]").send_keys(json.dumps([{"type": "function", "function": function}]))
+    page.find("[name=must_call]").click()
+    page.ask("And now?")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 2)
+    page.wait_for_end()
+    calls = page.answer.find_elements(By.CSS_SELECTOR, ".calls .code")
+    assert "keep_number" in calls[0].text
+    assert calls[0].find_element(By.CSS_SELECTOR, "pre").text == '{\n  "a": 1\n}'
+    page.find("#show-settings").click()
+    page.keep("calls")
+    page.sent()
+    page.ask("Go on.")
+    page.wait_for(lambda: len(page.find_all(".answer")) == 3)
+    page.wait_for_end()
+    assert not page.find_all(".note.error")
+    called = page.sent()[-1]["messages"][3]["tool_calls"][0]["function"]
+    assert (called["name"], json.loads(called["arguments"])) == ("keep_number", {"a": 1})
 
 
 @pytest.fixture
