@@ -2,7 +2,6 @@
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,8 @@ from engines.pooling.linears import pack_linears, quantize_linears
 from engines.pooling.settings import EncoderSettings
 from engines.silent_transformers import silent_transformers
 from engines.torch_backend.loading.load import choose_device, choose_dtype
+from engines.torch_backend.loading.threads import set_num_threads
 from shared.protocol import ModelCard
-
-#: Below that, threads cost more than they bring.
-_ONE_THREAD_BYTES = 32 * 1024 * 1024
 
 
 def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) -> LoadedEngine:
@@ -57,7 +54,7 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
     if is_int8 and settings.dtype == "auto":
         dtype = torch.float32  # what our kernels read and write
     model = load_encoder(directory, device, dtype, settings.max_model_len, is_int8)
-    _set_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
+    set_num_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
     model.compute([Row(Words((0, 0, 0), (0, 0, 0)), 3)])
     engine = PoolingEngine(model, settings, {"load": time.perf_counter() - began_at})
     card = ModelCard(
@@ -77,14 +74,6 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
         format="safetensors",
     )
     return LoadedEngine(engine, card)
-
-
-def _set_threads(num_threads: int, device: torch.device, weight_bytes: int) -> None:
-    is_small = device.type == "cpu" and weight_bytes < _ONE_THREAD_BYTES
-    if num_threads == 0 and is_small and "OMP_NUM_THREADS" not in os.environ:
-        num_threads = 1
-    if num_threads > 0:
-        torch.set_num_threads(num_threads)
 
 
 def load_encoder(

@@ -4,7 +4,6 @@ The torch `ModelRunner`; called by the engine thread alone. Which tokens a step 
 they live, the scheduler has decided; nothing here waits, queues or decides when a request ends.
 """
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,6 +27,7 @@ from engines.torch_backend.kv_int8 import Int8KVCachePool
 from engines.torch_backend.layers.attention import AttentionPlan, Span, plan_attention
 from engines.torch_backend.layers.rotary import RotaryTable
 from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.loading.threads import set_num_threads
 from engines.torch_backend.lora.loras import LoraAdapter, Loras
 from engines.torch_backend.lora.peft import LowRank
 from engines.torch_backend.models.llama import Llama
@@ -41,21 +41,6 @@ from engines.torch_backend.parallel.step_message import Step
 from engines.torch_backend.sampling.sampler import needs_host, sample
 from engines.torch_backend.settings import TorchSettings
 from shared.protocol import SamplingParams
-
-#: So small a model gains nothing from a second thread, and loses where others compute: each waits for the other.
-_ONE_THREAD_BYTES = 32 * 2**20
-
-
-def _set_num_threads(num_threads: int, device: torch.device, weight_bytes: int, mesh: Mesh) -> None:
-    """As many as asked for; 0 on a CPU: one for a small model, a member's part of torch's choice."""
-    on_cpu = device.type == "cpu"
-    if num_threads == 0 and "OMP_NUM_THREADS" not in os.environ:
-        if on_cpu and weight_bytes < _ONE_THREAD_BYTES:
-            num_threads = 1
-        elif on_cpu and mesh.size > 1:
-            num_threads = max(1, torch.get_num_threads() // mesh.size)
-    if num_threads > 0:
-        torch.set_num_threads(num_threads)
 
 
 def _free_for_caches(
@@ -84,7 +69,7 @@ class TorchRunner:
         mesh: Mesh = SINGLE,
         leader: Leader | None = None,
     ) -> None:
-        """Take a loaded model and allocate its caches. `num_threads` 0: one for a small model, else torch's choice.
+        """Take a loaded model and allocate its caches. `num_threads` 0: see `set_num_threads`.
 
         `ops` are those that the model was loaded for on a CPU; they compute it.
 
@@ -95,7 +80,7 @@ class TorchRunner:
         """
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        _set_num_threads(num_threads, device, self._weight_bytes, mesh)
+        set_num_threads(num_threads, device, self._weight_bytes, mesh.size)
         free = _free_for_caches(device, free_before_load, self._weight_bytes, mesh)
         shapes = model.kv_shapes
         plan = plan_kv_cache(text, config, dtype, free, device.type, shapes)

@@ -40,7 +40,8 @@ class TorchSettings(BatchingSettings):
     num_threads: int = Field(
         default=0,
         ge=0,
-        description="CPU threads of each process of the engine; 0: one for a small model, else torch's choice.",
+        description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
+        "processors that the machine has and the container may use.",
     )
     disabled_ops: tuple[str, ...] = Field(
         default=(),
