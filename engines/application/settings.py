@@ -29,7 +29,8 @@ class ApplicationSettings(EngineSettings):
     num_threads: int = Field(
         default=0,
         ge=0,
-        description="CPU threads of the engine; 0: one for a small model, else torch's choice.",
+        description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
+        "processors that the machine has and the container may use.",
     )
     uses_gpu: bool = Field(default=False, description="Whether it sees GPUs.")
     memory_bytes: int = Field(default=0, ge=0, description="Of all its processes together; 0: any.")

@@ -42,6 +42,6 @@ class EncoderSettings(PoolingSettings):
     num_threads: int = Field(
         default=0,
         ge=0,
-        description="CPU threads of the engine; 0: one for a small model, else as many as the "
+        description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
         "processors that the machine has and the container may use.",
     )
