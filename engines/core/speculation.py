@@ -31,12 +31,9 @@ def draw_on(items: Items[ScheduledSequence], choices: list[TokenChoice | None], 
 
     The sequences have the tokens that were drawn before while `draw` is called, and as they were after.
     """
-    for item in items:
-        if item.draft:
-            break
-    else:
-        return
     places = [place for place, item in enumerate(items) if item.draft]
+    if not places:
+        return
     ends = {place: len(items[place].sequence.token_ids) for place in places}
     last = {place: choices[place] for place in places}
     try:

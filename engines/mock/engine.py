@@ -207,13 +207,15 @@ class MockRunner:
             self._choose(item.sequence, item.output_position) if item.samples else None
             for item in items
         ]
-        draw_on(
-            items,
-            choices,
-            lambda places, num_more: [
-                self._choose(items[p].sequence, items[p].output_position + num_more) for p in places
-            ],
-        )
+        if any([item.draft for item in items]):
+            draw_on(
+                items,
+                choices,
+                lambda places, num_more: [
+                    self._choose(items[p].sequence, items[p].output_position + num_more)
+                    for p in places
+                ],
+            )
         num_prefill_tokens = 0
         num_images = 0
         for item in items:

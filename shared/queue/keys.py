@@ -83,9 +83,9 @@ class RedisKeys:
         """Stream of JSON arrays of events for one gateway; it exists only while the gateway lives."""
         return f"{self.prefix}:{{{model}}}:mailbox:{gateway_id}"
 
-    def home(self, model: str, name: str) -> str:
+    def home(self, model: str, digest: str) -> str:
         """The worker that last served requests which share something, such as an image."""
-        return f"{self.prefix}:{{{model}}}:home:{name}"
+        return f"{self.prefix}:{{{model}}}:home:{digest}"
 
     def bell(self, model: str, worker_id: str) -> str:
         """Stream that wakes a worker: an entry for each request put aside for it; it exists while the worker takes any."""
