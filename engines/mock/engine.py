@@ -207,7 +207,7 @@ class MockRunner:
             self._choose(item.sequence, item.output_position) if item.samples else None
             for item in items
         ]
-        if any([item.draft for item in items]):
+        if any(item.draft for item in items):
             draw_on(
                 items,
                 choices,
