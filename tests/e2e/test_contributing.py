@@ -17,7 +17,7 @@ from engines.packages.checkpoint_files import make_tokenizer
 from tests.integration.fleet_process import ROOT, Served, start_fleet
 
 PAGE = (ROOT / "docs" / "contributing.md").read_text()
-PACKAGES = ("gateway", "shared", "worker", "search", "engines", "loadtest")
+PACKAGES = ("gateway", "shared", "worker", "search", "deploy", "engines", "loadtest")
 
 
 def diffs_of_page() -> list[str]:
