@@ -93,6 +93,24 @@ def deploy(
     command: Annotated[str, typer.Option(help="What runs an executable's package.")] = "",
     min_instances: Annotated[int, typer.Option(min=0)] = 0,
     max_instances: Annotated[int, typer.Option(min=1)] = 4,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            metavar="NAME=VALUE",
+            help="A variable of an application; not for secrets.",
+            show_default=False,
+        ),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--secret",
+            metavar="NAME[=SECRET]",
+            help="A variable of an application with the node's secret of that name, or another.",
+            show_default=False,
+        ),
+    ] = None,
     resources: Annotated[
         str, typer.Option(help="Of one instance: cpu=2,memory=4g,gpu=1.")
     ] = "cpu=1",
@@ -128,10 +146,15 @@ def deploy(
         spec = commands.make_spec(
             resources, canary, min_instances, max_instances, start_s, idle_s, retry_limit
         )
-        settings = dict(_assignment(each) for each in engine or ())
+        settings = dict(_assignment("--set", each) for each in engine or ())
+        variables = dict(_assignment("--env", each) for each in env or ())
+        named = (each.partition("=") for each in secret or ())
+        environment = commands.make_environment(
+            variables, {name.strip(): other or name.strip() for name, _, other in named}
+        )
         commands.run_deploy(
             _client(url, api_key), name, application, spec, engine=settings, entry=entry,
-            command=shlex.split(command), store_url=store,
+            command=shlex.split(command), environment=environment, store_url=store,
             signing_key=sign, dry_run=output if dry_run or target == "kubernetes" else None,
             target=target,
             wait_s=wait,
@@ -140,12 +163,12 @@ def deploy(
     commands.finish(run)
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def _assignment(option: str, text: str) -> tuple[str, str]:
     from deploy.commands import CommandFailed
 
     name, equals, value = text.partition("=")
     if not equals:
-        raise CommandFailed(f"--set {text}: write NAME=VALUE, as in quantization=int8", ARGUMENTS)
+        raise CommandFailed(f"{option} {name}: write NAME=VALUE", ARGUMENTS)
     return name.strip(), value
 
 

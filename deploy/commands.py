@@ -22,6 +22,7 @@ from deploy.client import ApiFailed, Client, GatewayStore
 from deploy.kubernetes import CannotRender, render
 from deploy.pack import Packed, pack
 from shared.packages.deployments import Resources, Spec
+from shared.packages.environment import Environment, version_digest
 from shared.packages.garbage import blobs_of, collect, hold
 from shared.packages.manifest import BadPackage, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
@@ -57,6 +58,14 @@ def make_spec(
         raise CommandFailed(str(error), ARGUMENTS) from None
 
 
+def make_environment(variables: dict[str, str], secrets: dict[str, str]) -> Environment:
+    """The environment of options. Raises: CommandFailed."""
+    try:
+        return Environment(variables, secrets)
+    except ValueError as error:
+        raise CommandFailed(f"--env, --secret: {error}", ARGUMENTS) from None
+
+
 def parse_resources(text: str) -> Resources:
     """`cpu=2,memory=4g,gpu=1`; each may be left out. Raises: ValueError."""
     values: dict[str, str] = {}
@@ -84,6 +93,7 @@ def run_deploy(
     engine: dict[str, str],
     entry: str,
     command: Sequence[str],
+    environment: Environment = Environment(),
     store_url: str | None,
     signing_key: Path | None,
     dry_run: str | None,
@@ -98,14 +108,17 @@ def run_deploy(
         raise CommandFailed(str(error), PACKAGING) from None
     try:
         if target == "kubernetes":
-            documents = render(name, packed.manifest.digest, spec, store_url or find_store(client))
+            url = store_url or find_store(client)
+            documents = render(name, packed.manifest.digest, spec, url, environment)
             _show(documents, dry_run or "yaml")
             return
         if dry_run is not None:
-            _show(_plan(name, packed, spec), dry_run)
+            _show(_plan(name, packed, spec, environment), dry_run)
             return
         digest = packed.manifest.digest
         body: dict[str, Any] = {"digest": digest, "spec": msgspec.to_builtins(spec)}
+        if environment != Environment():
+            body["environment"] = msgspec.to_builtins(environment)
         if signing_key is not None:
             body["signature"] = sign(signing_key, digest)
         with _uploaded(packed, client, store_url):
@@ -126,10 +139,12 @@ def find_store(client: Client) -> str:
     return _ask(lambda: client.call("GET"))["store"]
 
 
-def _plan(name: str, packed: Packed, spec: Spec) -> dict[str, Any]:
+def _plan(name: str, packed: Packed, spec: Spec, environment: Environment) -> dict[str, Any]:
     return {
         "name": name,
         "digest": packed.manifest.digest,
+        "version": version_digest(packed.manifest.digest, environment),
+        "environment": msgspec.to_builtins(environment),
         "size": packed.manifest.size,
         "spec": msgspec.to_builtins(spec),
         "manifest": json.loads(packed.manifest.encode()),
@@ -328,7 +343,7 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
             )  # fmt: skip
     revisions = Table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
-        digest = each["digest"][:19]
+        digest = each["version"][:19]
         row = (
             str(each["generation"]),
             each["cause"],

@@ -5,10 +5,12 @@ and how many instances there should be stay as they are elsewhere; KEDA gives th
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from shared.packages.deployments import Spec, version_name
+from shared.packages.environment import Environment, version_digest
 
 PROMETHEUS = "http://prometheus.monitoring:9090"
 IMAGE = "vlm-fleet-worker"
@@ -22,7 +24,12 @@ class CannotRender(ValueError):
 
 
 def render(
-    name: str, digest: str, spec: Spec, store: str, image: str = IMAGE
+    name: str,
+    package: str,
+    spec: Spec,
+    store: str,
+    environment: Environment = Environment(),
+    image: str = IMAGE,
 ) -> list[dict[str, Any]]:
     """The manifests, in the style of `config/kubernetes`. Raises: CannotRender."""
     if not _NAME.fullmatch(name):
@@ -31,6 +38,7 @@ def render(
         )
     if urlsplit(store).scheme == "file":
         raise CannotRender(f"{store}: pods do not see it; give --store s3://, gs:// or az://")
+    digest = version_digest(package, environment)
     short = version_name("", digest).removeprefix("@")
     unique = f"{name}-{short}"
     needed = spec.resources
@@ -45,7 +53,9 @@ def render(
         "VLM_DEPLOY__CPU": f"{max(needed.cpu, 0.001):g}",
         **({"VLM_DEPLOY__MEMORY_BYTES": str(needed.memory_bytes)} if needed.memory_bytes else {}),
     }
-    pods = _deployment(unique, image, store, room, {"requests": requests, "limits": limits})
+    resources = {"requests": requests, "limits": limits}
+    secrets = sorted(set(environment.secrets.values()))
+    pods = _deployment(unique, image, store, room, resources, f"{name}-secrets", secrets)
     keeper = _deployment(
         _KEEPER, image, store, {"VLM_DEPLOY__TAKES": "none"},
         {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
@@ -55,8 +65,15 @@ def render(
 
 
 def _deployment(
-    name: str, image: str, store: str, settings: dict[str, str], resources: dict[str, Any]
+    name: str,
+    image: str,
+    store: str,
+    settings: dict[str, str],
+    resources: dict[str, Any],
+    secret: str = "",
+    keys: Sequence[str] = (),
 ) -> dict[str, Any]:
+    """`keys`: those of a secret of Kubernetes that applications on these nodes may name."""
     labels = {"app": "node", "version": name}
     password = {"secretKeyRef": {"name": "vlm-fleet", "key": "redis-node-password"}}
     values = {
@@ -66,10 +83,15 @@ def _deployment(
         "VLM_WORKER__DRAIN_S": str(_DRAIN_S),
         "VLM_LOGS__FORMAT": "json",
         **settings,
+        **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
     }
     environment = [
         {"name": "REDIS_PASSWORD", "valueFrom": password},
         *({"name": key, "value": value} for key, value in values.items()),
+        *(
+            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for key in keys
+        ),
     ]
     container = {
         "name": "node",

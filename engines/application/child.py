@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import select
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,12 +22,15 @@ import psutil
 
 from engines.application.sandbox import make_command, make_environment
 from engines.application.settings import ApplicationSettings
+from engines.base import EngineStartError
 
 _PIECE_BYTES = 64 * 1024
 #: Of what an application says to the log: so much at once, and so much a second.
 _LOG_BYTES, _LOG_BYTES_PER_S = 64 * 1024, 8 * 1024
 _LOOK_S = 0.5  # between looks at what the processes take
 _STOP_S = 2.0
+#: A secret shorter than that could be a word of anything.
+_LEAST_CONCEALED = 6
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +50,57 @@ class Reply(msgspec.Struct):
 _replies = msgspec.json.Decoder(Reply)
 
 
+class Variables(msgspec.Struct, frozen=True):
+    """What a process is given by name. A node hands it over in a file that has no name."""
+
+    plain: dict[str, str] = {}
+    secrets: dict[str, str] = {}
+
+    @property
+    def all(self) -> dict[str, str]:
+        """Both."""
+        return self.plain | self.secrets
+
+    def concealer(self) -> Callable[[str], str]:
+        """What takes the secrets out of a text; of one of several lines, each line."""
+        parts = {line.strip() for value in self.secrets.values() for line in value.splitlines()}
+        shown = [re.escape(part) for part in parts if len(part) >= _LEAST_CONCEALED]
+        if not shown:
+            return lambda text: text
+        pattern = re.compile("|".join(sorted(shown, key=len, reverse=True)))
+        return lambda text: pattern.sub("***", text)
+
+
+def read_variables(number: int) -> Variables:
+    """Read that file and close it. Raises: EngineStartError."""
+    if number < 0:
+        return Variables()
+    try:
+        with os.fdopen(number, "rb") as file:
+            return msgspec.json.decode(file.read(), type=Variables)
+    except (OSError, msgspec.MsgspecError):
+        raise EngineStartError(
+            "VLM_ENGINE__VARIABLES_FD: no open file with variables; leave it to the node"
+        ) from None
+
+
 class Child:
     """A process that runs, until it ends or `close`."""
 
-    def __init__(self, settings: ApplicationSettings) -> None:
+    def __init__(
+        self,
+        settings: ApplicationSettings,
+        variables: Variables | None = None,
+    ) -> None:
         """Raises: EngineStartError, ChildFailed."""
+        variables = variables or Variables()
         self._settings = settings
+        self._conceal = variables.concealer()
         self._scratch = Path(mkdtemp(prefix="vlm-app-"))
         try:
             self._process = subprocess.Popen(
                 make_command(settings, self._scratch),
-                env=make_environment(settings, self._scratch), cwd=settings.model,
+                env=make_environment(settings, self._scratch, variables.all), cwd=settings.model,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, bufsize=0,
             )  # fmt: skip
@@ -72,7 +117,7 @@ class Child:
         os.set_blocking(self._in.fileno(), False)
         self._unsent = bytearray()
         self._unread = bytearray()
-        self._log = _Log(self._process.stderr)
+        self._log = _Log(self._process.stderr, self._conceal)
         self._looked_at = time.monotonic()
         self.memory_bytes = 0  #: of all its processes, at the last look
 
@@ -99,7 +144,17 @@ class Child:
             raise ChildFailed(
                 f"it wrote a line of more than {self._settings.max_output_bytes} bytes"
             )
-        return [_decode(bytes(line)) for line in lines]
+        return [self._decode(bytes(line)) for line in lines]
+
+    def _decode(self, line: bytes) -> Reply:
+        try:
+            reply = _replies.decode(line)
+        except msgspec.MsgspecError:
+            shown = self._conceal(line.decode(errors="replace"))[:80]
+            raise ChildFailed(f"it wrote what is no message: {shown!r}") from None
+        if reply.message:
+            reply.message = self._conceal(reply.message)
+        return reply
 
     def _look(self) -> None:
         """Raises: ChildFailed if the processes take more than they may."""
@@ -158,19 +213,12 @@ class Child:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _decode(line: bytes) -> Reply:
-    try:
-        return _replies.decode(line)
-    except msgspec.MsgspecError:
-        shown = line[:80].decode(errors="replace")
-        raise ChildFailed(f"it wrote what is no message: {shown!r}") from None
-
-
 class _Log:
     """Passes on what the process says on stderr, as much as a log can bear."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], conceal: Callable[[str], str]) -> None:
         self._file = file
+        self._conceal = conceal
         self._lines: deque[str] = deque(maxlen=5)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -190,7 +238,7 @@ class _Log:
                         "the application said %d bytes more than a log can bear", dropped
                     )
                     dropped = 0
-                text = data.decode(errors="replace")
+                text = self._conceal(data.decode(errors="replace"))
                 self._lines.extend(text.splitlines())
                 print(text, end="", file=sys.stderr, flush=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from engines.application.child import Child, ChildFailed, Reply
+from engines.application.child import Child, ChildFailed, Reply, read_variables
 from engines.application.sandbox import find_bubblewrap
 from engines.application.settings import ApplicationSettings
 from engines.base import (
@@ -76,6 +76,7 @@ class ApplicationEngine(Engine[TaskInput]):
     def __init__(self, settings: ApplicationSettings) -> None:
         """Blocks until the application is set up. Raises: EngineStartError, EngineLoadFailed."""
         self._settings = settings
+        self._variables = read_variables(settings.variables_fd)
         self._waiting: deque[TaskInput] = deque()
         self._current: TaskInput | None = None
         self._child: Child | None = None
@@ -149,7 +150,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._state, self._num_starts = "starting", self._num_starts + 1
         self._ready_by = time.monotonic() + settings.start_s
         self._sessions.clear()
-        self._child = Child(settings)
+        self._child = Child(settings, self._variables)
         device = "cuda" if settings.uses_gpu else "cpu"
         self._child.send(
             _line(type="setup", package=settings.model, name=settings.served_name, device=device)

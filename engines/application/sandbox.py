@@ -132,8 +132,10 @@ def _devices(uses_gpu: bool) -> Iterator[str]:
         yield from sorted(str(path) for path in Path("/dev").glob("nvidia*"))
 
 
-def make_environment(settings: ApplicationSettings, scratch: Path) -> Mapping[str, str]:
-    """All that the process has of an environment: no address, no key."""
+def make_environment(
+    settings: ApplicationSettings, scratch: Path, variables: Mapping[str, str]
+) -> Mapping[str, str]:
+    """All that the process has of an environment: no address, no key but those it was deployed with."""
     threads = str(settings.num_threads or 1)
     bubblewrap = find_bubblewrap() if settings.isolation != "none" else None
     folder = "/tmp" if bubblewrap else str(scratch)
@@ -149,4 +151,5 @@ def make_environment(settings: ApplicationSettings, scratch: Path) -> Mapping[st
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if settings.uses_gpu
         else "",
+        **variables,
     }

@@ -20,6 +20,10 @@ class ApplicationSettings(EngineSettings):
         default="",
         description="Directory of what an application imports besides; empty: what the worker has.",
     )
+    variables_fd: int = Field(
+        default=-1,
+        description="Open file with its variables as a JSON object, which a node makes; -1: none.",
+    )
     isolation: Isolation = Field(
         default="auto", description="See `VLM_NODE__ISOLATION`, from which a node sets it."
     )

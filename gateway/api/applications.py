@@ -39,8 +39,9 @@ from shared.packages.deployments import (
     settle,
     version_name,
 )
+from shared.packages.environment import Environment
 from shared.packages.garbage import write_hold
-from shared.packages.manifest import BadPackage, Digest
+from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App
 from shared.packages.signature import (
     MAX_SIGNATURE_CHARS,
@@ -62,6 +63,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     digest: Digest  #: of the package's manifest, whose blobs are in the store
     spec: Spec = Spec()
+    environment: Environment = Environment()  #: of an application
     if_generation: Annotated[int, Meta(ge=0)] | None = None  #: the latest that the caller knows
     #: of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; kept beside the package
     signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
@@ -99,7 +101,9 @@ class RevisionObject(msgspec.Struct):
     """A version as it is served."""
 
     generation: int
-    digest: str
+    digest: str  #: of the version: the package's, or where it has an environment one of both
+    package: str
+    environment: Environment
     spec: Spec
     num_ready: int
     #: requests that its instances of now hold, have answered, and have failed
@@ -119,7 +123,8 @@ class GenerationObject(msgspec.Struct):
     """A change that was asked for, and what came of it."""
 
     generation: int
-    digest: str
+    digest: str  #: of the package
+    version: str
     cause: Cause
     created_at: float
     outcome: Literal["active", "rolled_back"] | None
@@ -183,7 +188,12 @@ class Applications:
         """Returns the status too: 200 where nothing was to do. Raises: ApiError, RedisError."""
         if name in self._models.cards:
             raise _invalid("name", "a worker serves a model of this name; take another")
-        async with self._held(wanted.digest, wanted.signature):
+        async with self._held(wanted.digest, wanted.signature) as manifest:
+            if manifest.config.kind == "model" and wanted.environment != Environment():
+                raise _invalid(
+                    "environment",
+                    "a model has no variables; its engine's settings are a part of its package (--set)",
+                )
             return await self._deploy(name, wanted)
 
     async def _deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
@@ -192,19 +202,18 @@ class Applications:
         number = last.number if last else 0
         if wanted.if_generation is not None and wanted.if_generation != number:
             raise _conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
+        generation = Generation(
+            name, number + 1, wanted.digest, wanted.spec, environment=wanted.environment
+        )
         if (
             last is not None
             and history is not None
-            and (last.digest, last.spec)
-            == (
-                wanted.digest,
-                wanted.spec,
-            )
+            and (last.version, last.spec) == (generation.version, generation.spec)
         ):
             outcome = history.outcomes.get(number)
             if outcome is None or outcome.verdict == "active":
                 return 200, await self.get(name)
-        await self._add(Generation(name, number + 1, wanted.digest, wanted.spec), history)
+        await self._add(generation, history)
         return 202, await self.get(name)
 
     async def rollback(self, name: str, wanted: Rollback) -> Application:
@@ -216,12 +225,12 @@ class Applications:
             return await self.get(name)
         active = history.active
         if wanted.generation is None:
-            back = history.before(active.digest if active else "")
+            back = history.before(active.version if active else "")
         else:
             back = history.generations.get(wanted.generation)
         if back is None or not back.digest:
             raise _conflict("There is no such earlier version to go back to.")
-        generation = history.back_to(back.digest, (active or back).spec)
+        generation = history.back_to(back, (active or back).spec)
         async with self._held(back.digest):
             await self._add(generation, history)
         return await self.get(name)
@@ -231,7 +240,7 @@ class Applications:
         history = await self._known(name)
         app = await self._find(name)
         candidate = history.candidate
-        is_ready = app is not None and candidate and app.of(candidate.digest, "ready")
+        is_ready = app is not None and candidate and app.of(candidate.version, "ready")
         if candidate is None or not is_ready:
             raise _conflict("There is no candidate that is ready.")
         await self._settle(name, candidate.number, Outcome("active"))
@@ -253,7 +262,7 @@ class Applications:
         except ValueError as error:
             raise _invalid("min_instances", f"{error}") from None
         number = history.last.number + 1
-        await self._add(Generation(name, number, active.digest, spec, "scale"), history)
+        await self._add(replace(active, number=number, spec=spec, cause="scale"), history)
         return await self.get(name)
 
     async def undeploy(self, name: str) -> Application:
@@ -274,7 +283,8 @@ class Applications:
             model = version_name(app.name, digest)
             workers = [each for each in self._models.workers if each.card.name == model]
             return RevisionObject(
-                revision.number, digest, revision.spec, len(app.of(digest, "ready")),
+                revision.number, digest, revision.package or digest, revision.environment,
+                revision.spec, len(app.of(digest, "ready")),
                 sum(each.num_running + each.num_waiting for each in workers),
                 sum(each.num_finished for each in workers),
                 sum(each.num_failed for each in workers),
@@ -298,14 +308,14 @@ class Applications:
         return self._store
 
     @asynccontextmanager
-    async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[None]:
+    async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
         """A package that is whole, signed and stays in the block. Raises: ApiError, StoreError."""
         store = await self._open()
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
-            await asyncio.to_thread(_check_package, store, digest)
+            manifest = await asyncio.to_thread(_check_package, store, digest)
             await asyncio.to_thread(_check_signature, store, digest, signature, self._signers)
-            yield
+            yield manifest
         finally:
             await asyncio.to_thread(store.delete, key)
 
@@ -332,7 +342,7 @@ class Applications:
             outcome = Outcome("rolled_back", f"generation {number} came after it")
             await asyncio.to_thread(settle, store, name, history.candidate.number, outcome)
         active = history.active if history else None
-        if not generation.digest or (active is not None and active.digest == generation.digest):
+        if not generation.digest or (active is not None and active.version == generation.version):
             await asyncio.to_thread(settle, store, name, number, Outcome("active"))
         if history is not None and history.last.digest:
             await self._change(name, lambda app, now: _admitted(app, generation, now))
@@ -365,7 +375,7 @@ def _admitted(app: App, generation: Generation, now: float) -> App:
     return app if app.number >= generation.number else rollout.admit(app, generation, now)
 
 
-def _check_package(store: PackageStore, digest: str) -> None:
+def _check_package(store: PackageStore, digest: str) -> Manifest:
     """See that the package is whole in the store and can be run. Raises: InvalidRequest, StoreError."""
     try:
         manifest = read_manifest(store, digest)
@@ -375,6 +385,7 @@ def _check_package(store: PackageStore, digest: str) -> None:
     for layer in sizes.values():
         if store.size(layer.digest) != layer.size:
             raise _invalid("digest", f"{layer.path}: its blob is not in the store, or was cut")
+    return manifest
 
 
 def _check_signature(
@@ -394,7 +405,8 @@ def _check_signature(
 def _tell(generation: Generation, history: History) -> GenerationObject:
     outcome = history.outcomes.get(generation.number)
     return GenerationObject(
-        generation.number, generation.digest, generation.cause, generation.created_at,
+        generation.number, generation.digest, generation.version, generation.cause,
+        generation.created_at,
         outcome.verdict if outcome else None, outcome.message if outcome else "",
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from shared.packages.environment import Environment, version_digest
 from shared.packages.store import PackageStore, StoreError
 
 #: In Python `$` also stands before a last newline.
@@ -60,10 +61,16 @@ class Generation(msgspec.Struct, frozen=True):
 
     name: Name
     number: int
-    digest: str
+    digest: str  #: of the package
     spec: Spec
     cause: Cause = "deploy"
     created_at: float = 0.0
+    environment: Environment = Environment()
+
+    @property
+    def version(self) -> str:
+        """The digest of what serves: the package's, or that of the package in its environment."""
+        return self.digest and version_digest(self.digest, self.environment)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -97,19 +104,22 @@ class History(msgspec.Struct):
         last = self.last
         return last if last.number not in self.outcomes and last.digest else None
 
-    def before(self, digest: str) -> Generation | None:
-        """The last generation that served with another digest: where a rollback leads."""
+    def before(self, version: str) -> Generation | None:
+        """The last generation that served another version: where a rollback leads."""
         served = (n for n, outcome in self.outcomes.items() if outcome.verdict == "active")
         for number in sorted(served, reverse=True):
             found = self.generations.get(number)
-            if found is not None and found.digest not in ("", digest):
+            if found is not None and found.version not in ("", version):
                 return found
         return None
 
-    def back_to(self, digest: str, spec: Spec) -> Generation:
-        """The next generation, where that is an earlier package: it is known, so it is no canary."""
+    def back_to(self, earlier: Generation, spec: Spec) -> Generation:
+        """The next generation, where that is an earlier version: it is known, so it is no canary."""
         spec = msgspec.structs.replace(spec, canary=0.0)
-        return Generation(self.last.name, self.last.number + 1, digest, spec, "rollback")
+        return Generation(
+            self.last.name, self.last.number + 1, earlier.digest, spec, "rollback",
+            environment=earlier.environment,
+        )  # fmt: skip
 
 
 def version_name(name: str, digest: str) -> str:

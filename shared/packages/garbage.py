@@ -169,7 +169,7 @@ class _Roots:
         if history.last.digest:
             kept += [history.generations[number] for number in numbers[-self._num_kept :]]
             active = history.active
-            others = (active, history.candidate, history.before(active.digest if active else ""))
+            others = (active, history.candidate, history.before(active.version if active else ""))
             kept += [each for each in others if each is not None]
         return {each.digest for each in kept if each.digest}
 

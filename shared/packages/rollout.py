@@ -15,7 +15,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from shared.packages.deployments import Generation, Outcome, Resources, Spec
+from shared.packages.deployments import Generation, Outcome, Resources, Spec, version_name
+from shared.packages.environment import Environment
 from shared.protocol import ModelCard
 
 SlotState = Literal["wanted", "starting", "ready", "draining"]
@@ -52,10 +53,10 @@ class Slot(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A package that is served, was, or is to be."""
+    """A version that is served, was, or is to be."""
 
     number: int  #: of its generation
-    digest: str
+    digest: str  #: of the version: its package, in its environment
     spec: Spec
     since: float = 0.0
     started_at: float = 0.0  #: when a node first took a slot of it; 0: none has
@@ -64,6 +65,8 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     is_canary: bool = False
     is_new: bool = False  #: deployed, not gone back to
     promoted_at: float = 0.0
+    package: str = ""  #: its digest, where the version has another
+    environment: Environment = Environment()
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -134,6 +137,8 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     gpu: int
     is_stopping: bool = False
     slots: tuple[SlotReport, ...] = ()
+    secrets: tuple[str, ...] = ()  #: their names
+    takes: str = ""  #: the only version that it runs, `none`, or any
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -156,9 +161,9 @@ def admit(app: App, generation: Generation, now: float) -> App:
         for revision in (app.candidate, app.active):
             app = _retire(app, revision, now)
         return replace(app, active=None, candidate=None, desired=0)
-    text = f"generation {generation.number} ({generation.cause}): {generation.digest[:19]}"
+    text = f"generation {generation.number} ({generation.cause}): {generation.version[:19]}"
     app = _note(app, now, text)
-    spec, digest = generation.spec, generation.digest
+    spec, digest = generation.spec, generation.version
     if app.candidate is not None and app.candidate.digest != digest:
         app = _retire(app, app.candidate, now)
     if app.active is not None and app.active.digest == digest:
@@ -166,8 +171,8 @@ def admit(app: App, generation: Generation, now: float) -> App:
         desired = min(max(app.desired, spec.min_instances), spec.max_instances)
         return replace(app, active=active, candidate=None, desired=desired)
     known = app.revision(digest)
-    candidate = Revision(
-        generation.number, digest, spec, since=now, card=known.card if known else None,
+    candidate = replace(
+        _to_revision(generation, now), card=known.card if known else None,
         is_new=generation.cause == "deploy",
     )  # fmt: skip
     retiring = tuple(each for each in app.retiring if each.digest != digest)
@@ -180,11 +185,23 @@ def restore(
     """What the store says of a deployment, after Redis forgot it."""
     app = App(name, number)
     if active is not None:
-        revision = Revision(active.number, active.digest, active.spec, since=now)
-        app = replace(app, active=revision, desired=max(1, active.spec.min_instances), busy_at=now)
+        app = replace(
+            app,
+            active=_to_revision(active, now),
+            desired=max(1, active.spec.min_instances),
+            busy_at=now,
+        )
     if candidate is not None:
         app = admit(app, candidate, now)
     return _note(app, now, "restored from the store")
+
+
+def _to_revision(generation: Generation, now: float) -> Revision:
+    version, package = generation.version, generation.digest
+    return Revision(
+        generation.number, version, generation.spec, since=now,
+        package=package if package != version else "", environment=generation.environment,
+    )  # fmt: skip
 
 
 def advance(
@@ -197,7 +214,7 @@ def advance(
     app = _scale(app, loads, now)
     app = _place(app, loads, now)
     app = _explain(app, nodes, now)
-    outcome = _judge(app, loads, now)
+    outcome = _judge(app, nodes, loads, now)
     if outcome is None and app.candidate is not None and _is_canary_ready(app):
         candidate = replace(app.candidate, is_canary=True)
         share = f"{candidate.spec.canary:.0%}"
@@ -265,7 +282,7 @@ def claim(
             continue
         if digests is not None and slot.digest not in digests:
             continue
-        if not fits(revision.spec.resources, free):
+        if not fits(revision.spec.resources, free) or find_missing(revision, node):
             continue
         taken = replace(slot, state="starting", node=node.id, since=now)
         app = _put(app, taken)
@@ -282,6 +299,11 @@ def fits(needed: Resources, free: Resources) -> bool:
         and needed.memory_bytes <= free.memory_bytes
         and needed.gpu <= free.gpu
     )
+
+
+def find_missing(revision: Revision, node: NodeRecord) -> list[str]:
+    """The secrets of a version that a node does not have."""
+    return sorted(set(revision.environment.secrets.values()).difference(node.secrets))
 
 
 # What nodes say
@@ -366,10 +388,15 @@ def _free(
 # How a rollout ends
 
 
-def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
+def _judge(
+    app: App, nodes: Mapping[str, NodeRecord], loads: Mapping[str, Load], now: float
+) -> Outcome | None:
     candidate = app.candidate
     if candidate is None:
         return None
+    lack = _find_lack(app, candidate, nodes)
+    if lack and candidate.since and now - candidate.since > SETTLE_S:
+        return Outcome("rolled_back", lack)
     spec = candidate.spec
     ready, starting = app.of(candidate.digest, "ready"), app.of(candidate.digest, "starting")
     if candidate.num_failed > spec.retry_limit:
@@ -524,14 +551,30 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
             f"{needed.gpu} GPUs"
         )
         rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
-        text = ""
-        if not any(fits(needed, room) for room in rooms):
+        text = _find_lack(app, revision, nodes)
+        if text:
+            pass
+        elif not any(fits(needed, room) for room in rooms):
             text = f"no node has room for {instance}"
         elif revision is app.candidate and slot.since and now - slot.since > SETTLE_S:
             text = f"instances have all the room that {instance} needs; scale down, or add a node"
         if text:
             return app if app.message == text else replace(app, message=text)
     return app
+
+
+def _find_lack(app: App, revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
+    """Which secret keeps a version from all nodes that could take it; empty: none."""
+    takers = ("", version_name(app.name, revision.digest))
+    lacks = [find_missing(revision, node) for node in nodes.values() if node.takes in takers]
+    least = min(lacks, key=len, default=[])
+    if not least:
+        return ""
+    names = ", ".join(least)
+    return (
+        f"no node has the secret {names}: put a file of that name below its VLM_NODE__SECRETS_DIR, "
+        "or name a variable of its own in VLM_NODE__SECRETS"
+    )
 
 
 # Small changes

@@ -394,6 +394,20 @@ class NodeSettings(Group):
         default="auto",
         description="Applications in bubblewrap: where it is installed, always (a node without it does not start), or never.",
     )
+    secrets_dir: str = Field(
+        default="",
+        description="Directory whose files are secrets of applications by their names; empty: none.",
+    )
+    secrets: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Variables of the node's own that are secrets of applications, and of no other process, comma-separated.",
+    )
+
+    @field_validator("secrets", mode="before")
+    @classmethod
+    def split_names(cls, value: Any) -> Any:
+        """Take `A,B`."""
+        return split_items(value)
 
 
 class LogSettings(Group):

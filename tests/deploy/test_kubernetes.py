@@ -9,6 +9,7 @@ import yaml
 from deploy.client import Client
 from deploy.commands import CommandFailed, run_deploy
 from shared.packages.deployments import Resources, Spec
+from shared.packages.environment import Environment
 from shared.settings.load import load_settings
 from shared.telemetry.metrics import METRICS
 from tests.config.scaled_object import SCALED_OBJECT
@@ -17,11 +18,14 @@ from tests.config.test_kubernetes import VERSION, as_autoscaler
 SPEC = Spec(max_instances=3, resources=Resources(2.5, 4 * 10**9, 1))
 
 
-def printed(folder: Path, capsys, name: str = "captioner", store: str = "s3://b/p") -> list[Any]:
+def printed(
+    folder: Path, capsys, name: str = "captioner", store: str = "s3://b/p", **more: Any
+) -> list[Any]:
     (folder / "config.json").write_text("{}")
     run_deploy(
         cast(Client, None), name, str(folder), SPEC, engine={"kind": "mock"}, entry="", command=(),
         store_url=store, signing_key=None, dry_run="yaml", target="kubernetes", wait_s=0,
+        **more,
     )  # fmt: skip
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
@@ -29,7 +33,7 @@ def printed(folder: Path, capsys, name: str = "captioner", store: str = "s3://b/
 def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
     validator = pytest.importorskip("kubernetes_validate", reason="it is not installed")
     schema = pytest.importorskip("jsonschema")
-    documents = printed(tmp_path, capsys)
+    documents = printed(tmp_path, capsys, environment=Environment({"X": "1"}, {"TOKEN": "token"}))
     assert [each["kind"] for each in documents] == ["Deployment", "Deployment", "ScaledObject"]
     for document in documents:
         if document["kind"] == "ScaledObject":
@@ -66,6 +70,21 @@ def test_pods_are_nodes_of_one_version_and_as_many_as_it_should_have_instances(
     for label in ("application", "digest", "state"):
         assert label in metric.labels
     assert f'application="captioner",digest="{digest}"' in trigger["metadata"]["query"]
+
+
+def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, capsys, monkeypatch):
+    environment = Environment(secrets={"A": "token", "B": "token", "C": "key"})
+    keeper, plain, _ = printed(tmp_path, capsys)
+    keeper, pods, _ = printed(tmp_path, capsys, environment=environment)
+    assert pods["metadata"]["name"] != plain["metadata"]["name"]
+    [container] = pods["spec"]["template"]["spec"]["containers"]
+    given = {item["name"]: item for item in container["env"]}
+    for name in ("key", "token"):
+        reference = {"secretKeyRef": {"name": "captioner-secrets", "key": name}}
+        assert given[name]["valueFrom"] == reference
+    monkeypatch.setenv("VLM_NODE__SECRETS", given["VLM_NODE__SECRETS"]["value"])
+    assert load_settings().node.secrets == ("key", "token")
+    assert "captioner-secrets" not in str(keeper)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import sha256
 
 import httpx
+import psutil
 import pytest
+from redis import Redis
 
 from tests.integration.fleet_process import ROOT, start_fleet
 from tests.integration.test_deployments import WITHIN_S, Deployer
@@ -30,10 +34,28 @@ class Greeter(Application):
 """
 
 
+SECRETS = ("tell-nobody-a-file", "tell-nobody-a-variable")
+
+TELLER = """
+import hashlib, os
+from vlm_app import Application
+
+class Teller(Application):
+    def run(self, task):
+        print("asked for", os.environ["TOKEN"])
+        return [hashlib.sha256(os.environ[name].encode()).hexdigest() for name in task]
+"""
+
+
 @pytest.fixture(scope="module")
 def deployer(tmp_path_factory) -> Iterator[Deployer]:
     folder = tmp_path_factory.mktemp("serve")
-    fleet = start_fleet(folder, VLM_DEPLOY__CPU="16")
+    (folder / "secrets").mkdir()
+    (folder / "secrets" / "api-token").write_text(SECRETS[0] + "\n")
+    fleet = start_fleet(
+        folder, VLM_DEPLOY__CPU="16", VLM_NODE__SECRETS_DIR=str(folder / "secrets"),
+        VLM_NODE__SECRETS="OWN_TOKEN", OWN_TOKEN=SECRETS[1],
+    )  # fmt: skip
     deployer = Deployer(fleet, folder)
     (folder / "greeter").mkdir()
     (folder / "greeter" / "app.py").write_text(APPLICATION)
@@ -79,6 +101,68 @@ def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     assert counts == {"pending": 0, "running": 0, "succeed": 2, "failed": 1}
     closed = deployer.vlm("session", "close", name)
     assert closed.returncode == 0, closed.stderr
+
+
+def leaks(deployer: Deployer, shown: list[str]) -> list[str]:
+    """Where a secret is found that should not be there."""
+    found = [text for text in shown if "tell-nobody" in text]
+    [socket] = {
+        process.environ()["VLM_REDIS__URL"] for process in deployer.fleet.family()
+        if "gateway" in process.cmdline()
+    }  # fmt: skip
+    with Redis.from_url(socket) as redis:
+        found += [
+            str(key) for key in redis.scan_iter() if b"tell-nobody" in (redis.dump(key) or b"")
+        ]
+    for path in deployer.folder.rglob("*"):
+        if path.is_file() and path.parent.name != "secrets" and b"tell-nobody" in path.read_bytes():
+            found.append(str(path))
+    for process in deployer.fleet.family():
+        with suppress(psutil.Error):
+            is_application = "vlm_app" in " ".join(process.cmdline())
+            says = [*process.cmdline(), *process.environ().values()]
+            if not is_application and any("tell-nobody" in value for value in says):
+                found.append(f"{process.pid} {process.cmdline()}")
+    return found
+
+
+def test_variables_and_secrets_reach_the_application_and_nothing_else(deployer: Deployer):
+    secrets = ("--secret", "TOKEN=api-token", "--secret", "OWN_TOKEN", "--min-instances", "1")
+    names = ["WORD", "TOKEN", "OWN_TOKEN"]
+
+    def tells(word: str) -> bool:
+        with deployer.fleet.client() as client:
+            answer = client.post("/v1/applications/teller/run", json={"input": names})
+        assert answer.status_code == 200, answer.text
+        values = (word, *SECRETS)
+        return answer.json()["output"] == [sha256(value.encode()).hexdigest() for value in values]
+
+    first = deploy_source(deployer, "teller", TELLER, "--env", "WORD=one", *secrets)
+    assert first.returncode == 0, first.stderr
+    assert tells("one")
+    lacking = deploy_source(deployer, "teller", TELLER, "--secret", "TOKEN=nobody-has-it")
+    assert lacking.returncode == 5
+    assert "no node has the secret nobody-has-it" in " ".join(lacking.stderr.split())
+    assert tells("one")
+    second = deploy_source(deployer, "teller", TELLER, "--env", "WORD=two", *secrets)
+    assert second.returncode == 0, second.stderr
+    assert tells("two")
+    headers = {"authorization": f"Bearer {deployer.key}"}
+    with deployer.fleet.client() as client:
+        path = "/v1/applications/teller"
+        assert client.post(f"{path}:rollback", json={}, headers=headers).status_code == 202
+        give_up_at = time.monotonic() + WITHIN_S
+        while (found := client.get(path, headers=headers)).json()["candidate"] is not None:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.1)
+    assert found.json()["active"]["environment"]["secrets"]["TOKEN"] == "api-token"
+    give_up_at = time.monotonic() + WITHIN_S
+    while not tells("one"):  # a gateway looks once a second
+        assert time.monotonic() < give_up_at
+    assert deployer.fleet.process.stderr is not None
+    logged = os.read(deployer.fleet.process.stderr.fileno(), 1 << 20).decode()
+    assert "asked for ***" in logged
+    assert not leaks(deployer, [first.stderr, second.stderr, found.text, logged])
 
 
 # What takes its time: make applications

@@ -51,6 +51,7 @@ from worker.node.environments import make_packages
 from worker.node.gpus import find_gpus
 from worker.node.install import install
 from worker.node.instance import Instance
+from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 
 TICK_S = 0.5
@@ -82,6 +83,7 @@ class NodeAgent:
             check_isolation(settings.node.isolation)
         except EngineStartError as error:
             raise SettingsError(str(error)) from None
+        self._secrets = Secrets(settings.node)
         self._settings = settings
         self._tick_s = tick_s
         self.id = deploy.node_id or f"{socket.gethostname()}-{os.getpid()}-{token_hex(3)}"
@@ -102,7 +104,7 @@ class NodeAgent:
         self._queue = RedisGatewayQueue(self._redis, prefix)
         self._outage = OutageLog(settings.redis.address)
         self._instances: dict[tuple[str, int], Instance] = {}
-        self._standby = Standby()
+        self._standby = Standby(frozenset(settings.node.secrets))
         self._engines: dict[str, str] = {}  # kinds of what has run here, by digest
         self._strays: dict[tuple[str, int], float] = {}
         self._workers: list[WorkerRecord] = []
@@ -188,6 +190,7 @@ class NodeAgent:
         return NodeRecord(
             self.id, self._room.cpu, self._room.memory_bytes, self._room.gpu,
             self._stopping.is_set(), tuple(each.report for each in self._instances.values()),
+            self._secrets.names, self._settings.deploy.takes,
         )  # fmt: skip
 
     def _is_on_duty(self, name: str, nodes: Mapping[str, NodeRecord], now: float) -> bool:
@@ -266,12 +269,12 @@ class NodeAgent:
         back = history.before(active.digest)
         if back is None:
             return app
-        generation = replace(history.back_to(back.digest, active.spec), created_at=now)
+        generation = replace(history.back_to(back, active.spec), created_at=now)
         try:
             await asyncio.to_thread(record_generation, self._store, generation)
         except Conflict:
             return app
-        logger.warning("%s: %s; going back to %s", app.name, app.message, back.digest)
+        logger.warning("%s: %s; going back to %s", app.name, app.message, back.version)
         return rollout.take_back(app, generation, now)
 
     async def _load(self, name: str, digest: str) -> Load:
@@ -307,9 +310,12 @@ class NodeAgent:
         gpus = [gpu for gpu in self._gpus if gpu not in used][: revision.spec.resources.gpu]
         logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
         self._instances[name, slot.id] = Instance(
-            app=name, slot=slot.id, digest=slot.digest, spec=revision.spec, gpus=gpus,
-            settings=self._settings, install=self._install,
-            make_packages=partial(make_packages, cache=self._cache),
+            app=name, slot=slot.id, digest=slot.digest, package=revision.package or slot.digest,
+            spec=revision.spec, gpus=gpus, settings=self._settings, install=self._install,
+            make_packages=partial(
+                make_packages, cache=self._cache, hidden=frozenset(self._settings.node.secrets)
+            ),
+            variables=partial(self._secrets.read, revision.environment),
             find_card=self._find_card, spare=self._standby.take(),
         )  # fmt: skip
 

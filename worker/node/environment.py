@@ -17,11 +17,12 @@ CLIENT_SECRETS = frozenset({"API_KEY", "OPENAI_API_KEY", "DEPLOY_KEY"})
 def child_environment(
     settings: Settings, groups: frozenset[str], secrets: frozenset[str] = frozenset()
 ) -> dict[str, str]:
-    """The environment of a child: ours without `secrets` and clients' keys, and its groups of the settings.
+    """The environment of a child: ours without `secrets`, applications' secrets and clients' keys, and its
+    groups of the settings.
 
     A child reads no other source: `.env` and the file of `VLM_CONFIG` hold what is not its own.
     """
-    inherited = plain_environment(secrets)
+    inherited = plain_environment(secrets.union(settings.node.secrets))
     own = settings.model_copy(
         update={
             name: field.default

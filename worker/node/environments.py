@@ -17,9 +17,8 @@ from pathlib import Path
 
 from shared.packages.manifest import Manifest
 from shared.packages.part import SUFFIX
-from shared.settings.tree import PREFIX
 from worker.node.cache import Cache, Uses
-from worker.node.environment import CLIENT_SECRETS, HUB_SECRETS
+from worker.node.environment import HUB_SECRETS, plain_environment
 from worker.node.install import InstallError
 
 LOCK = "requirements.lock"
@@ -28,11 +27,16 @@ _WITHIN_S = 900.0
 
 
 def make_packages(
-    manifest: Manifest, folder: Path, uses: Uses | None = None, *, cache: Cache
+    manifest: Manifest,
+    folder: Path,
+    uses: Uses | None = None,
+    *,
+    cache: Cache,
+    hidden: frozenset[str] = frozenset(),
 ) -> Path | None:
     """The folder of an application's own packages; None if it names none. Blocks. Raises: InstallError.
 
-    It stays there while `uses` are open.
+    It stays there while `uses` are open. `hidden`: variables that pip does not see.
     """
     layers = {layer.path: layer for layer in manifest.layers}
     wheels = [path for path in layers if path.startswith(WHEELS) and path.endswith(".whl")]
@@ -51,18 +55,18 @@ def make_packages(
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
         with cache.filling():
-            _make([*what, *where], folder, target)
+            _make([*what, *where], folder, target, hidden)
     except OSError as error:
         raise InstallError(f"{error.filename or target}: {error.strerror}") from None
     return target
 
 
-def _make(arguments: list[str], folder: Path, target: Path) -> None:
+def _make(arguments: list[str], folder: Path, target: Path, hidden: frozenset[str]) -> None:
     """Raises: InstallError, OSError."""
     aside = target.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
     try:
         aside.mkdir(parents=True)
-        _run_pip([*arguments, "--target", str(aside)], folder)
+        _run_pip([*arguments, "--target", str(aside)], folder, hidden)
         os.rename(aside, target)
     except OSError:
         if not target.is_dir():  # else another was first
@@ -71,14 +75,9 @@ def _make(arguments: list[str], folder: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _run_pip(arguments: list[str], folder: Path) -> None:
+def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str]) -> None:
     """Raises: InstallError, OSError."""
-    secret = CLIENT_SECRETS | HUB_SECRETS
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.upper().startswith(PREFIX) and name not in secret
-    }
+    environment = plain_environment(HUB_SECRETS | hidden)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
     try:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from engines.application.child import Variables
 from engines.base import EngineStartError
 from engines.registry import engine_kinds, kind_of
 from shared.packages.deployments import Spec, version_name
@@ -22,12 +23,14 @@ from worker.node.cache import Uses
 from worker.node.environment import WORKER_GROUPS, child_environment
 from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
+from worker.node.secrets import SecretMissing, hand_over
 from worker.node.standby import MAX_LINE_BYTES, Spare
 from worker.node.supervisor import describe_end
 
 GRACE_S = 5.0
 POLL_S = 0.2
 _LAST_LINES = 5
+VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +50,26 @@ class Instance:
         app: str,
         slot: int,
         digest: str,
+        package: str,
         spec: Spec,
         gpus: list[str],
         settings: Settings,
         install: Install,
         make_packages: MakePackages,
+        variables: Callable[[], Variables],
         find_card: FindCard,
         spare: Spare | None = None,
     ) -> None:
         self.app = app
         self.slot = slot
         self.digest = digest
+        self.package = package
         self.spec = spec
         self.gpus = gpus
         self._settings = settings
         self._install = install
         self._make_packages = make_packages
+        self._variables = variables
         self._find_card = find_card
         self._spare = spare
         self.engine = ""  #: its kind, once that is known
@@ -122,7 +129,7 @@ class Instance:
 
     async def _live(self) -> None:
         try:
-            manifest, folder = await asyncio.to_thread(self._install, self.digest, self._uses)
+            manifest, folder = await asyncio.to_thread(self._install, self.package, self._uses)
         except InstallError as error:
             self._fail(str(error))
             return
@@ -140,7 +147,11 @@ class Instance:
             return
         if self._draining.is_set():
             return
-        self._process = await self._start(environment)
+        try:
+            self._process = await self._start(environment)
+        except SecretMissing as error:
+            self._fail(str(error))
+            return
         reading = asyncio.create_task(self._pass_on(self._process))
         ending = asyncio.create_task(self._process.wait())
         draining = asyncio.create_task(self._draining.wait())
@@ -163,13 +174,23 @@ class Instance:
             return await spare.become(environment)
         if spare is not None:
             await spare.stop()
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())),
-            env=environment,
-            start_new_session=True,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-        )
+        # Not by the worker's environment, which others of this user may read.
+        variables = await asyncio.to_thread(self._variables) if self._is_application else None
+        handed = [hand_over(variables)] if variables and variables.all else []
+        if handed:
+            environment[VARIABLES_FD] = str(handed[0])
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())),
+                env=environment,
+                start_new_session=True,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                pass_fds=handed,
+            )
+        finally:
+            for number in handed:
+                os.close(number)
 
     async def _start_and_watch(
         self, ending: "asyncio.Task[int]", draining: "asyncio.Task[bool]"
@@ -225,7 +246,7 @@ class Instance:
             values.setdefault("num_threads", str(max(1, round(self.spec.resources.cpu))))
         worker = self._settings.worker.model_copy(
             update={
-                "id": self.worker_id, "package": f"{self.app}@{self.digest}",
+                "id": self.worker_id, "package": self._full_name(),
                 "lora": (), "health_port": 0,
             }
         )  # fmt: skip
@@ -236,6 +257,17 @@ class Instance:
         elif self.spec.resources.gpu == 0:
             environment[VARIABLE] = ""
         return environment
+
+    def _full_name(self) -> str:
+        """The package, and the version where its environment makes that another."""
+        name = f"{self.app}@{self.package}"
+        return (
+            name if self.digest == self.package else f"{name}+{version_name('', self.digest)[1:]}"
+        )
+
+    @property
+    def _is_application(self) -> bool:
+        return self.engine == "application"
 
     def _engine(self, manifest: Manifest, packages: Path | None) -> dict[str, str]:
         """Which engine runs the package, and how."""

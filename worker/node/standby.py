@@ -48,9 +48,10 @@ class Spare:
 
 
 class Standby:
-    """The one spare process of a node."""
+    """The one spare process of a node, which does not see the variables `hidden`."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: frozenset[str] = frozenset()) -> None:
+        self._hidden = hidden
         self._spare: Spare | None = None
 
     async def keep(self, kind: str | None) -> None:
@@ -62,7 +63,7 @@ class Standby:
         if kind is not None and self._spare is None:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "worker.node.standby_worker", kind, str(os.getpid())),
-                env=plain_environment(),
+                env=plain_environment(self._hidden),
                 start_new_session=True,
                 stdin=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

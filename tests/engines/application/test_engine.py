@@ -11,11 +11,13 @@ import msgspec
 import psutil
 import pytest
 
+from engines.application.child import Variables
 from engines.application.engine import ApplicationEngine
 from engines.application.sandbox import find_bubblewrap
 from engines.application.settings import ApplicationSettings
 from engines.base import EngineCall, EngineLoadFailed, EngineOutput, EngineStartError
 from shared.protocol import ErrorCode, FinishReason, Run
+from worker.node.secrets import hand_over
 
 WITHIN_S = 30.0
 
@@ -280,6 +282,35 @@ def test_it_has_no_variable_of_the_worker(toy, monkeypatch):
     monkeypatch.setenv("VLM_REDIS_URL", "redis://secret")
     told = toy.ask({"do": "environment"})
     assert not [name for name in told if name.startswith("VLM") or "KEY" in name]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_it_has_its_variables_and_shows_no_secret_in_its_log_or_faults(tmp_path, capfd, isolation):
+    source = """
+import os, sys
+from vlm_app import Application
+
+class Toy(Application):
+    def run(self, task):
+        if task == "environment":
+            return dict(os.environ)
+        print("with", os.environ["TOKEN"], "and", os.environ["PLAIN"])
+        raise RuntimeError(os.environ["TOKEN"])
+"""
+    given = Variables({"PLAIN": "in plain sight"}, {"TOKEN": "tell-nobody"})
+    number = hand_over(given)
+    engine = make_engine(tmp_path / "package", source, isolation=isolation, variables_fd=number)
+    try:
+        driver = Driver(engine)
+        told = driver.ask("environment")
+        assert (told["PLAIN"], told["TOKEN"]) == ("in plain sight", "tell-nobody")
+        _, message = driver.refused("fail")
+    finally:
+        engine.close()
+    said = capfd.readouterr()
+    assert "with *** and in plain sight" in said.err
+    assert "RuntimeError: ***" in message
+    assert "tell-nobody" not in said.err + said.out + message
 
 
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")

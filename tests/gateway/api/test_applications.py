@@ -142,6 +142,9 @@ async def test_of_two_deployments_at_once_one_is_refused(deployments):
         ({"spec": {"min_instances": 9, "max_instances": 2}}, "min_instances"),
         ({"spec": {"canary": 2}}, "canary"),
         ({"spec": {"unknown": 2}}, "unknown"),
+        ({"environment": {"variables": {"LD_PRELOAD": "x"}}}, "variables.LD_PRELOAD"),
+        ({"environment": {"secrets": {"TOKEN": "../key"}}}, "secrets.TOKEN"),
+        ({"environment": {"variables": {"A": "x"}}}, "a model has no variables"),
     ],
 )
 async def test_what_cannot_be_deployed_is_refused_by_field(deployments, change, says):
@@ -244,3 +247,25 @@ def test_a_canary_has_its_share_of_ten_thousand_and_each_client_one_side():
     assert 900 <= picked.count(new) <= 1100
     assert picked == [route.pick(f"{number:032x}") for number in range(10_000)]
     assert {Route(old).pick(f"{number}") is old for number in range(10)} == {True}
+
+
+async def test_an_environment_is_a_version_of_its_own_and_a_rollback_brings_it_back(deployments):
+    digest = deployments.add_package("", "python")
+    first, second = ({"variables": {"X": x}, "secrets": {"TOKEN": "token"}} for x in "12")
+    placed = (await deployments.put(digest, environment=first)).json()["candidate"]
+    assert (placed["package"], placed["environment"]) == (digest, first)
+    assert placed["digest"] != digest
+    assert (await deployments.put(digest, environment=first)).status_code == 200
+    await deployments.make_ready(placed["digest"])
+    assert (await deployments.ask(":promote")).status_code == 202
+    again = await deployments.put(digest, environment=second)
+    assert again.status_code == 202
+    await deployments.make_ready(again.json()["candidate"]["digest"])
+    await deployments.ask(":promote")
+    scaled = (await deployments.ask(":scale", min_instances=2)).json()
+    assert scaled["active"]["environment"] == second
+    back = (await deployments.ask(":rollback")).json()
+    assert back["active"]["environment"] == second
+    assert (back["candidate"]["environment"], back["candidate"]["digest"]) == (
+        first, placed["digest"],
+    )  # fmt: skip

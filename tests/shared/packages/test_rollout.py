@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from shared.packages import rollout
 from shared.packages.deployments import Generation, Outcome, Resources, Spec
+from shared.packages.environment import Environment
 from shared.packages.rollout import App, Load, NodeRecord, SlotReport
 from shared.protocol import ModelCard
 
@@ -27,16 +28,21 @@ class World:
     now: float = 1000.0
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     least_ready: int = 1_000_000
+    secrets: tuple[str, ...] = ()
 
-    def deploy(self, digest: str, spec: Spec = SPEC) -> None:
-        number = self.app.number + 1
-        self.app = rollout.admit(self.app, Generation("n", number, digest, spec), self.now)
+    def deploy(
+        self, digest: str, spec: Spec = SPEC, environment: Environment = Environment()
+    ) -> Generation:
+        new = Generation("n", self.app.number + 1, digest, spec, environment=environment)
+        self.app = rollout.admit(self.app, new, self.now)
+        return new
 
     def nodes(self) -> dict[str, NodeRecord]:
         return {
             name: NodeRecord(
                 name, room.cpu, room.memory_bytes, room.gpu,
                 slots=tuple(report for node, report in self.running.values() if node == name),
+                secrets=self.secrets,
             )
             for name, room in self.rooms.items()
         }  # fmt: skip
@@ -377,3 +383,39 @@ def test_a_node_of_one_version_takes_no_other(world: World):
     _, slot = rollout.claim(world.app, node, free, world.now, {B})
     assert slot is not None
     assert slot.digest == B
+
+
+def test_another_environment_of_the_same_package_is_rolled_out_as_another_package_is(world: World):
+    new = world.deploy(A, environment=Environment({"X": "1"}))
+    assert world.app.candidate is not None
+    assert (world.app.candidate.package, world.app.candidate.digest) == (A, new.version)
+    world.run(20)
+    assert world.active == new.version
+    assert world.num_ready(new.version) == 1
+    assert not world.app.of(A)
+    assert world.least_ready >= 1
+
+
+def test_a_secret_that_no_node_has_rolls_a_version_back_by_its_name(world: World):
+    world.secrets = ("other",)
+    lacking = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
+    world.run(10)
+    assert not world.app.of(lacking.version, "starting", "ready")
+    assert world.active == A
+    [(_, outcome)] = world.outcomes[1:]
+    assert outcome.verdict == "rolled_back"
+    assert "no node has the secret token:" in outcome.message
+    assert any("secret token" in event.text for event in world.app.events)
+    world.secrets = ("other", "token")
+    having = world.deploy(A, environment=Environment(secrets={"X": "token", "Y": "other"}))
+    world.run(20)
+    assert world.active == having.version
+
+
+def test_a_slot_goes_to_the_node_that_has_its_secret(world: World):
+    world.deploy(B, environment=Environment(secrets={"X": "token"}))
+    world.step()
+    [node] = world.nodes().values()
+    assert rollout.claim(world.app, node, Resources(8), world.now)[1] is None
+    node = replace(node, secrets=("token",))
+    assert rollout.claim(world.app, node, Resources(8), world.now)[1] is not None

@@ -1,0 +1,68 @@
+"""What a node has of secrets, and how it hands them to one process alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engines.application.child import read_variables
+from engines.base import EngineStartError
+from shared.packages.environment import Environment
+from shared.settings.load import load_settings
+from shared.settings.tree import NodeSettings, SettingsError
+from worker.node.environment import WORKER_GROUPS, child_environment
+from worker.node.secrets import SecretMissing, Secrets, hand_over
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch) -> Secrets:
+    files = {
+        "token": b"from-a-file\n",
+        "both": b"file",
+        "empty": b"",
+        ".hidden": b"x",
+        "nul": b"\0",
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder").mkdir()
+    for name in ("OWN", "both", "OTHER"):
+        monkeypatch.setenv(name, "variable")
+    return Secrets(NodeSettings(secrets_dir=str(tmp_path), secrets=("OWN", "both", "GONE")))
+
+
+def test_files_and_the_variables_that_are_named_are_secrets(secrets: Secrets):
+    assert secrets.names == ("OWN", "both", "empty", "nul", "token")
+    wanted = Environment({"P": "1"}, {"A": "token", "B": "both", "C": "OWN", "D": "empty"})
+    found = secrets.read(wanted)
+    assert found.all == {"P": "1", "A": "from-a-file", "B": "file", "C": "variable", "D": ""}
+
+
+@pytest.mark.parametrize("name", ["OTHER", "GONE", "folder", "nul", "nothing"])
+def test_what_is_no_secret_of_the_node_is_missing_by_its_name(secrets: Secrets, name: str):
+    with pytest.raises(SecretMissing, match=name):
+        secrets.read(Environment(secrets={"A": name}))
+
+
+def test_a_folder_that_is_not_there_is_refused_at_start(tmp_path):
+    with pytest.raises(SettingsError, match="VLM_NODE__SECRETS_DIR"):
+        Secrets(NodeSettings(secrets_dir=str(tmp_path / "none")))
+
+
+def test_variables_are_read_once_and_leave_nothing_open(secrets: Secrets):
+    given = secrets.read(Environment({"P": "1"}, {"A": "token"}))
+    number = hand_over(given)
+    assert read_variables(number) == given
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(number)
+    with pytest.raises(EngineStartError, match="VARIABLES_FD"):
+        read_variables(number)
+
+
+def test_no_other_child_has_a_variable_that_is_a_secret(monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "tell-nobody")
+    monkeypatch.setenv("VLM_NODE__SECRETS", "API_TOKEN,OTHER")
+    settings = load_settings()
+    assert settings.node.secrets == ("API_TOKEN", "OTHER")
+    told = child_environment(settings, WORKER_GROUPS)
+    assert "tell-nobody" not in told.values()

@@ -1,0 +1,72 @@
+"""Secrets that a node has for applications: files of a directory, and variables of its own that it may give away.
+
+A deployment names them; their values go to the one process that asked, by a file that has no name, and nowhere else.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from engines.application.child import Variables
+from shared.packages.environment import SECRET, Environment
+from shared.settings.tree import NodeSettings, SettingsError
+
+MAX_SECRET_BYTES = 64 * 1024
+
+
+class SecretMissing(Exception):
+    """A secret cannot be had here; the message names it, and never holds its value."""
+
+
+class Secrets:
+    """What this node has, as it is now: a file may come, change and go."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        """Raises: SettingsError."""
+        self._folder = Path(settings.secrets_dir).expanduser() if settings.secrets_dir else None
+        if self._folder is not None and not self._folder.is_dir():
+            raise SettingsError(f"VLM_NODE__SECRETS_DIR: {self._folder} is no directory")
+        self._variables = settings.secrets
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that there are."""
+        files: list[str] = []
+        if self._folder is not None and self._folder.is_dir():
+            files = [entry.name for entry in os.scandir(self._folder) if entry.is_file()]
+        found = {name for name in self._variables if name in os.environ}
+        return tuple(sorted(found.union(filter(SECRET.fullmatch, files))))
+
+    def read(self, environment: Environment) -> Variables:
+        """What a process in this environment is given. Raises: SecretMissing."""
+        secrets = {name: self._read(secret) for name, secret in environment.secrets.items()}
+        return Variables(environment.variables, secrets)
+
+    def _read(self, name: str) -> str:
+        """A file comes before a variable; one line break at its end is none of it."""
+        path = self._folder / name if self._folder is not None else None
+        if path is not None and path.is_file():
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise SecretMissing(f"the secret {name}: its file: {error.strerror}") from None
+            data = data.removesuffix(b"\n").removesuffix(b"\r")
+        elif name in self._variables and name in os.environ:
+            data = os.fsencode(os.environ[name])
+        else:
+            raise SecretMissing(f"this node has no secret {name}")
+        if len(data) > MAX_SECRET_BYTES or b"\0" in data:
+            raise SecretMissing(f"the secret {name}: more than {MAX_SECRET_BYTES} bytes, or a NUL")
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise SecretMissing(f"the secret {name}: it is not UTF-8") from None
+
+
+def hand_over(variables: Variables) -> int:
+    """The descriptor of a file in memory with these, for a child to read once."""
+    number = os.memfd_create("variables")
+    os.write(number, msgspec.json.encode(variables))
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
