@@ -37,7 +37,11 @@ class ApplicationSettings(EngineSettings):
         "processors that the machine has and the container may use.",
     )
     uses_gpu: bool = Field(default=False, description="Whether it sees GPUs.")
-    memory_bytes: int = Field(default=0, ge=0, description="Of all its processes together; 0: any.")
+    memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Memory of the machine that all its processes may take together; a model sizes its caches by it. 0: any.",
+    )
     max_processes: int = Field(
         default=256, ge=1, description="Its processes and their threads, together."
     )

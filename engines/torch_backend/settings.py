@@ -43,6 +43,11 @@ class TorchSettings(BatchingSettings):
         description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
         "processors that the machine has and the container may use.",
     )
+    memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Memory of the machine that all its processes may take together; a model sizes its caches by it. 0: any.",
+    )
     disabled_ops: tuple[str, ...] = Field(
         default=(),
         description="Faster ways that are not to be used, comma separated: an operator (`gate`), one "

@@ -194,17 +194,20 @@ class Applications:
                     "environment",
                     "a model has no variables; its engine's settings are a part of its package (--set)",
                 )
-            return await self._deploy(name, wanted)
+            return await self._deploy(name, wanted, manifest.least_memory_bytes)
 
-    async def _deploy(self, name: str, wanted: Deploy) -> tuple[int, Application]:
+    async def _deploy(
+        self, name: str, wanted: Deploy, least_memory_bytes: int
+    ) -> tuple[int, Application]:
         history = await self._history(name)
         last = history.last if history else None
         number = last.number if last else 0
         if wanted.if_generation is not None and wanted.if_generation != number:
             raise _conflict(f"The latest generation is {number}, not {wanted.if_generation}.")
         generation = Generation(
-            name, number + 1, wanted.digest, wanted.spec, environment=wanted.environment
-        )
+            name, number + 1, wanted.digest, wanted.spec, environment=wanted.environment,
+            least_memory_bytes=least_memory_bytes,
+        )  # fmt: skip
         if (
             last is not None
             and history is not None

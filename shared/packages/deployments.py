@@ -66,6 +66,8 @@ class Generation(msgspec.Struct, frozen=True):
     cause: Cause = "deploy"
     created_at: float = 0.0
     environment: Environment = Environment()
+    #: of one instance, where the spec says nothing of memory
+    least_memory_bytes: int = 0
 
     @property
     def version(self) -> str:
@@ -116,10 +118,10 @@ class History(msgspec.Struct):
     def back_to(self, earlier: Generation, spec: Spec) -> Generation:
         """The next generation, where that is an earlier version: it is known, so it is no canary."""
         spec = msgspec.structs.replace(spec, canary=0.0)
-        return Generation(
-            self.last.name, self.last.number + 1, earlier.digest, spec, "rollback",
-            environment=earlier.environment,
-        )  # fmt: skip
+        number = self.last.number + 1
+        return msgspec.structs.replace(
+            earlier, number=number, spec=spec, cause="rollback", created_at=0.0
+        )
 
 
 def version_name(name: str, digest: str) -> str:

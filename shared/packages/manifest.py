@@ -36,6 +36,10 @@ _PICKLES = re.compile(r".*\.(pkl|pickle|pt|pth|ckpt|bin|joblib|dill)", re.IGNORE
 _PICKLE_HEAD = re.compile(rb"\x80[\x02-\x05]", re.DOTALL)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
+_WEIGHTS = (".safetensors", ".gguf")
+#: Least bytes in memory for one that is stored; as the torch engine counts before it loads.
+_LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
+
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 Kind = Literal["model", "python", "executable"]
 #: Names of engines' settings, and those that the node decides.
@@ -80,6 +84,13 @@ class Manifest(msgspec.Struct, frozen=True):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(layer.size for layer in self.layers)
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """What an instance of a model needs on a CPU at least: its weights, as what they become there."""
+        ratio = _LEAST_RATIO.get(self.config.engine.get("quantization", "none"), 0.2)
+        stored = sum(each.size for each in self.layers if each.path.endswith(_WEIGHTS))
+        return int(stored * ratio) if self.config.kind == "model" else 0
 
     def encode(self) -> bytes:
         """The canonical bytes, whose SHA-256 is the digest."""

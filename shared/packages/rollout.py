@@ -67,6 +67,15 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     promoted_at: float = 0.0
     package: str = ""  #: its digest, where the version has another
     environment: Environment = Environment()
+    least_memory_bytes: int = 0  #: of an instance, where the spec says nothing of memory
+
+    @property
+    def needs(self) -> Resources:
+        """What an instance takes of its node: as stated, or of the CPU's memory what it takes at least."""
+        stated = self.spec.resources
+        if stated.memory_bytes or stated.gpu:
+            return stated
+        return replace(stated, memory_bytes=self.least_memory_bytes)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -201,6 +210,7 @@ def _to_revision(generation: Generation, now: float) -> Revision:
     return Revision(
         generation.number, version, generation.spec, since=now,
         package=package if package != version else "", environment=generation.environment,
+        least_memory_bytes=generation.least_memory_bytes,
     )  # fmt: skip
 
 
@@ -282,7 +292,7 @@ def claim(
             continue
         if digests is not None and slot.digest not in digests:
             continue
-        if not fits(revision.spec.resources, free) or find_missing(revision, node):
+        if not fits(revision.needs, free) or find_missing(revision, node):
             continue
         taken = replace(slot, state="starting", node=node.id, since=now)
         app = _put(app, taken)
@@ -545,7 +555,7 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         revision = app.revision(slot.digest)
         if slot.state != "wanted" or revision is None:
             continue
-        needed = revision.spec.resources
+        needed = revision.needs
         instance = (
             f"an instance of {needed.cpu:g} processors, {needed.memory_bytes} bytes and "
             f"{needed.gpu} GPUs"

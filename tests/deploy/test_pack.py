@@ -239,3 +239,13 @@ def test_the_built_in_model_is_a_package():
     manifest = pack("shapes").manifest
     assert manifest.config.kind == "model"
     assert manifest.size > 1_000_000
+
+
+def test_a_models_least_memory_is_that_of_its_weights_as_they_are_loaded(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    found = [
+        pack(str(tmp_path), engine=engine).manifest.least_memory_bytes
+        for engine in ({}, {"quantization": "int8"}, {"quantization": "int4"})
+    ]
+    assert found == [1000, 400, 200]

@@ -25,7 +25,7 @@ def deployer(tmp_path_factory) -> Iterator[Deployer]:
 
 
 def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
-    first = deployer.deploy(1)
+    first = deployer.deploy(1, "--resources", "cpu=1,memory=2g")
     assert first.returncode == 0, first.stderr
     assert "2 of 2 blobs uploaded" in first.stderr
     old = deployer.active()
@@ -61,6 +61,16 @@ def test_the_plan_is_printed_and_nothing_happens(deployer: Deployer):
     assert plan["digest"].startswith("sha256:")
     assert plan["manifest"]["schemaVersion"] == 2
     assert deployer.app()["generation"] == before
+
+
+def test_a_version_that_takes_more_memory_than_it_states_is_ended_and_told(deployer: Deployer):
+    old = deployer.active()
+    small = deployer.deploy(6, "--resources", "cpu=1,memory=20m")
+    assert small.returncode == 5
+    said = " ".join(small.stderr.split())
+    assert "MB of memory, of 20 MB: deploy it with --resources memory=" in said
+    assert deployer.active() == old
+    deployer.wait(lambda app: {slot["digest"] for slot in app["slots"]} == {old})
 
 
 def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer):

@@ -17,7 +17,6 @@ from pathlib import Path
 from secrets import token_hex
 from zlib import crc32
 
-import psutil
 from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -51,6 +50,7 @@ from worker.node.environments import make_packages
 from worker.node.gpus import find_gpus
 from worker.node.install import install
 from worker.node.instance import Instance
+from worker.node.memory import room_bytes
 from worker.node.secrets import Secrets
 from worker.node.standby import Standby
 
@@ -92,7 +92,7 @@ class NodeAgent:
         self._gpus = find_gpus(os.environ)
         self._room = Resources(
             deploy.cpu or float(os.cpu_count() or 1),
-            deploy.memory_bytes or psutil.virtual_memory().total,
+            deploy.memory_bytes or room_bytes(),
             len(self._gpus),
         )
         if deploy.takes == "none":
@@ -298,7 +298,7 @@ class NodeAgent:
         self._start(app.name, slot, revision)
 
     def _free(self) -> Resources:
-        taken = [each.spec.resources for each in self._instances.values() if not each.is_over]
+        taken = [each.needs for each in self._instances.values() if not each.is_over]
         return Resources(
             self._room.cpu - sum(each.cpu for each in taken),
             self._room.memory_bytes - sum(each.memory_bytes for each in taken),
@@ -311,7 +311,7 @@ class NodeAgent:
         logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
         self._instances[name, slot.id] = Instance(
             app=name, slot=slot.id, digest=slot.digest, package=revision.package or slot.digest,
-            spec=revision.spec, gpus=gpus, settings=self._settings, install=self._install,
+            spec=revision.spec, needs=revision.needs, gpus=gpus, settings=self._settings, install=self._install,
             make_packages=partial(
                 make_packages, cache=self._cache, hidden=frozenset(self._settings.node.secrets)
             ),

@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from engines.application.child import Variables
 from engines.base import EngineStartError
 from engines.registry import engine_kinds, kind_of
-from shared.packages.deployments import Spec, version_name
+from shared.packages.deployments import Resources, Spec, version_name
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import ReportState, SlotReport
 from shared.protocol import ModelCard
@@ -23,12 +23,14 @@ from worker.node.cache import Uses
 from worker.node.environment import WORKER_GROUPS, child_environment
 from worker.node.gpus import VARIABLE
 from worker.node.install import InstallError
+from worker.node.memory import too_much, used_bytes
 from worker.node.secrets import SecretMissing, hand_over
 from worker.node.standby import MAX_LINE_BYTES, Spare
 from worker.node.supervisor import describe_end
 
 GRACE_S = 5.0
 POLL_S = 0.2
+MEMORY_POLL_S = 0.5
 _LAST_LINES = 5
 VARIABLES_FD = "VLM_ENGINE__VARIABLES_FD"
 
@@ -52,6 +54,7 @@ class Instance:
         digest: str,
         package: str,
         spec: Spec,
+        needs: Resources,
         gpus: list[str],
         settings: Settings,
         install: Install,
@@ -65,6 +68,7 @@ class Instance:
         self.digest = digest
         self.package = package
         self.spec = spec
+        self.needs = needs
         self.gpus = gpus
         self._settings = settings
         self._install = install
@@ -155,6 +159,7 @@ class Instance:
         reading = asyncio.create_task(self._pass_on(self._process))
         ending = asyncio.create_task(self._process.wait())
         draining = asyncio.create_task(self._draining.wait())
+        watching = asyncio.create_task(self._watch_memory(self._process))
         try:
             await self._start_and_watch(ending, draining)
             if not ending.done():
@@ -165,7 +170,7 @@ class Instance:
                 said = f": {self._lines[-1]}" if self._lines else ""
                 self._fail(describe_end(code) + said, is_final=code == os.EX_CONFIG)
         finally:
-            for task in (reading, ending, draining):
+            for task in (reading, ending, draining, watching):
                 task.cancel()
 
     async def _start(self, environment: dict[str, str]) -> asyncio.subprocess.Process:
@@ -208,6 +213,18 @@ class Instance:
                 return
             await asyncio.wait({ending, draining}, timeout=POLL_S)
 
+    async def _watch_memory(self, process: asyncio.subprocess.Process) -> None:
+        """End a model's processes when they take more than the deployment states; applications have their own limit."""
+        limit = self.spec.resources.memory_bytes
+        while limit and not self._is_application:
+            used = await asyncio.to_thread(used_bytes, process.pid)
+            if used > limit and process.returncode is None:
+                # One that has not served yet would do the same again.
+                self._fail(too_much(used, limit), is_final=self._state == "starting")
+                process.kill()
+                return
+            await asyncio.sleep(MEMORY_POLL_S)
+
     async def _stop(self, ending: "asyncio.Task[int]") -> None:
         assert self._process is not None
         with suppress(ProcessLookupError):
@@ -242,8 +259,11 @@ class Instance:
             "served_name": version_name(self.app, self.digest),
         }
         self.engine = kind_of(values)
-        if self._takes_threads(values):
-            values.setdefault("num_threads", str(max(1, round(self.spec.resources.cpu))))
+        taken, resources = self._fields(values), self.spec.resources
+        if "num_threads" in taken:
+            values.setdefault("num_threads", str(max(1, round(resources.cpu))))
+        if "memory_bytes" in taken:
+            values["memory_bytes"] = str(resources.memory_bytes)
         worker = self._settings.worker.model_copy(
             update={
                 "id": self.worker_id, "package": self._full_name(),
@@ -279,7 +299,6 @@ class Instance:
             "entry": config.entry,
             "command": json.dumps(config.command),
             "network": str(config.network),
-            "memory_bytes": str(resources.memory_bytes),
             "packages": str(packages or ""),
             "start_s": str(self.spec.start_s),
             "uses_gpu": str(resources.gpu > 0),
@@ -287,9 +306,9 @@ class Instance:
         }
 
     @staticmethod
-    def _takes_threads(values: Mapping[str, str]) -> bool:
-        """Raises: EngineStartError for an engine that is not there."""
+    def _fields(values: Mapping[str, str]) -> Collection[str]:
+        """The engine's settings. Raises: EngineStartError for an engine that is not there."""
         kind = engine_kinds().get(kind_of(values))
         if kind is None:
             raise EngineStartError(f"there is no engine {kind_of(values)!r}")
-        return "num_threads" in kind.load_settings().model_fields
+        return kind.load_settings().model_fields

@@ -21,7 +21,7 @@ from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
-from engines.torch_backend.loading.memory import free_bytes
+from engines.torch_backend.loading.memory import free_bytes, limit_memory
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
@@ -50,6 +50,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
 
     Raises: EngineStartError, one of ModelUnavailable, UnsupportedCheckpoint, ModelTooLarge, KVCacheTooSmall.
     """
+    limit_memory(settings.memory_bytes)
     phases = _Phases(progress)
     for setting in settings.outdated:
         logger.warning("this setting goes with the next version: %s", setting)
@@ -163,6 +164,7 @@ def load_runner(
 
     Raises: EngineStartError, as `load_engine`.
     """
+    limit_memory(settings.memory_bytes)
     free = free_bytes(device)
     scheme = None if settings.quantization == "none" else SCHEMES[settings.quantization]
     found = find_family(directory)

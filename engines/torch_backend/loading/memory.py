@@ -6,13 +6,21 @@ import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_STATUS = Path("/proc/self/status")
+_limit = 0
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Have this process count on so much of the machine's memory, with what it holds; 0: on all."""
+    global _limit
+    _limit = num_bytes
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on a device; on the CPU, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_available_on_host(), _available_in_container())
+    return min(_available_on_host(), _available_in_container(), _available_within_limit())
 
 
 def _available_on_host() -> int:
@@ -30,3 +38,11 @@ def _available_in_container() -> int:
     except OSError:
         return 1 << 62
     return (1 << 62) if limit == "max" else max(0, int(limit) - used)
+
+
+def _available_within_limit() -> int:
+    if not _limit:
+        return 1 << 62
+    lines = _STATUS.read_text().splitlines()
+    held = sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    return max(0, _limit - held * 1024)

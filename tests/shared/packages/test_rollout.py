@@ -419,3 +419,19 @@ def test_a_slot_goes_to_the_node_that_has_its_secret(world: World):
     assert rollout.claim(world.app, node, Resources(8), world.now)[1] is None
     node = replace(node, secrets=("token",))
     assert rollout.claim(world.app, node, Resources(8), world.now)[1] is not None
+
+
+def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
+    node = NodeRecord("one", 8.0, 10**9, 1)
+    for least, stated, fits in (
+        (2 * 10**9, Resources(1), False),
+        (9 * 10**8, Resources(1), True),
+        (2 * 10**9, Resources(1, gpu=1), True),
+        (2 * 10**9, Resources(1, 10**8), True),  # who says so knows better
+    ):
+        spec = replace(SPEC, resources=stated)
+        new = Generation("n", 1, A, spec, least_memory_bytes=least)
+        app, _ = rollout.advance(rollout.admit(App("n"), new, 1.0), {"one": node}, {}, 2.0)
+        _, slot = rollout.claim(app, node, Resources(8, 10**9, 1), 2.0)
+        assert (slot is not None) is fits
+        assert fits is ("2000000000 bytes" not in app.message)

@@ -34,8 +34,10 @@ class FakeInstance:
     failing: ClassVar[set[str]] = set()
     all: ClassVar[list["FakeInstance"]] = []
 
-    def __init__(self, *, app: str, slot: int, digest: str, spec: Spec, gpus: list[str], **_: Any):
-        self.spec, self.gpus, self.digest = spec, gpus, digest
+    def __init__(
+        self, *, app: str, slot: int, digest: str, needs: Resources, gpus: list[str], **_: Any
+    ):
+        self.needs, self.gpus, self.digest = needs, gpus, digest
         self.key = (app, slot)
         self.engine = "mock"
         self.state: Any = "failed" if digest in self.failing else "ready"

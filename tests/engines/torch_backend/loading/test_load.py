@@ -17,6 +17,7 @@ from engines.registry import create_engine
 from engines.torch_backend.loading import load as module
 from engines.torch_backend.loading.load import choose_device, choose_dtype
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
+from engines.torch_backend.loading.memory import free_bytes, limit_memory
 from engines.torch_backend.loading.quantize_checkpoint import quantize_checkpoint
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.ops import cpu_level
@@ -217,6 +218,20 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, content: s
 def test_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelUnavailable, match=r"\./nowhere"):
         load("./nowhere")
+
+
+def test_memory_that_it_may_take_bounds_what_is_loaded(tiny: Path) -> None:
+    with pytest.raises(EngineStartError, match=r"0\.0 GiB available"):
+        create_engine({"model": str(tiny), "device": "cpu", "memory_bytes": 1})
+    limit_memory(0)
+    whole = free_bytes(torch.device("cpu"))
+    try:
+        limit_memory(2**30)
+        assert free_bytes(torch.device("cpu")) < min(2**30, whole)
+        limit_memory(1 << 60)
+        assert free_bytes(torch.device("cpu")) > whole // 2
+    finally:
+        limit_memory(0)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
