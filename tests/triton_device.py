@@ -2,6 +2,7 @@
 
 import warnings
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,29 @@ def has_gpu() -> bool:
         return torch.cuda.is_available()
 
 
+#: Decoders of real models, of which kernels have met other parts: grouped and odd heads, wide heads, few of them.
+REAL_SHAPES: dict[str, dict[str, Any]] = {
+    "llava-1.5-7b": {
+        "num_heads": 32, "num_kv_heads": 32, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 11008,
+    },
+    "qwen2.5-vl-3b": {
+        "num_heads": 16, "num_kv_heads": 2, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 11008,
+        "rope_sections": (16, 24, 24),
+    },
+    "qwen3-vl-4b": {
+        "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728,
+        "rope_sections": (24, 20, 20),
+    },
+    "smolvlm2-500m": {
+        "num_heads": 15, "num_kv_heads": 5, "head_dim": 64, "hidden_size": 960, "intermediate_size": 2560,
+    },
+    "gemma-3-4b": {
+        "num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "hidden_size": 2560, "intermediate_size": 10240,
+    },
+    "internvl3-1b": {
+        "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 896, "intermediate_size": 4864,
+    },
+}  # fmt: skip
 DEVICE = torch.device("cuda" if has_gpu() else "cpu")
 
 

@@ -78,6 +78,8 @@ class TorchRunner:
         members has room for; rank 0 has a `leader` for the others, which `follow`.
         Raises: KVCacheTooSmall; ValueError for a context longer than the model's own.
         """
+        if device.index:
+            torch.cuda.set_device(device)  # kernels, graphs and events are those of a thread's own
         text = model.config.text
         self._weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         set_num_threads(num_threads, device, self._weight_bytes, mesh.size)

@@ -212,8 +212,8 @@ def test_a_step_without_memory_may_be_run_again(
     with monkeypatch.context() as patch:
         patch.setattr(
             runner,
-            "_forward",
-            lambda items, plan: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
+            "_compute_logits",
+            lambda step: torch.empty(1 << 50, dtype=torch.int8, device=CUDA),
         )
         with pytest.raises(DeviceOutOfMemory, match="cuda"):
             runner.run(engine.scheduler.schedule())

@@ -17,29 +17,23 @@ from engines.torch_backend.ops.decode_attention.reference import attend_decodes
 from engines.torch_backend.ops.registry import Op, Site, choose, discover
 from tests.factories_torch import make_text_config
 from tests.gpu.test_cuda import answers, core, load, make_requests, tiny
-from tests.triton_device import import_kernels
+from tests.triton_device import REAL_SHAPES, import_kernels
 
 pytestmark = pytest.mark.gpu
 
 __all__ = ["tiny"]
 KERNELS = [op for op in discover() if any(c.name == "triton" for c in op.candidates)]
 CUDA = torch.device("cuda")
-SHAPES: dict[str, dict[str, Any]] = {
-    "llava-1.5-7b": {"num_kv_heads": 32, "intermediate_size": 11008},
-    "grouped": {"num_kv_heads": 8, "intermediate_size": 14336},
-    "narrow": {"num_kv_heads": 4, "intermediate_size": 5632, "head_dim": 64, "hidden_size": 2048},
-}
 FAST = (*(op.name for op in KERNELS), "varlen_attention", "cuda_graph")
 
 
 def make_text(shape: str) -> TextConfig:
-    sizes = {"num_heads": 32, "head_dim": 128, "hidden_size": 4096, **SHAPES[shape]}
-    return make_text_config(max_position_embeddings=4096, **sizes)
+    return make_text_config(max_position_embeddings=4096, **REAL_SHAPES[shape])
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", REAL_SHAPES)
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_a_kernel_is_right_on_a_real_shape(
     op: Op, shape: str, dtype: torch.dtype, kv_dtype: Literal["auto", "int8"]
@@ -49,7 +43,7 @@ def test_a_kernel_is_right_on_a_real_shape(
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 64])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> None:
     text = make_text(shape)
     pool = Site(CUDA, torch.bfloat16, text).pool()  # 8 blocks, named again and again
@@ -64,7 +58,7 @@ def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_this_torch_has_varlen_attention(shape: str, dtype: torch.dtype) -> None:
     """Without it prompts are computed one after another; which torch has it is worth knowing."""
     assert choose(Site(CUDA, dtype, make_text(shape))).uses("varlen_attention")

@@ -92,8 +92,9 @@ class DecodeGraphs:
             for size in reversed(self._sizes):
                 for drawing in (Drawing.BEST, Drawing.RANDOM):
                     self._compute([], drawing, size)
-            self._compute([], Drawing.LIMITED, self._sizes[0])
-        except RuntimeError as error:
+            for size in (self._sizes[-1], self._sizes[0]):  # a large sort is another kernel's
+                self._compute([], Drawing.LIMITED, size)
+        except Exception as error:  # compilers and drivers raise whatever they like
             logger.warning("steps are not captured in CUDA graphs: %s", str(error)[:500])
             return False
         return True
@@ -101,7 +102,7 @@ class DecodeGraphs:
     def _compute(
         self, items: list[ScheduledSequence], drawing: Drawing, size: int | None = None
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
-        """Scores and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
+        """Scores, which graphs keep where the best is taken alone, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
         size = size or next(size for size in self._sizes if size >= len(items))
         buffers = self._buffers.get(size) or self._create_buffers(size)
         buffers.fill(items)
@@ -162,9 +163,12 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self._sampled.copy_(drawn_before)  # for the replay, which is the same step once more
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # another thread may allocate meanwhile: that of an adapter's files
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits, token_ids = self._step(buffers, drawing)
         self._memory = graph.pool()
+        if drawing is not Drawing.BEST:
+            logits = logits.new_empty(0)  # nobody reads them: their memory is the next graph's
         self._graphs[size, drawing] = graph, logits, token_ids
         return graph, logits, token_ids
 

@@ -16,6 +16,7 @@ width, T context length. Source: PagedAttention, Kwon et al. 2023, section 4.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,12 +66,22 @@ class Heads:
 PLAIN = Heads()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Continuation:
     """A run of new tokens that also sees tokens of earlier steps."""
 
+    span: Span
     blocks: Tensor  #: (blocks of the context,)
-    mask: Tensor  #: (num_new, num_context), added to the scores
+    dtype: torch.dtype
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """Added to the scores by who has no kernel for it. Shapes: (num_new, num_context)."""
+        size = (self.span.num_new, self.span.num_context)
+        hidden = torch.ones(size, dtype=torch.bool, device=self.blocks.device)
+        hidden = hidden.triu_(diagonal=self.span.num_computed + 1)
+        mask = torch.zeros(size, dtype=self.dtype, device=self.blocks.device)
+        return mask.masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +165,9 @@ def _plan_decodes(
 def _continue(
     span: Span, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Continuation:
-    """Blocks and causal mask of a run that starts after position 0."""
+    """A run that starts after position 0."""
     num_used = -(-span.num_context // block_size)
-    hidden = torch.ones(span.num_new, span.num_context, dtype=torch.bool, device=device)
-    hidden = hidden.triu_(diagonal=span.num_computed + 1)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return Continuation(
-        blocks=torch.tensor(span.block_ids[:num_used], device=device),
-        mask=mask.masked_fill_(hidden, -torch.inf),
-    )
+    return Continuation(span, torch.tensor(span.block_ids[:num_used], device=device), dtype)
 
 
 def _fresh_blocks(spans: list[Span], block_size: int) -> list[int]:

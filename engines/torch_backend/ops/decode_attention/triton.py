@@ -215,7 +215,8 @@ def attend_decodes(
         "K": num_kv_heads,
         "D": head_dim,
         "P": num_parts,
-        "TILE": _TILE,
+        # keys and values of a tile, twice: of wide heads in float32 half of it fits every processor
+        "TILE": _TILE if block_d * query.element_size() <= 512 else _TILE // 2,
         "BLOCK_D": block_d if group == 1 else max(16, block_d),
         "IS_INT8": scales is not None,
     }

@@ -127,6 +127,7 @@ def rotate_keep(
     key, value = (qkv.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
     scales, channel_rows = pool.scales(layer), rotary.channel_rows
     norms = (heads.query_norm, heads.key_norm)
+    assert (norms[0] is None) == (norms[1] is None), "queries and keys are normalised together"
     gains = [rotary.cos if norm is None else norm.weight for norm in norms]
     _rotate_keep_kernel[(num_tokens, num_heads + num_kv_heads)](
         qkv.contiguous(),

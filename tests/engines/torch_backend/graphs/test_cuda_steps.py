@@ -285,11 +285,15 @@ def test_warming_up_meets_every_size(on_cpu: None, monkeypatch: pytest.MonkeyPat
     assert {drawing for _, drawing in seen} == set(Drawing)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, Exception], ids=["driver", "compiler"])
 def test_without_graphs_the_rest_still_serves(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[Exception],
+    on_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     def fail(*args: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error("operation not permitted when stream is capturing")
 
     made = make_runner(pair("grouped"))
     with monkeypatch.context() as patch:

@@ -1,10 +1,11 @@
-"""Compile every kernel for an H200 (sm_90), without one: as the launchers call it, on the shapes of real models.
+"""Compile every kernel for GPUs that are not here, as the launchers call it, on the shapes of real models.
 
 Run as a program: the interpreter of the other tests and the compiler cannot share a process. Prints a line for each
 kernel compiled.
 """
 
 import sys
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ import engines.torch_backend  # noqa: F401 - before transformers, which imports 
 from engines.torch_backend.ops.registry import Site, discover
 from tests.factories_torch import make_text_config
 
-TARGET = GPUTarget("cuda", 90, 32)
+#: An H200 (sm_90) in every precision; what needs most memory on an A100, an L4 and an RTX 50, too.
+GENERATIONS: dict[int, tuple[torch.dtype, ...]] = {
+    90: (torch.bfloat16, torch.float16, torch.float32),
+    80: (torch.float32,),
+    89: (torch.float32,),
+    120: (torch.float32,),
+}
+LEAST_SHARED = 99 * 1024  #: bytes that a program has on any of these, on sm_89 and sm_120
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -28,10 +36,11 @@ TYPES = {
     torch.int64: "i64",
 }
 OPTIONS = ("num_warps", "num_stages")
-#: LLaVA-1.5-7B's decoder, and one with grouped heads
+#: LLaVA-1.5-7B's decoder, one with grouped heads, and one with wide heads
 SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"num_heads": 32, "num_kv_heads": 32, "head_dim": 128, "hidden_size": 4096},
     "grouped": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096},
+    "wide": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "hidden_size": 2560},
 }
 
 
@@ -41,8 +50,10 @@ def type_of(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-    """Stands for `JITFunction.run`."""
+def compile_for(
+    capability: int, self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any
+) -> None:
+    """What `JITFunction.run` would launch."""
     options = {name: constants.pop(name) for name in OPTIONS if name in constants}
     names = [name for name in self.arg_names if name not in constants]
     signature = {name: type_of(value) for name, value in zip(names, args, strict=True)}
@@ -54,23 +65,29 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **constants:
         or (isinstance(value, int) and value % 16 == 0 and names[place] != "table_width")
     }
     source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=TARGET, options=options)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=options)
     assert compiled.asm["cubin"], "no machine code"
-    print(self.__name__, compiled.metadata.shared, "bytes shared")
+    shared = compiled.metadata.shared
+    assert shared <= LEAST_SHARED, f"{self.__name__} wants {shared} bytes of shared memory"
+    print(self.__name__, shared, "bytes shared")
 
 
 def main() -> None:
-    JITFunction.run = compile_instead
-    for name, shape in SHAPES.items():
-        text = make_text_config(intermediate_size=11008, **shape)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for kv_dtype in ("auto", "int8"):
-                site = Site(torch.device("cpu"), dtype, text, 16, kv_dtype, interprets=True)
-                print(f"# {name}, {dtype}, {kv_dtype}", flush=True)
-                for op in discover():
-                    for candidate in op.candidates:
-                        if candidate.name == "triton":
-                            op.example(candidate.build(site), site)
+    for capability, dtypes in GENERATIONS.items():
+
+        def run(self: Any, *args: Any, capability: int = capability, **options: Any) -> None:
+            compile_for(capability, self, *args, **options)
+
+        JITFunction.run = run
+        for (name, shape), dtype, kv_dtype in product(SHAPES.items(), dtypes, ("auto", "int8")):
+            text = make_text_config(intermediate_size=11008, **shape)
+            site = Site(torch.device("cpu"), dtype, text, 16, kv_dtype, interprets=True)
+            print(f"# sm_{capability}, {name}, {dtype}, {kv_dtype}", flush=True)
+            for op in discover():
+                for candidate in op.candidates:
+                    if candidate.name == "triton":
+                        op.example(candidate.build(site), site)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engines.torch_backend.ops.gate.reference import gate
 from engines.torch_backend.ops.registry import Site, choose, discover
 from engines.torch_backend.ops.rotate_keep.reference import rotate_keep
 from tests.factories_torch import make_text_config
-from tests.triton_device import DEVICE, import_kernels
+from tests.triton_device import DEVICE, REAL_SHAPES, import_kernels
 
 KERNELS = SimpleNamespace(
     add_norm=import_kernels("add_norm").add_norm,
@@ -115,6 +115,7 @@ def test_heads_are_turned_and_kept(
         ((6, 2, 8), torch.float32, "int8"),
         ((4, 1, 24), torch.float16, "auto"),
         ((4, 1, 16), torch.bfloat16, "auto"),
+        ((2, 1, 256), torch.float32, "auto"),
     ],
     ids=str,
 )
@@ -178,16 +179,66 @@ def test_few_rows_are_multiplied_by_few_bits(num_rows: int, dtype: torch.dtype):
         assert_within(found, expected, dtype)
 
 
+@pytest.mark.parametrize("shape", REAL_SHAPES)
+def test_shapes_of_real_models(shape: str):
+    """One token of each kernel, with heads, widths and positions as they are there, a norm of heads and a window."""
+    text = make_text_config(max_position_embeddings=128, **REAL_SHAPES[shape])
+    dtype, tolerance = torch.bfloat16, TOLERANCES[torch.bfloat16]
+    width, inner, head_dim = text.hidden_size, text.intermediate_size, text.head_dim
+    x, gain = numbers(1, width, dtype=dtype), numbers(width, dtype=dtype)
+    assert_close(KERNELS.add_norm(x, x, gain, 1e-5), TWINS.add_norm(x, x, gain, 1e-5), **tolerance)
+    gated = numbers(1, 2 * inner, dtype=dtype)
+    assert_close(KERNELS.gate(gated), TWINS.gate(gated), **tolerance)
+    pools = [make_pool(text.num_kv_heads, head_dim, dtype, "auto", 5) for _ in range(2)]
+    norms = [RMSNorm(head_dim, 1e-6).requires_grad_(False).to(DEVICE, dtype) for _ in range(2)]
+    qkv = numbers(1, (text.num_heads + 2 * text.num_kv_heads) * head_dim, dtype=dtype)
+    positions = torch.tensor([37], device=DEVICE)
+    if text.rope_sections:
+        positions = torch.tensor([[37], [3], [5]], device=DEVICE)
+    rotary = RotaryTable(text, 40, dtype, DEVICE)
+    slots, tables = (torch.tensor(each, device=DEVICE) for each in ([37], [[*range(5)]]))
+    lengths = torch.tensor([38], device=DEVICE)
+    queries, attended = [], []
+    for ops, pool in zip((KERNELS, TWINS), pools, strict=True):
+        heads = Heads(*norms)
+        queries.append(ops.rotate_keep(qkv, rotary, positions, slots, pool, 0, heads))
+        attended.append(ops.attend_decodes(pool, 0, queries[0][0], tables, lengths, 30))
+    assert_close(queries[0], queries[1], **tolerance)
+    assert_close(attended[0], attended[1], **tolerance)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", REAL_SHAPES)
+def test_few_bits_of_real_widths(shape: str, bits: int):
+    """A row of a layer's inputs, by more outputs than a program has."""
+    sizes = ("hidden_size", "intermediate_size") if bits == 8 else ("hidden_size",)
+    for width in (REAL_SHAPES[shape][size] for size in sizes):
+        x = numbers(1, width, dtype=torch.bfloat16)
+        generator = torch.Generator().manual_seed(1)
+        if bits == 8:
+            stored = torch.randint(-127, 128, (18, width), generator=generator, dtype=torch.int8)
+            scale = numbers(18, dtype=torch.bfloat16).abs() / 127
+            found = KERNELS.multiply_int8(x, stored.to(DEVICE), scale)
+            expected = make_int8(stored, scale)(x.float())
+        else:
+            stored = torch.randint(0, 256, (18, width // 2), generator=generator, dtype=torch.uint8)
+            scale_zero = numbers(width // 64, 18, 2, dtype=torch.bfloat16) / 8
+            found = KERNELS.multiply_int4(x, stored.to(DEVICE), scale_zero)
+            expected = make_int4(stored, scale_zero)(x.float())
+        assert_within(found, expected, torch.bfloat16)
+
+
 def make_int8(integers: torch.Tensor, scale: torch.Tensor) -> Int8Linear:
-    linear = Int8Linear((40, 320), None, torch.float32)
+    linear = Int8Linear(tuple(integers.shape), None, torch.float32)
     linear.integers, linear.scale = integers.to(DEVICE), scale.float()
     return linear
 
 
 def make_int4(pairs: torch.Tensor, scale_zero: torch.Tensor) -> Int4Linear:
-    linear = Int4Linear((40, 320), None, torch.float32)
+    width = 2 * pairs.shape[1]
+    linear = Int4Linear((len(pairs), width), None, torch.float32)
     linear.pairs, linear.scale_zero = pairs.to(DEVICE), scale_zero.float()
-    linear.group_size = 320 // len(scale_zero)
+    linear.group_size = width // len(scale_zero)
     return linear
 
 
