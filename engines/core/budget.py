@@ -197,7 +197,7 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
 
     Longer and longer chunks stand beside one stream, until a step takes longer than it may.
     """
-    trial = _Trial(runner)
+    trial = Trial(runner)
     alone = trial.seconds(num_streams=1)
     # A GPU's streams are computed by graphs, its prompts are not: neither says how long the other
     # takes.
@@ -218,7 +218,7 @@ def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
     return PrefillLimit(num_tokens, max(0.0, growth), spare_s)
 
 
-class _Trial:
+class Trial:
     """Steps made up for timing. Streams have the first blocks, one each; the chunk has the rest."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -227,14 +227,14 @@ class _Trial:
         free = (runner.num_blocks - self.most_streams) * runner.block_size
         self.longest_chunk = min(free, runner.max_model_len) - 1
 
-    def seconds(self, num_streams: int, num_chunk_tokens: int = 0) -> float:
+    def seconds(self, num_streams: int, num_chunk_tokens: int = 0, tries: int = _TRIES) -> float:
         """The best of a few tries, after one that is not counted."""
         items = [self._share(place, [place], 1) for place in range(num_streams)]
         if num_chunk_tokens:
             blocks = list(range(self.most_streams, self._runner.num_blocks))
             items.append(self._share(num_streams, blocks, num_chunk_tokens))
         times = []
-        for _ in range(_TRIES + 1):
+        for _ in range(tries + 1):
             started = time.perf_counter()
             self._runner.run(Batch(items))
             times.append(time.perf_counter() - started)

@@ -41,7 +41,7 @@ class TorchSettings(BatchingSettings):
         default=0,
         ge=0,
         description="CPU threads of each process of the engine; 0: one for a small model, else as many as the "
-        "processors that the machine has and the container may use.",
+        "processors that the machine has and the container may use, or fewer where the start finds that faster.",
     )
     memory_bytes: int = Field(
         default=0,

@@ -22,6 +22,7 @@ from engines.torch_backend.layers.quantization import SCHEMES
 from engines.torch_backend.loading.check import check_model
 from engines.torch_backend.loading.gguf_checkpoint import TEXT_FILE, open_checkpoint
 from engines.torch_backend.loading.memory import free_bytes, limit_memory
+from engines.torch_backend.loading.threads import settle_num_threads
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
@@ -30,6 +31,7 @@ from engines.torch_backend.multimodal.processor import (
     create_processor,
     example_prompt,
 )
+from engines.torch_backend.ops import native
 from engines.torch_backend.ops.cpu_level import choose_level
 from engines.torch_backend.ops.measured import measured
 from engines.torch_backend.ops.registry import Ops, check_disabled, cpu_ops
@@ -88,6 +90,8 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
             )  # fmt: skip
         with phases.measure("warmup"):
             runner.warm_up()
+            if device.type == "cpu" and not settings.num_threads and leader is None:
+                _settle_num_threads(runner, kernels, settings)
             example = partial(example_prompt, processor)
             runner.model.verify(runner, settings.self_check, example)
             limit = measure_prefill_limit(runner, settings.max_num_batched_tokens)
@@ -173,6 +177,15 @@ def load_runner(
     )
     num_threads = settings.num_threads
     return TorchRunner(model, settings, device, dtype, num_threads, free, kernels, mesh, leader)
+
+
+def _settle_num_threads(runner: TorchRunner, kernels: Ops | None, settings: TorchSettings) -> None:
+    library = None
+    if kernels is not None and kernels.is_native:
+        library = native.load(kernels.site.level)
+    config, weights = runner.model.config, runner.memory_bytes()["weights"]
+    shape = f"{weights} {settings.dtype} {settings.quantization} {settings.cpu_kernels} {config!r}"
+    settle_num_threads(runner, shape, library)
 
 
 def choose_device(name: str) -> torch.device:

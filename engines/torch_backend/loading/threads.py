@@ -2,17 +2,31 @@
 and the model gains from.
 """
 
+import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from engines.core.budget import Trial
+from engines.core.runner import ModelRunner
+from engines.torch_backend.ops.measured import recall
+from engines.torch_backend.ops.native.library import Library
+
+#: Seconds of a step of one token, and of one of a prompt, by the number of threads.
+StepTimes = Mapping[int, tuple[float, float]]
 
 logger = logging.getLogger(__name__)
 
 #: So small a model gains nothing from a second thread, and loses where others compute: each waits
 #: for the other.
 ONE_THREAD_BYTES = 32 * 2**20
+_PROMPT_TOKENS = 16  #: of the prompt that is timed: enough to compute by tiles
+_ROUNDS = 2
+_MARGIN = 1.1  #: less of a difference is noise, and others may use the machine just now
+_HOPELESS = 1.3  #: so many times the time of a token: still fewer threads are not tried
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -36,10 +50,77 @@ def _default(weight_bytes: int) -> int:
     if weight_bytes < ONE_THREAD_BYTES:
         return 1
     present, share = torch.get_num_threads(), cpu_share()
-    allowed = max(1, int(share))
+    allowed = max(1, int(min(share, present)))
     if allowed < present:
         logger.info("%d threads: this container may use %.3g processors", allowed, share)
-    return min(present, allowed)
+    return allowed
+
+
+def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None) -> None:
+    """Compute with fewer threads than `set_num_threads` chose, where its steps are faster so.
+
+    Two threads of a core, or cores of another socket, may make a step slower. Measured once for a
+    `shape` of model, and kept beside the `library`; at each start without one.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    try:
+        if library is None:
+            times = _time_steps(runner, most)
+        else:
+            measure = lambda: _time_steps(runner, most)  # noqa: E731
+            times = recall(library, f"{most} threads {shape}", _parse_times, measure)
+    except OSError:
+        return
+    chosen = decide(times)
+    torch.set_num_threads(chosen)
+    logger.info(
+        "%d threads: ms of one token and of a prompt's %d by threads: %s",
+        chosen,
+        _PROMPT_TOKENS,
+        "; ".join(f"{n}: {1e3 * a:.1f}, {1e3 * b:.1f}" for n, (a, b) in sorted(times.items())),
+    )
+
+
+def decide(times: StepTimes) -> int:
+    """The most threads that were timed, unless fewer are clearly faster by both times together."""
+    most = max(times)
+
+    def cost(count: int) -> float:
+        return (times[count][0] * times[count][1]) ** 0.5
+
+    best = min(times, key=cost)
+    return best if _MARGIN * cost(best) < cost(most) else most
+
+
+def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
+    """The best of some rounds; each halves the number of threads until that is hopeless."""
+    trial, times = Trial(runner), dict[int, tuple[float, float]]()
+    chunk = min(_PROMPT_TOKENS, trial.longest_chunk)
+    try:
+        for _ in range(_ROUNDS):
+            count = most
+            while count:
+                torch.set_num_threads(count)
+                one = trial.seconds(1, tries=1)
+                if one > _HOPELESS * times.get(most, (one,))[0]:
+                    break
+                found = one, trial.seconds(0, chunk, tries=1)
+                before = times.get(count, found)
+                times[count] = min(one, before[0]), min(found[1], before[1])
+                count //= 2
+    finally:
+        torch.set_num_threads(most)
+    return times
+
+
+def _parse_times(text: str) -> StepTimes:
+    """Raises: ValueError, TypeError, AttributeError for what `_time_steps` does not make."""
+    found = {int(count): (float(a), float(b)) for count, (a, b) in json.loads(text).items()}
+    if not found:
+        raise ValueError("no times")
+    return found
 
 
 def cpu_share() -> float:

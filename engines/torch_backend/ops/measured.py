@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ from engines.torch_backend.ops.native.products import to_weights
 from engines.torch_backend.ops.products import PlainProduct
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds of a product by its name and its number of tokens.
 Timings = Mapping[str, Mapping[int, float]]
@@ -56,7 +59,7 @@ def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
         return level
     try:
         library = native.load(level)
-        timings = _kept_timings(library, num_threads)
+        timings = recall(library, str(num_threads), _parse, lambda: _measure(library))
     except (CannotCompile, OSError):
         return level
     found = decide(level, timings)
@@ -72,18 +75,22 @@ def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
     return found
 
 
-def _kept_timings(library: Library, num_threads: int) -> Timings:
-    key = f"{library.file.name} {torch.__version__} {cpu_model()} {num_threads}"
+def recall(library: Library, key: str, parse: Callable[[str], T], measure: Callable[[], T]) -> T:
+    """What was measured before by this library and torch on such a processor, else what is measured now.
+
+    `parse` reads the JSON of what `measure` returns, and raises for anything else. Raises: OSError.
+    """
+    key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
     file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
     try:
-        return _parse(file.read_text(encoding="utf-8"))
+        return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass  # not there, or damaged: it is made anew
-    timings = _measure(library)
+    found = measure()
     scratch = file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(timings), encoding="utf-8")
+    scratch.write_text(json.dumps(found), encoding="utf-8")
     scratch.replace(file)
-    return timings
+    return found
 
 
 def _parse(text: str) -> Timings:

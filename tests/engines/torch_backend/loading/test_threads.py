@@ -1,11 +1,18 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engines.torch_backend.loading import threads
-from engines.torch_backend.loading.threads import ONE_THREAD_BYTES, cpu_share, set_num_threads
+from engines.torch_backend.loading.threads import (
+    ONE_THREAD_BYTES,
+    cpu_share,
+    decide,
+    set_num_threads,
+    settle_num_threads,
+)
 
 CPU = torch.device("cpu")
 
@@ -91,5 +98,73 @@ def test_what_is_asked_for_goes_before_all(in_group, weight_bytes):
 def test_the_environment_goes_before_the_default(in_group, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     in_group("0::/\n", cpu_max="100000 100000")
+    set_num_threads(0, CPU, ONE_THREAD_BYTES)
+    assert torch.get_num_threads() == 8
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({8: (1.0, 1.0), 4: (1.1, 1.9)}, 8),
+        ({8: (1.0, 1.0), 4: (0.95, 1.0), 2: (0.97, 1.9)}, 8),  # as good as noise tells
+        ({8: (1.0, 1.0), 4: (0.6, 1.1), 2: (0.7, 2.0)}, 4),  # two threads of a core
+        ({8: (1.0, 1.0), 4: (0.8, 0.8), 2: (0.4, 0.5), 1: (0.3, 0.6)}, 1),
+    ],
+)
+def test_fewer_threads_are_taken_where_they_are_clearly_faster(
+    times: dict[int, tuple[float, float]], chosen: int
+):
+    assert decide(times) == chosen
+
+
+class Steps:
+    """A runner of which nothing but the time of steps is known, by threads: (a token, a prompt)."""
+
+    longest_chunk = 100
+
+    def __init__(self, times: dict[int, tuple[float, float]]) -> None:
+        self.times = times
+        self.tried: list[int] = []
+
+    def seconds(self, num_streams: int, num_chunk_tokens: int = 0, tries: int = 0) -> float:
+        count = torch.get_num_threads()
+        self.tried.append(count)
+        return self.times[count][num_chunk_tokens > 0]
+
+
+def test_threads_are_timed_once_for_a_model_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    steps = Steps({8: (1.0, 1.0), 4: (0.5, 0.6), 2: (1.5, 2.0)})
+    monkeypatch.setattr(threads, "Trial", lambda runner: runner)
+    library: Any = type("Library", (), {"file": tmp_path / "kernels.so"})()
+    runner: Any = steps
+    with caplog.at_level("INFO"):
+        settle_num_threads(runner, "shape", library)
+    assert torch.get_num_threads() == 4
+    assert "4 threads" in caplog.text
+    assert set(steps.tried) == {8, 4, 2}  # one would take longer still
+    num_tried = len(steps.tried)
+
+    torch.set_num_threads(8)
+    settle_num_threads(runner, "shape", library)
+    assert (torch.get_num_threads(), len(steps.tried)) == (4, num_tried)
+
+    torch.set_num_threads(8)
+    [file] = tmp_path.glob("times-*.json")
+    file.write_text("{}")
+    settle_num_threads(runner, "shape", library)
+    assert len(steps.tried) > num_tried
+
+
+def test_a_number_of_threads_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    steps: Any = Steps({})
+    settle_num_threads(steps, "shape", None)
+    assert torch.get_num_threads() == 8
+
+
+def test_without_a_limit_there_are_as_many_as_torch_has(in_group):
+    in_group("0::/\n", cpu_max="max 100000")
     set_num_threads(0, CPU, ONE_THREAD_BYTES)
     assert torch.get_num_threads() == 8
