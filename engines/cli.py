@@ -115,11 +115,15 @@ def bench_engine(
         Literal["fast", "exact", "off"], typer.Option(help="As VLM_ENGINE__CPU_KERNELS.")
     ] = "fast",
     scenarios: Annotated[
-        str, typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed.")
+        str,
+        typer.Option(help="Comma-separated: decode, prefill, image, repeat, mixed, edit, noise."),
     ] = "decode,prefill,image,repeat,mixed",
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers.")] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    speculation: Annotated[
+        str, typer.Option(help="off, auto (as VLM_ENGINE__SPECULATION), or both in turn: off,auto.")
+    ] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Drive the engine alone, beside what this machine's memory and arithmetic allow."""
@@ -136,6 +140,7 @@ def bench_engine(
         batch_sizes=tuple(int(number) for number in batch_sizes.split(",")),
         num_tokens=num_tokens,
         rounds=rounds,
+        speculation=tuple(speculation.split(",")),
     )
     run(options, as_json)
 

@@ -18,6 +18,7 @@ from engines.bench.measure import Run
 _COLUMNS = (
     "scenario",
     "batch",
+    "steps",
     "output\ntok/s",
     "total\ntok/s",
     "images\n/s",
@@ -29,7 +30,7 @@ _COLUMNS = (
     "peak\nMiB",
 )
 #: characters that the table needs; a narrower terminal breaks its lines, but no number
-TABLE_WIDTH = 132
+TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Row:
     scenario: str
     batch_size: int
     num_rounds: int
+    num_steps: float  #: median of the rounds
     rates: dict[str, Spread]
     ttft_s: Spread
     tpot_s: Spread | None
@@ -75,6 +77,7 @@ def to_row(
         scenario=scenario,
         batch_size=batch_size,
         num_rounds=len(runs),
+        num_steps=statistics.median(len(run.steps) for run in runs),
         rates={name: Spread.of([rate[name] for rate in rates]) for name in rates[0]},
         ttft_s=Spread.of([value for run in runs for value in run.ttfts]),
         tpot_s=Spread.of(tpots) if tpots else None,
@@ -111,6 +114,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row.scenario,
         str(row.batch_size),
+        f"{row.num_steps:,.0f}",
         _text(rate["output_tokens_per_s"]),
         _text(rate["total_tokens_per_s"]),
         _text(rate["images_per_s"]) if rate["images_per_s"].high else "",

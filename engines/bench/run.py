@@ -16,7 +16,7 @@ from engines.bench.cost import ModelCost
 from engines.bench.machine import Machine, measure_machine, peak_bytes
 from engines.bench.measure import Run, WorkCounter, run_beside, run_requests
 from engines.bench.report import TABLE_WIDTH, Row, show, to_json, to_row
-from engines.bench.scenario import SCENARIOS, RequestMaker, Scenario
+from engines.bench.scenario import SCENARIOS, USUAL, RequestMaker, Scenario
 from engines.core.engine import BatchingEngine
 from engines.registry import create_engine
 from engines.torch_backend.kv_cache import kv_storage_dtype
@@ -35,10 +35,11 @@ class BenchOptions:
     quantization: str = "none"
     kv_dtype: Literal["auto", "int8"] = "auto"
     cpu_kernels: Literal["fast", "exact", "off"] = "fast"
-    scenarios: tuple[str, ...] = tuple(SCENARIOS)
+    scenarios: tuple[str, ...] = USUAL
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     num_tokens: int = 64
     rounds: int = 3
+    speculation: tuple[str, ...] = ("off",)
 
 
 class Bench:
@@ -51,6 +52,8 @@ class Bench:
         unknown = set(options.scenarios) - SCENARIOS.keys()
         if unknown or min(options.batch_sizes) < 1:
             raise ValueError(f"scenarios are {', '.join(SCENARIOS)}; batch sizes are at least 1")
+        if not {"auto", "off"}.issuperset(options.speculation):
+            raise ValueError("speculation is auto, off, or both")
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
@@ -68,6 +71,7 @@ class Bench:
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine = engine
+        self._speculators = {"auto": engine.scheduler.speculator, "off": None}
         model = engine.runner.model
         assert isinstance(model, Llava)
         self._quantization = model.config.quantization or options.quantization
@@ -90,8 +94,9 @@ class Bench:
             "startup_s": {phase: round(seconds, 3) for phase, seconds in stats.startup_s.items()},
         }
 
-    def run(self, scenario: Scenario, batch_size: int) -> Run:
+    def run(self, scenario: Scenario, batch_size: int, speculation: str) -> Run:
         """One round of one cell. Raises: RequestError."""
+        self.engine.scheduler.speculator = self._speculators[speculation]
         if scenario.is_late:
             return self._run_late(scenario, batch_size)
         requests = self._maker.make(scenario, batch_size, self.options.num_tokens)
@@ -111,21 +116,30 @@ class Bench:
         """All cells: once unmeasured, then in turn. Raises: RequestError."""
         options = self.options
         cells = [
-            (SCENARIOS[name], size) for name in options.scenarios for size in options.batch_sizes
+            (SCENARIOS[name], size, speculation)
+            for name in options.scenarios
+            for size in options.batch_sizes
+            for speculation in options.speculation
         ]
-        runs: dict[tuple[Scenario, int], list[Run]] = {cell: [] for cell in cells}
-        peaks: dict[tuple[Scenario, int], int] = {}
-        for cell in cells:
-            short = replace(cell[0], num_output_tokens=2)
-            self.run(short, cell[1])
+        runs: dict[tuple[Scenario, int, str], list[Run]] = {cell: [] for cell in cells}
+        peaks: dict[tuple[Scenario, int, str], int] = {}
+        for scenario, size, speculation in cells:
+            self.run(replace(scenario, num_output_tokens=2), size, speculation)
         turns = [cell for _ in range(options.rounds) for cell in cells]
         for cell in track(turns, "measuring", console=Console(stderr=True), transient=True):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
         self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
+        several = len(options.speculation) > 1
         return [
-            to_row(scenario.name, size, runs[scenario, size], self.machine, peaks[scenario, size])
-            for scenario, size in cells
+            to_row(
+                f"{cell[0].name} {cell[2]}" if several else cell[0].name,
+                cell[1],
+                runs[cell],
+                self.machine,
+                peaks[cell],
+            )
+            for cell in cells
         ]
 
 

@@ -1,14 +1,17 @@
 """What the benchmark asks of an engine: requests of random tokens and random images, all added at once.
 
 Every request is new, so that no cache helps, but in `repeat`, which asks again what `image` would. Answers are
-greedy, of one length, and ignore the end token. Images come as pixels: decoding them is not the engine's.
+greedy, of one length, and ignore the end token; those of `edit` and `noise` are given, and the model is held to them. Images come as pixels: decoding them is not the engine's.
 """
 
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 import torch
 
+from engines.core.constraint import Constraint
+from engines.core.echo import Echo
 from engines.core.request import EngineRequest, ImageInput
 from engines.torch_backend.models.llava import VLMConfig
 from shared.protocol import SamplingParams
@@ -24,6 +27,8 @@ class Scenario:
     has_image: bool = False
     is_repeated: bool = False
     is_late: bool = False  #: one comes while as many as the batch size stream
+    #: That the model is held to: its prompt, of as many tokens, with one of 20 replaced; or a few at random.
+    answer: Literal["own", "edit", "noise"] = "own"
 
 
 SCENARIOS = {
@@ -34,8 +39,14 @@ SCENARIOS = {
         Scenario("image", 32, has_image=True),
         Scenario("repeat", 32, has_image=True, is_repeated=True),
         Scenario("mixed", 32, num_output_tokens=1, has_image=True, is_late=True),
+        Scenario("edit", 0, answer="edit"),
+        Scenario("noise", 16, answer="noise"),
     )
 }
+#: Those that are measured unless others are asked for.
+USUAL = tuple(name for name, scenario in SCENARIOS.items() if scenario.answer == "own")
+_EDITED_EVERY = 20
+_NUM_WORDS = 8
 
 
 class RequestMaker:
@@ -61,14 +72,29 @@ class RequestMaker:
     def _make_one(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
         num_slots = self._config.tokens_per_image if scenario.has_image else 0
         num_tokens = min(scenario.num_output_tokens or num_tokens, max(2, self._max_model_len // 2))
-        num_text = min(scenario.num_text_tokens, self._max_model_len - num_tokens - num_slots)
+        num_text = num_tokens if scenario.answer == "edit" else scenario.num_text_tokens
+        num_text = min(num_text, self._max_model_len - num_tokens - num_slots)
         request_id = self._next_id()
         images = ()
         if scenario.has_image:
             images = (ImageInput(0, num_slots, request_id, self._pixels()),)
         token_ids = [self._config.image_token_id] * num_slots + self._text(max(num_text, 1))
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        return EngineRequest(request_id, token_ids, sampling, images)
+        answer = self._answer(scenario, token_ids, num_tokens)
+        vocab_size = self._config.text.vocab_size
+        constraint = Constraint(Echo(answer, vocab_size)) if answer else None
+        return EngineRequest(request_id, token_ids, sampling, images, constraint=constraint)
+
+    def _answer(self, scenario: Scenario, prompt: list[int], num_tokens: int) -> list[int]:
+        if scenario.answer == "noise":
+            return self._random.choices(self._text(_NUM_WORDS), k=num_tokens)
+        if scenario.answer == "own":
+            return []
+        answer = list(prompt)
+        for start in range(0, len(answer), _EDITED_EVERY):
+            length = min(_EDITED_EVERY, len(answer) - start)
+            [answer[start + self._random.randrange(length)]] = self._text(1)
+        return answer
 
     def _text(self, count: int) -> list[int]:
         ids = (self._random.randrange(self._config.text.vocab_size) for _ in range(count))

@@ -4,8 +4,9 @@ Called by the worker's engine thread, over a mock or a torch runner alike. Clock
 `time.perf_counter` and stay here; durations leave.
 """
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ from shared.protocol import (
     Tools,
     Usage,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Generation(Struct):
@@ -132,23 +135,21 @@ class BatchingEngine(Engine[EngineRequest]):
             config.max_images_per_step,
             _prefill_limit(config, prefill_limit),
         )
-        speculates = config.speculation == "auto" and runner.shares_prefixes
-        self._speculator = (
-            None if runner.binds_prompts or not speculates else Speculator(tokenizer.eos_token_ids)
-        )
         self.scheduler = Scheduler(
             self.blocks,
             limits,
             max_num_seqs=config.max_num_seqs,
             eos_token_ids=tokenizer.eos_token_ids,
             binds_prompts=runner.binds_prompts,
-            speculator=self._speculator,
+            speculator=_create_speculator(config, runner, tokenizer.eos_token_ids),
         )
         overlaps = config.overlap_steps
+        if overlaps is None:  # tokens are guessed behind known ones
+            overlaps = runner.runs_async and config.speculation != "ngram"
         self.pipeline = StepPipeline(
             self.scheduler,
             limits,
-            is_overlapping=runner.runs_async if overlaps is None else overlaps,
+            is_overlapping=overlaps,
         )
         self.max_model_len = min(
             runner.max_model_len,
@@ -327,6 +328,8 @@ class BatchingEngine(Engine[EngineRequest]):
         if detokenizer.is_stopped:
             reason = FinishReason.STOP
         if reason is None:
+            if (speculator := self.scheduler.speculator) is not None:
+                speculator.begin(sequence)
             self._generations[request.request_id] = generation
             self.scheduler.add(sequence)
         else:
@@ -382,8 +385,8 @@ class BatchingEngine(Engine[EngineRequest]):
         try:
             batch = self.pipeline.schedule()
             batch, result = self.pipeline.run(self.runner, batch)
-            if self._speculator is not None and self._speculator.is_asked:
-                self._speculator.note(batch, result, time.perf_counter() - started_at)
+            if (speculator := self.scheduler.speculator) is not None and speculator.is_asked:
+                speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
         except SequenceFailure as failure:
             outputs = [self._fail(failure)]
@@ -396,7 +399,7 @@ class BatchingEngine(Engine[EngineRequest]):
     def stats(self) -> EngineStats:
         """The engine's present state; cheap."""
         num_queries, num_hits, encoder_cache_bytes = self.runner.encoder_cache_counts()
-        blocks = self.blocks
+        blocks, speculator = self.blocks, self.scheduler.speculator
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -412,8 +415,8 @@ class BatchingEngine(Engine[EngineRequest]):
             num_encoder_hits=num_hits,
             encoder_cache_bytes=encoder_cache_bytes,
             num_preemptions=self.scheduler.num_preemptions,
-            num_guessed_tokens=self._speculator.num_guessed if self._speculator else 0,
-            num_accepted_tokens=self._speculator.num_accepted if self._speculator else 0,
+            num_guessed_tokens=speculator.num_guessed if speculator else 0,
+            num_accepted_tokens=speculator.num_accepted if speculator else 0,
             num_adapters=len(self._adapters),
             memory_bytes=self._memory_bytes(),
             startup_s=self._startup_s,
@@ -617,6 +620,21 @@ def _of_images(request: EngineRequest) -> str:
     """How many tokens of a prompt are its images', in words, where there are any."""
     count = sum(image.num_tokens for image in request.images)
     return f", {count} of them of its images," if count else ""
+
+
+def _create_speculator(
+    config: BatchingSettings, runner: ModelRunner, eos_token_ids: Set[int]
+) -> Speculator | None:
+    """Who guesses tokens, where that is wanted and a wrong one can be taken back."""
+    if config.speculation == "off":
+        return None
+    if runner.binds_prompts or not runner.shares_prefixes:
+        logger.info(
+            "no speculation: a token that is wrong cannot be taken out of the model's state"
+        )
+        return None
+    repeats = runner.repeats if config.speculation == "auto" else config.speculation == "ngram"
+    return Speculator(eos_token_ids, repeats=repeats)
 
 
 def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:

@@ -124,7 +124,7 @@ class StepPipeline:
         following = Batch()
         for place, item in running:
             sequence = item.sequence
-            if sequence.constraint is not None:  # its next token depends on this one
+            if sequence.constraint is not None or item.draft:  # its next token depends on this one
                 return Batch()
             num_output_tokens = item.end + 1 - sequence.num_prompt_tokens
             if num_output_tokens >= sequence.max_output_tokens:

@@ -39,7 +39,7 @@ class Scheduler:
         speculator: Speculator | None = None,
     ) -> None:
         """`binds_prompts`: one step computes all of a prompt, whatever the budget."""
-        self._speculator = speculator
+        self.speculator = speculator
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self._limits = limits
@@ -183,6 +183,7 @@ class Scheduler:
     def _schedule_running(self, batch: Batch, budget: StepBudget) -> None:
         """Give every running sequence its share, oldest first."""
         items, late, block_size = batch.items, self._late, self.blocks.block_size
+        may_guess: bool | None = None
         for sequence in tuple(self.running.values()):
             if budget.num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
                 break  # preempted for an older one, and so are all that come after it
@@ -196,9 +197,12 @@ class Scheduler:
             end = start + num_new
             if end > len(sequence.block_ids) * block_size and not self._reserve(sequence, end):
                 continue
-            if num_pending == 1 and sequence.constraint is not None:
-                items.append(self._with_draft(sequence, budget))
-                continue
+            if num_pending == 1 and sequence.history is not None:
+                if may_guess is None:
+                    may_guess = self._may_guess()
+                if may_guess:
+                    items.append(self._with_draft(sequence, budget))
+                    continue
             items.append(ScheduledSequence(sequence, num_new))
             if num_pending == 1:
                 budget.num_tokens -= 1
@@ -207,12 +211,19 @@ class Scheduler:
             if num_new > 1:
                 self.blocks.promise(sequence, num_new)
 
+    def _may_guess(self) -> bool:
+        """Whether nobody has a prompt to compute: what a step may compute is for prompts first."""
+        if self.waiting and len(self.running) < self.max_num_seqs:
+            return False
+        return all(sequence.num_pending_tokens == 1 for sequence in self.running.values())
+
     def _with_draft(self, sequence: Sequence, budget: StepBudget) -> ScheduledSequence:
         """The share of a sequence that decodes, with what may come next where there is room for it."""
         draft: tuple[int, ...] = ()
-        if self._speculator is not None:
-            most = min(budget.num_prefill_tokens, budget.num_tokens - 1)
-            draft = self._speculator.guess(sequence, len(self.running), most)
+        if self.speculator is not None:
+            draft = self.speculator.guess(
+                sequence, len(self.running), budget.num_tokens - 1, budget.num_prefill_tokens
+            )
             if draft and not self.blocks.grow(sequence, len(sequence.token_ids) + len(draft)):
                 draft = ()
         budget.take(1, 1)

@@ -5,6 +5,7 @@ Used by scheduler, block manager and runners; knows no tensors, no text, no cloc
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -12,6 +13,9 @@ from engines.base import Adapter
 from engines.core.constraint import Constraint
 from engines.core.request import EngineRequest, ImageInput, Positions
 from shared.protocol import FinishReason, Priority, SamplingParams
+
+if TYPE_CHECKING:
+    from engines.core.speculation import History
 
 #: Newcomers that pass a waiting batch sequence before it counts as one of them.
 MAX_PASSES = 32
@@ -54,11 +58,7 @@ class Sequence(Struct, eq=False):
     num_preemptions: int = 0
     num_passes: int = 0  #: how often a newcomer was started before it
     finish_reason: FinishReason | None = None
-    is_draft_forced: bool = False  #: whether its last draft was its grammar's
-    ngrams: dict[tuple[int, ...], int] = field(
-        default_factory=dict
-    )  #: where tokens went on after some
-    num_indexed: int = 0  #: tokens from which these begin
+    history: "History | None" = None  #: what drafts are made of; none where nothing is guessed
     _shift: int = 0  #: from a later token's place to its rotary position
 
     def __post_init__(self) -> None:

@@ -3,10 +3,11 @@
 A step computes the last token and a draft behind it. The sampler then draws as ever, place by
 place; as long as it draws what the draft has, the next place is known too. So an answer is the
 same with and without drafts, at any temperature. Grammars guess well, as they force much of what
-they allow; what stood in prompt or answer before comes again. How long drafts are follows what
-steps take.
+they allow; what stood in prompt or answer before comes again: edits of code, quotes, extracts. How
+long drafts are follows what steps take, and how often a sequence's were right.
 """
 
+from array import array
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Items
 from itertools import takewhile
@@ -16,11 +17,37 @@ from engines.core.sequence import Batch, ScheduledSequence, Sequence
 
 #: Tokens of a draft at most.
 MAX_DRAFT = 16
+#: Tokens that have to come again before what followed them is guessed.
 _NGRAM = 3
+_KEY_MASK = (1 << 24 * _NGRAM) - 1
+#: Places where they stood that are compared, the latest first; the longest match is taken.
+_MAX_PLACES = 4
+#: A match is compared so far; a draft is twice as long as its match at most.
+_MAX_MATCH = 16
+#: Tokens of a text that are indexed in one step: long prompts must not hold up others.
+_MAX_INDEXED = 2048
+#: Draft lengths that are tried: kernels compute rows by four.
+_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
+#: How often a token of a draft is right, before it is known.
+_FORCED_RIGHT, _RIGHT = 0.9, 0.5
+#: Drafts that are right so often and do not pay will not, however often they are right.
+_SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
-#: A guess that was wrong so often is tried now and then only.
+#: Weight of the newest token in how often a sequence's drafts are right; the engine's follows slowly.
+_NEWEST_OF_SEQUENCE, _NEWEST_OF_ALL = 0.2, 0.02
+#: After so many steps in a row with drafts one goes without: what that takes has to be seen.
 _PLAIN_EVERY = 64
+#: A sequence whose drafts would not pay has none for so many tokens, at first and at most; then one.
+_FIRST_WAIT, _LONGEST_WAIT = 64, 256
+#: What is known of other sequences is forgotten by that share with each new one.
+_FORGOTTEN = 0.01
+#: A token of a draft is taken to cost that share of a step, over its sequences, before it is known.
+_FIRST_COST = 0.25
+#: What a draft costs counts so many times: what was measured is not exact.
+_MARGIN = 1.2
+#: Step times are noisy: one counts as so many times the usual at most.
+_MAX_NOISE = 2.0
 
 #: Draws the next tokens of shares, by their places; of which each has so many tokens more by now.
 Draw = Callable[[list[int], int], list[TokenChoice]]
@@ -59,85 +86,250 @@ def _is_right(item: ScheduledSequence, choice: TokenChoice | None, num_more: int
     return choice is not None and num_more < len(draft) and draft[num_more] == choice.token_id
 
 
+class History:
+    """Where the tokens of one sequence stood before, and how often guesses from that were right.
+
+    Each place is indexed once, by the three tokens in front of it as one number (tuples would take
+    three times the memory); places behind the same three are chained, the latest first.
+    """
+
+    __slots__ = ("_earlier", "_key", "_latest", "_wait", "is_forced", "quiet_until", "right")
+
+    def __init__(self, right: float) -> None:
+        """`right`: the share of guessed tokens that will be, as far as is known."""
+        self.right = right
+        self.is_forced = False  #: whether its last draft was its grammar's
+        self.quiet_until = 0  #: the length from which on it is tried again
+        self._wait = _FIRST_WAIT
+        self._key = 0  # the three tokens in front of the first place without index
+        self._latest: dict[int, int] = {}
+        self._earlier = array("i", [0] * _NGRAM)  # by place; 0: none
+
+    def find(self, sequence: Sequence, most: int) -> list[int]:
+        """At most so many tokens that followed the last ones where these stood before."""
+        token_ids = sequence.token_ids
+        end = len(token_ids)
+        latest, earlier = self._latest, self._earlier
+        start, key = len(earlier), self._key
+        if start == _NGRAM:
+            if end < start:
+                return []
+            key = token_ids[0] << 48 | token_ids[1] << 24 | token_ids[2]
+        for place in range(start, min(end, start + _MAX_INDEXED)):
+            earlier.append(latest.get(key, 0))
+            latest[key] = place
+            key = (key << 24 | token_ids[place]) & _KEY_MASK
+        self._key = key
+        place = latest.get(key, 0)
+        if not place or len(earlier) < end:
+            return []
+        longest, best = 0, place
+        for _ in range(_MAX_PLACES):
+            length = _match(token_ids, place, end)
+            if length > longest:
+                longest, best = length, place
+            place = earlier[place]
+            if not place or longest >= _MAX_MATCH:
+                break
+        most = _up_to_image(sequence, best, min(most, 2 * longest))
+        draft = token_ids[best : best + most]
+        while 0 < len(draft) < most:  # the end is reached: what it repeats goes on
+            draft += draft[: most - len(draft)]
+        return draft
+
+    def be_quiet(self, num_tokens: int) -> None:
+        """Guess nothing for a while, twice as long each time, as it would not pay."""
+        self.quiet_until = num_tokens + self._wait
+        self._wait = min(2 * self._wait, _LONGEST_WAIT)
+
+    def note(self, num_right: int, num_tried: int) -> None:
+        """Of so many guessed tokens that were looked at so many were right."""
+        weight = 1 - (1 - _NEWEST_OF_SEQUENCE) ** num_tried
+        self.right += weight * (num_right / num_tried - self.right)
+        if num_right == num_tried and self.quiet_until:
+            self._wait = _FIRST_WAIT
+            if self.right < _SURE:  # what was tried may be tried again
+                self.quiet_until = 1
+
+
+def _match(token_ids: list[int], place: int, end: int) -> int:
+    """How many tokens in front of two places are alike, of which three are."""
+    length = _NGRAM
+    while (
+        length < _MAX_MATCH
+        and length < place
+        and token_ids[place - 1 - length] == token_ids[end - 1 - length]
+    ):
+        length += 1
+    return length
+
+
+def _up_to_image(sequence: Sequence, place: int, most: int) -> int:
+    """How many tokens from a place on are text: an image's slots are no tokens that are drawn."""
+    if place < sequence.num_prompt_tokens:
+        for image in sequence.images:
+            if image.offset + image.num_tokens > place:
+                return max(0, min(most, image.offset - place))
+    return most
+
+
 class Speculator:
     """Guesses for the sequences of one engine.
 
-    A token more in a draft costs time, and saves a step's share where it is right: drafts are as
-    long as that pays, by what was measured.
+    A token more in a draft makes the step longer for all of its sequences, and saves one of them a
+    step where it is right: drafts are as long as that pays, by what was measured.
     """
 
-    def __init__(self, eos_token_ids: Set[int] = frozenset()) -> None:
-        """No draft has tokens that end an answer: what is drawn behind one may."""
+    def __init__(self, eos_token_ids: Set[int] = frozenset(), *, repeats: bool = True) -> None:
+        """No draft has tokens that end an answer: what is drawn behind one may.
+
+        `repeats`: answers without a grammar are guessed too, by what stood before.
+        """
         self._eos_token_ids = eos_token_ids
+        self._repeats = repeats
         self.num_guessed = 0  #: tokens of drafts that were computed
         self.num_accepted = 0
         self.is_asked = False  #: for the step that is planned: what comes of it is worth a note
         self._plain_s: dict[int, float] = {}  # a step without drafts, by number of sequences
-        self._token_s = 0.0  # a token of a draft more
-        self._right = {True: 0.9, False: 0.5}  # how often a token is right: of grammars, of others
+        # a token of drafts, as a share of that step, by magnitudes of sequences and of draft tokens
+        self._costs: dict[tuple[int, int], float] = {}
+        # how often a token is right: of grammars, and where a sequence begins
+        self._forced_right, self._first_right = _FORCED_RIGHT, _RIGHT
         self._num_drafted = 0  # steps in a row with drafts
+        self._num_wanted = 0  # sequences that had a draft worth its time, in the step before
+        self._begin_step()
 
-    def guess(self, sequence: Sequence, num_running: int, most: int) -> tuple[int, ...]:
-        """What may follow the tokens of a sequence: at most so many, none where it does not pay."""
+    def _begin_step(self) -> None:
+        self._num_wanting = self._num_planned = 0
+        self._num_expected = 0.0
+
+    def begin(self, sequence: Sequence) -> None:
+        """Take on a sequence, if anything is to be guessed in it."""
+        if self._repeats or sequence.constraint is not None:
+            sequence.history = History(self._first_right)
+            self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
+
+    def guess(
+        self, sequence: Sequence, num_running: int, most: int, most_beside: int
+    ) -> tuple[int, ...]:
+        """What may follow the tokens of a sequence: at most so many, none where it does not pay.
+
+        `most_beside` holds where others do not take several tokens in this step as well.
+        """
         self.is_asked = True
-        constraint = sequence.constraint
-        most = min(most, MAX_DRAFT, sequence.max_output_tokens - sequence.num_output_tokens - 1)
-        if constraint is None or most < 1 or not self._plain_s.get(num_running):
+        history, constraint = sequence.history, sequence.constraint
+        num_tokens = len(sequence.token_ids)
+        assert history is not None
+        is_quiet = num_tokens < history.quiet_until
+        # what steps take without has to be seen, at first and now and then
+        if (
+            (is_quiet and constraint is None)
+            or self._num_drafted >= _PLAIN_EVERY
+            or num_running not in self._plain_s
+        ):
             return ()
-        if self._num_drafted >= _PLAIN_EVERY:  # what steps take without has to be seen
-            return ()
-        draft = constraint.draft(sequence.token_ids, sequence.num_prompt_tokens)
-        sequence.is_draft_forced = bool(draft)
+        num_left = sequence.max_output_tokens - num_tokens + sequence.num_prompt_tokens
+        most = min(most, MAX_DRAFT, num_left - 1)
+        draft, right = [], self._forced_right
+        if constraint is not None and most > 0:
+            draft = constraint.draft(sequence.token_ids, sequence.num_prompt_tokens)
+        history.is_forced = bool(draft)
+        if not draft and not is_quiet and most > 0:
+            draft, right = history.find(sequence, most), history.right
         if not draft:
-            draft = find_repetition(sequence)
-        longest = min(most, self._longest(sequence.is_draft_forced, num_running))
-        return tuple(takewhile(lambda each: each not in self._eos_token_ids, draft[:longest]))
+            return ()
+        eos = self._eos_token_ids
+        if not eos.isdisjoint(draft):
+            draft = list(takewhile(lambda each: each not in eos, draft))
+        most = min(most, len(draft))
+        if self._num_wanted < num_running:
+            num_rivals = max(1, self._num_wanted - self._num_wanting)
+            most = min(most, -(-most_beside // num_rivals))
+        if most < 1:
+            return ()
+        longest, expected = self._longest(right, most, num_running)
+        if not longest:
+            if history.is_forced:
+                return ()
+            is_trial = history.quiet_until > 0
+            history.be_quiet(num_tokens)
+            if not is_trial:
+                return ()
+            longest = 1 if num_running > 1 else min(2, most)
+        self._num_wanting += 1
+        self._num_planned += longest
+        self._num_expected += expected
+        return tuple(draft[:longest])
 
-    def _longest(self, is_forced: bool, num_running: int) -> int:
-        """How long a draft pays."""
-        if self._token_s <= 0:
-            return MAX_DRAFT
-        worth = self._plain_s[num_running] / num_running / self._token_s
-        share, right, longest = 1.0, self._right[is_forced], 0
-        while longest < MAX_DRAFT and (share := share * right) * worth > 1:
-            longest += 1
-        return longest
+    def _longest(self, right: float, most: int, num_running: int) -> tuple[int, float]:
+        """How long a draft is best, and how many of its tokens will be right.
+
+        A length of unknown cost is tried only behind one that is known.
+        """
+        num_sure, num_planned = num_running + self._num_expected, self._num_planned
+        best = num_sure / (1 + self._cost(num_running, num_planned))
+        longest, expected = 0, 0.0
+        for length in _LENGTHS:
+            length = min(length, most)
+            gain = right * (1 - right**length) / (1 - right) if right < 1 else length
+            rate = (num_sure + gain) / (1 + self._cost(num_running, num_planned + length))
+            if rate > best:
+                best, longest, expected = rate, length, gain
+            if length == most or _magnitude(num_running, num_planned + length) not in self._costs:
+                break
+        return longest, expected
+
+    def _cost(self, num_running: int, num_tokens: int) -> float:
+        """What so many draft tokens make a step longer, as a share of one without."""
+        if not num_tokens:
+            return 0.0
+        size, magnitude = _magnitude(num_running, num_tokens)
+        for known in range(magnitude, 0, -1):
+            cost = self._costs.get((size, known))
+            if cost is not None:
+                return _MARGIN * num_tokens * cost
+        return num_tokens * _FIRST_COST / num_running
 
     def note(self, batch: Batch, result: StepResult, seconds: float) -> None:
         """What came of a step, and how long it took."""
         self.is_asked = False
-        num_sequences, num_guessed = len(batch.items), 0
-        for item, choice in zip(batch.items, result.choices, strict=True):
-            if item.num_new_tokens - len(item.draft) != 1 or choice is None:
-                return  # prompts: it says nothing about drafts
-            if item.draft:
-                num_right = len(choice.following)
-                num_guessed += len(item.draft)
-                self.num_accepted += num_right
-                kind, tried = item.sequence.is_draft_forced, min(num_right + 1, len(item.draft))
-                weight = min(0.5, _NEWEST * tried / 4)
-                self._right[kind] += weight * (num_right / tried - self._right[kind])
+        self._num_wanted, is_drafted = self._num_wanting, self._num_planned > 0
+        self._begin_step()
+        num_running, num_guessed, is_decode = len(batch.items), 0, True
+        for item, choice in zip(batch.items, result.choices, strict=True) if is_drafted else ():
+            num_drafted = len(item.draft)
+            if choice is None or item.num_new_tokens - num_drafted != 1:
+                is_decode = False
+            elif num_drafted:
+                num_guessed += num_drafted
+                self._note_draft(item, len(choice.following))
         self.num_guessed += num_guessed
-        plain_s = self._plain_s.get(num_sequences)
+        plain_s = self._plain_s.get(num_running)
+        if not is_decode:  # prompts: its time says nothing about drafts
+            return
         if num_guessed == 0:
             self._num_drafted = 0
-            weight = _NEWEST if plain_s else 1.0
-            self._plain_s[num_sequences] = weight * seconds + (1 - weight) * (plain_s or 0.0)
-        elif plain_s:
+            if plain_s is not None:
+                seconds = _NEWEST * min(seconds, _MAX_NOISE * plain_s) + (1 - _NEWEST) * plain_s
+            self._plain_s[num_running] = seconds
+        elif plain_s is not None:
             self._num_drafted += 1
-            token_s = max(0.0, seconds - plain_s) / num_guessed
-            self._token_s += _NEWEST * (min(token_s, plain_s) - self._token_s)
+            cost = min(max(0.0, seconds / plain_s - 1) / num_guessed, _MAX_NOISE)
+            key = _magnitude(num_running, num_guessed)
+            known = self._costs.get(key, cost)
+            self._costs[key] = known + _NEWEST * (cost - known)
+
+    def _note_draft(self, item: ScheduledSequence, num_right: int) -> None:
+        self.num_accepted += num_right
+        num_tried = min(num_right + 1, len(item.draft))
+        history, weight = item.sequence.history, 1 - (1 - _NEWEST_OF_ALL) ** num_tried
+        assert history is not None
+        if history.is_forced:
+            self._forced_right += weight * (num_right / num_tried - self._forced_right)
+        else:
+            history.note(num_right, num_tried)
+            self._first_right += weight * (num_right / num_tried - self._first_right)
 
 
-def find_repetition(sequence: Sequence) -> list[int]:
-    """What followed the last tokens of a sequence where they stood before."""
-    token_ids = sequence.token_ids
-    end = len(token_ids)
-    if end <= _NGRAM:
-        return []
-    places = sequence.ngrams
-    for place in range(sequence.num_indexed, end - _NGRAM):
-        places[tuple(token_ids[place : place + _NGRAM])] = place + _NGRAM
-    sequence.num_indexed = end - _NGRAM
-    found = places.get(tuple(token_ids[-_NGRAM:]))
-    return [] if found is None else token_ids[found : found + MAX_DRAFT]
+def _magnitude(num_running: int, num_tokens: int) -> tuple[int, int]:
+    return num_running.bit_length(), num_tokens.bit_length()

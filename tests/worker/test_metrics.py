@@ -11,7 +11,7 @@ from worker.metrics import create_registry
 def test_every_declared_metric_has_its_number():
     stats = EngineStats(
         num_running=3, num_steps=40, kv_usage_ratio=0.5, memory_bytes={"weights": 7},
-        startup_s={"load": 1.5},
+        startup_s={"load": 1.5}, num_guessed_tokens=9, num_accepted_tokens=5,
     )  # fmt: skip
     engine = SimpleNamespace(stats=stats)
     claims = SimpleNamespace(num_claims=Counter(new=2), num_fenced=1)
@@ -23,6 +23,8 @@ def test_every_declared_metric_has_its_number():
     assert registry.get_sample_value("vlm_num_requests_running") == 3
     assert registry.get_sample_value("vlm_engine_steps_total") == 40
     assert registry.get_sample_value("vlm_kv_cache_usage_ratio") == 0.5
+    assert registry.get_sample_value("vlm_draft_tokens_total") == 9
+    assert registry.get_sample_value("vlm_draft_accepted_tokens_total") == 5
     assert registry.get_sample_value("vlm_memory_bytes", {"use": "weights"}) == 7
     assert registry.get_sample_value("vlm_startup_seconds", {"phase": "load"}) == 1.5
     assert registry.get_sample_value("vlm_claims_total", {"kind": "new"}) == 2

@@ -50,6 +50,7 @@ class Ours:
             "max_num_batched_tokens": max_batch_size * num_blocks * _BLOCK_SIZE,
             "num_kv_blocks": max_batch_size * num_blocks,
             "block_size": _BLOCK_SIZE,
+            "speculation": "off",
         }
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)

@@ -1,17 +1,19 @@
 """Drafts change nothing but the number of steps: whatever is guessed, the answer is the same."""
 
 import json
-from itertools import product
+from itertools import product, takewhile
+from random import Random
 
 import pytest
 
 from engines.base import EngineCall
 from engines.core.engine import BatchingEngine
-from engines.core.runner import SequenceFailure
-from engines.core.speculation import Speculator, find_repetition
+from engines.core.runner import SequenceFailure, StepResult, TokenChoice
+from engines.core.sequence import Batch, ScheduledSequence
+from engines.core.speculation import History, Speculator
 from engines.registry import create_engine
 from shared.protocol import ChatMessage, Generate, Grammar, SamplingParams, TextPart
-from tests.factories_engine import make_sequence
+from tests.factories_engine import make_image, make_sequence
 
 RECORD = {
     "type": "object",
@@ -63,11 +65,13 @@ def nothing(matcher, output):
 class Eager(Speculator):
     """Guesses as much as it may, whatever that costs."""
 
-    def guess(self, sequence, num_running, most):
+    def guess(self, sequence, num_running, most, most_beside):
         self._plain_s[num_running] = 1.0
         self._num_drafted = 0
-        self._token_s = 0.0
-        return super().guess(sequence, num_running, most)
+        return super().guess(sequence, num_running, most, most)
+
+    def _longest(self, right, most, num_running):
+        return most, 0.0
 
 
 def create(speculation="auto", **settings) -> BatchingEngine:
@@ -75,9 +79,8 @@ def create(speculation="auto", **settings) -> BatchingEngine:
     values = {"kind": "mock", "mock": instant, "speculation": speculation, **settings}
     engine = create_engine(values).engine
     assert isinstance(engine, BatchingEngine)
-    if engine._speculator is not None:
-        eager = Eager(engine.tokenizer.eos_token_ids)
-        engine._speculator = engine.scheduler._speculator = eager
+    if engine.scheduler.speculator is not None:
+        engine.scheduler.speculator = Eager(engine.tokenizer.eos_token_ids)
     return engine
 
 
@@ -200,19 +203,127 @@ def test_a_step_that_is_taken_back_leaves_the_grammar_where_it_was(off, on, monk
     assert tokens == expected["a"][0]
 
 
-def test_drafts_are_as_long_as_they_pay():
-    speculator = Speculator()
-    speculator._plain_s[1] = 0.01
-    speculator._token_s = 0.02
-    assert speculator._longest(True, 1) == 0
-    speculator._token_s = 0.0001
-    assert speculator._longest(True, 1) > speculator._longest(False, 1) > 0
-    speculator._plain_s[64] = 0.01
-    assert speculator._longest(True, 64) < speculator._longest(True, 1)
+def draft_of(token_ids, most=16, **fields):
+    return History(0.5).find(make_sequence(token_ids=token_ids, **fields), most)
 
 
 def test_what_stood_before_is_guessed():
-    sequence = make_sequence(token_ids=[1, 2, 3, 4, 5, 6, 1, 2, 3])
-    assert find_repetition(sequence)[:3] == [4, 5, 6]
-    sequence.token_ids += [9]
-    assert find_repetition(sequence) == []
+    assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1, 2, 3]
+    assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3], most=2) == [4, 5]
+    assert draft_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 9]) == []
+    assert draft_of([1, 2, 3]) == draft_of([1]) == []
+
+
+def test_the_longest_of_what_stood_before_goes_on():
+    assert draft_of([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3])[:1] == [4]
+    assert draft_of([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3])[:1] == [5]
+
+
+def test_what_repeats_itself_goes_on_beyond_the_end():
+    assert draft_of([7, 7, 7, 7, 7, 7, 7, 7, 7])[:16] == [7] * 16
+    assert draft_of([1, 2, 1, 2, 1, 2, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]
+
+
+def test_slots_of_images_are_not_guessed():
+    token_ids = [1, 2, 3, 4, 0, 0, 0, 0, 5, 1, 2, 3]
+    assert draft_of(token_ids, images=(make_image(4, 4),)) == [4]
+    assert draft_of([*token_ids[:9], 3, 4, 0], images=(make_image(4, 4),)) == []
+
+
+@pytest.mark.parametrize("num_letters", [2, 5])
+def test_an_index_that_grows_finds_what_a_search_does(num_letters):
+    random = Random(num_letters)
+    sequence, history = make_sequence(token_ids=[0, 1, 0]), History(0.5)
+    for _ in range(200):
+        sequence.token_ids += random.choices(range(num_letters), k=random.choice([1, 1, 1, 4]))
+        ids = sequence.token_ids
+        ends = [end for end in range(3, len(ids)) if ids[end - 3 : end] == ids[-3:]]
+        found = history.find(sequence, 4)
+        assert bool(found) == bool(ends)
+        if found:
+            assert any((ids[end:] * 4)[:4] == found or ids[end : end + 4] == found for end in ends)
+
+
+def test_long_prompts_are_indexed_in_parts():
+    text = list(range(5000))
+    sequence, history = make_sequence(token_ids=[*text, 1, 2, 3]), History(0.5)
+    found = [history.find(sequence, 2) for _ in range(4)]
+    assert found[0] == []
+    assert found[-1] == [4, 5]
+    sequence.token_ids += [4996, 4997, 4998]
+    assert history.find(sequence, 1) == [4999]
+
+
+class Steps:
+    """What a speculator sees of sequences whose steps take a known time, and whose text is given."""
+
+    def __init__(self, token_cost, text):
+        self.speculator = Speculator()
+        self.text, self._token_cost = text, token_cost
+
+    def run(self, num_running=1):
+        """Each has the text. Returns tokens of drafts, right ones, and how much longer it took than without."""
+        speculator = self.speculator
+        before = speculator.num_guessed, speculator.num_accepted
+        sequences = [
+            make_sequence(token_ids=self.text[:4], max_output_tokens=len(self.text) - 4)
+            for _ in range(num_running)
+        ]
+        for sequence in sequences:
+            speculator.begin(sequence)
+        seconds = 0.0
+        while any(len(each.token_ids) < len(self.text) for each in sequences):
+            items, choices = [], []
+            for sequence in sequences:
+                end = len(sequence.token_ids)
+                sequence.num_computed_tokens = end - 1
+                rest = [TokenChoice(each) for each in self.text[end:]] or [TokenChoice(0)]
+                draft = speculator.guess(sequence, num_running, 100, 100)
+                pairs = zip(draft, rest, strict=False)
+                num_right = len(list(takewhile(lambda two: two[0] == two[1].token_id, pairs)))
+                rest[0].following = tuple(rest[1 : num_right + 1])
+                items.append(ScheduledSequence(sequence, 1 + len(draft), draft=draft))
+                choices.append(rest[0])
+            num_drafted = sum(len(item.draft) for item in items)
+            step_s = 0.01 * (1 + self._token_cost * num_drafted)
+            seconds += step_s
+            speculator.note(Batch(items), StepResult(choices), step_s)
+            for item, choice in zip(items, choices, strict=True):
+                item.sequence.token_ids += [each.token_id for each in (choice, *choice.following)]
+        return (
+            speculator.num_guessed - before[0],
+            speculator.num_accepted - before[1],
+            seconds / (0.01 * (len(self.text) - 4)),
+        )
+
+
+@pytest.mark.parametrize(("num_running", "token_cost"), [(1, 0.3), (8, 0.1)])
+def test_text_that_is_guessed_wrong_takes_no_more_time(num_running, token_cost):
+    random = Random(1)
+    steps = Steps(token_cost, random.choices(range(6), k=1200))
+    num_guessed, num_right, slowdown = steps.run(num_running)
+    assert num_guessed > 0
+    assert num_right < 0.5 * num_guessed
+    assert slowdown < 1.02
+
+
+@pytest.mark.parametrize(("num_running", "token_cost"), [(1, 0.2), (8, 0.05)])
+def test_text_that_comes_again_takes_fewer_steps(num_running, token_cost):
+    prose = Random(1).choices(range(1000), k=100)
+    _, _, slowdown = Steps(token_cost, prose * 4).run(num_running)
+    assert slowdown < 0.75
+
+
+def test_a_sequence_that_was_guessed_wrong_is_tried_again_when_it_repeats_itself():
+    random = Random(1)
+    steps = Steps(0.2, [*random.choices(range(6), k=600), *[7, 8, 9] * 200])
+    _, num_right, slowdown = steps.run()
+    assert num_right > 300
+    assert slowdown < 0.85
+
+
+def test_nothing_is_guessed_where_a_token_more_costs_a_step():
+    steps = Steps(1.5, [1, 2, 3] * 400)
+    num_guessed, _, slowdown = steps.run()
+    assert num_guessed < 60
+    assert slowdown < 1.02

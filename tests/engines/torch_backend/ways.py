@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from engines.core.engine import BatchingEngine
 from engines.core.request import EngineRequest
+from engines.core.sequence import Sequence
+from engines.core.speculation import Speculator
 from engines.torch_backend.sampling.sampler import needs_host
 from tests.factories_torch import encode_in_smallest_parts, run_to_end
 
@@ -109,6 +111,50 @@ def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
     return tokens
 
 
+class Oracle(Speculator):
+    """Guesses what will come, and every third time a wrong token at last."""
+
+    def __init__(self, answers: Tokens) -> None:
+        super().__init__()
+        self._answers = answers
+        self._num_asked = 0
+
+    def guess(
+        self, sequence: Sequence, num_running: int, most: int, most_beside: int
+    ) -> tuple[int, ...]:
+        self.is_asked = True
+        rest = self._answers[sequence.request_id][sequence.num_output_tokens :]
+        draft = rest[: max(0, min(most, 5, len(rest) - 1))]
+        self._num_asked += 1
+        if draft and self._num_asked % 3 == 0:
+            draft[-1] = abs(draft[-1] - 1)
+        self._num_planned += len(draft)
+        return tuple(draft)
+
+
+def run_with_drafts(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Several tokens a step, of which some are wrong."""
+    return _run_with_drafts(start(), run_batched(start, wanted), wanted)
+
+
+def run_with_drafts_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
+    """Taken over in chunks, with few blocks."""
+    engine = start(num_kv_blocks=20, max_num_batched_tokens=5, max_num_seqs=3)
+    answers = run_batched(start, wanted)
+    return _run_with_drafts(engine, answers, begin_elsewhere(start, wanted))
+
+
+def _run_with_drafts(
+    engine: BatchingEngine, answers: Tokens, wanted: list[EngineRequest]
+) -> Tokens:
+    if engine.scheduler.speculator is None:  # nothing can be taken out of its states
+        return run_to_end(engine, wanted)
+    oracle = engine.scheduler.speculator = Oracle(answers)
+    tokens = run_to_end(engine, wanted)
+    assert 0 < oracle.num_accepted < oracle.num_guessed
+    return tokens
+
+
 def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineRequest]:
     """The requests as they are handed on when their first worker has died."""
     first = run_batched(start, wanted)
@@ -133,6 +179,8 @@ WAYS: list[Way] = [
     run_taken_over,
     run_overlapped,
     run_under_all_of_it,
+    run_with_drafts,
+    run_with_drafts_under_all_of_it,
 ]
 ALL = bool(os.environ.get("FAMILIES_ALL"))
 

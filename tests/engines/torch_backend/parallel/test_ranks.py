@@ -42,7 +42,12 @@ ALL = bool(os.environ.get("FAMILIES_ALL"))
 CASES = [(2, None), (4, "int8"), (2, "int4")]
 if ALL:
     CASES = [(size, scheme) for size in (2, 4) for scheme in (None, *SCHEMES)]
-WAYS = [ways.run_beside_smooth_streams, ways.run_under_all_of_it, ways.run_overlapped]
+WAYS = [
+    ways.run_beside_smooth_streams,
+    ways.run_under_all_of_it,
+    ways.run_overlapped,
+    ways.run_with_drafts,
+]
 
 
 def make_requests(processor: TorchProcessor, **sampling: Any) -> list[EngineRequest]:
