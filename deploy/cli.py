@@ -117,6 +117,12 @@ def deploy(
     canary: Annotated[
         str, typer.Option(help="Share of the requests that the new version gets at first, as 10%.")
     ] = "0",
+    canary_latency: Annotated[
+        float,
+        typer.Option(
+            help="Roll a canary back that takes so many times as long as the old version, as 2; 0: do not."
+        ),
+    ] = 0,
     start_s: Annotated[float, typer.Option(help="In which it has to be ready.")] = 300,
     idle_s: Annotated[float, typer.Option(help="Without work, before an instance stops.")] = 300,
     retry_limit: Annotated[int, typer.Option(min=0, help="Failed starts that it may have.")] = 3,
@@ -144,7 +150,14 @@ def deploy(
 
     def run() -> None:
         spec = commands.make_spec(
-            resources, canary, min_instances, max_instances, start_s, idle_s, retry_limit
+            resources,
+            canary,
+            min_instances,
+            max_instances,
+            start_s,
+            idle_s,
+            retry_limit,
+            canary_latency,
         )
         settings = dict(_assignment("--set", each) for each in engine or ())
         variables = dict(_assignment("--env", each) for each in env or ())

@@ -46,13 +46,22 @@ class CommandFailed(Exception):
 
 
 def make_spec(
-    resources: str, share: str, least: int, most: int, start_s: float, idle_s: float, retries: int
+    resources: str,
+    share: str,
+    least: int,
+    most: int,
+    start_s: float,
+    idle_s: float,
+    retries: int,
+    latency: float = 0.0,
 ) -> Spec:
     """The spec of options as people write them: `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
     try:
         percent = share.strip().removesuffix("%")
         canary = float(percent) / (100 if share.strip().endswith("%") else 1)
-        spec = Spec(least, most, parse_resources(resources), canary, idle_s, 2.0, start_s, retries)
+        spec = Spec(
+            least, most, parse_resources(resources), canary, idle_s, 2.0, start_s, retries, latency
+        )
         return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # which checks its limits
     except (ValueError, msgspec.ValidationError) as error:
         raise CommandFailed(str(error), ARGUMENTS) from None
@@ -333,13 +342,15 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
     outer = Table(
         title=f"{app['name']}: {app['state']}. {app['message']}", show_header=False, box=None
     )
-    versions = Table("version", "digest", "share", "ready", "running", "answers/s", "failed")
+    versions = Table(
+        "version", "digest", "share", "ready", "running", "answers/s", "failed", "p95 ms"
+    )
     share = app["candidate"]["spec"]["canary"] if app["state"] == "canary" else 0.0
     for role, part in (("active", 1 - share), ("candidate", share)):
         if (each := app[role]) is not None:
             versions.add_row(
                 role, _short(each), f"{part:.0%}", str(each["num_ready"]),
-                str(each["num_running"]), rates.of(each), str(each["num_failed"]),
+                str(each["num_running"]), rates.of(each), str(each["num_failed"]), _times(each),
             )  # fmt: skip
     revisions = Table("generation", "cause", "digest", "outcome", "message")
     for each in app["generations"][-8:]:
@@ -362,6 +373,12 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
     for each in (versions, revisions, slots, events):
         outer.add_row(each)
     return outer
+
+
+def _times(revision: dict[str, Any]) -> str:
+    """Of the first token, and of each further one where there are any."""
+    times = [revision["p95_first_s"], revision["p95_token_s"]]
+    return " + ".join(f"{1000 * each:.3g}" for each in times if each) or "-"
 
 
 def _short(revision: dict[str, Any] | None) -> str:

@@ -184,6 +184,8 @@ class ActiveRequest(Struct, eq=False):
 #: Makes the spans of a request that ends: the engine's own stages, if it has told them, and the
 #: outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
+#: Told of a request that the engine has answered, with its last output.
+OnFinished = Callable[[ActiveRequest, EngineOutput], None]
 
 
 class ActiveRequests:
@@ -197,12 +199,14 @@ class ActiveRequests:
         max_num_seqs: int,
         begin: Callable[[Claim], Awaitable[bool]],
         trace: Trace | None = None,
+        on_finished: OnFinished | None = None,
     ) -> None:
         self._engine = engine
         self._preprocessor = preprocessor
         self._outbox = outbox
         self._max_num_seqs = max_num_seqs
         self._trace = trace
+        self._on_finished = on_finished
         self._begin = begin  # says that a suspect starts; whether it is still ours
         self._active_requests: dict[str, ActiveRequest] = {}  # by request id
         self._by_engine_id: dict[str, ActiveRequest] = {}
@@ -369,6 +373,8 @@ class ActiveRequests:
             outcome = "ok" if last.error is None else last.error_code.value
             self._trace(active, last.timings, outcome)
         if last.finish_reason is not None:  # the engine has forgotten it already
+            if self._on_finished is not None:
+                self._on_finished(active, last)
             del self._by_engine_id[active.engine_id]
             self._engine.note_end(active.engine_id)
 

@@ -13,12 +13,13 @@ from typing import Literal
 
 from redis.exceptions import RedisError
 
-from engines.base import LoadedEngine
-from shared.protocol import ErrorCode
+from engines.base import EngineOutput, LoadedEngine
+from shared.packages.latency import RecentCounts
+from shared.protocol import ErrorCode, Generate
 from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
 from shared.settings.tree import WorkerSettings
-from worker.active_requests import ActiveRequests
+from worker.active_requests import ActiveRequest, ActiveRequests
 from worker.adapters import WorkerAdapters
 from worker.engine_thread import EngineBroken, EngineThread
 from worker.loops import ClaimLoops, repeat
@@ -65,7 +66,9 @@ class Worker:
             self._max_num_seqs,
             self._begin,
             tracer and tracer.trace,
+            self._count_times if self._card.package else None,
         )
+        self._first_times, self._token_times = RecentCounts(), RecentCounts()
         engine.on_events = self.active_requests.on_events
         self._unsent: list[Publication] = []  # taken from the outbox, not yet answered by Redis
         self._stopping = asyncio.Event()
@@ -255,10 +258,25 @@ class Worker:
             num_steps=stats.num_steps,
             num_finished=self._num_ended["finished"],
             num_failed=self._num_ended["failed"],
+            first_counts=self._first_times.read(),
+            token_counts=self._token_times.read(),
             state=state,
         )
         await self._registry.announce(record, self._record_ttl_s)
         self._last_contact_at = time.monotonic()
+
+    def _count_times(self, active: ActiveRequest, last: EngineOutput) -> None:
+        """Note what an answer of a deployment took here; without its wait, and if it was not taken over."""
+        spent, usage = last.timings, last.usage
+        if spent is None or usage is None or active.num_told:
+            return
+        first_s = active.added_at - active.started_at + spent.vision_s + spent.prefill_s
+        if not isinstance(active.call.task, Generate):
+            self._first_times.add(first_s + spent.decode_s)
+            return
+        self._first_times.add(first_s)
+        if usage.num_output_tokens > 1:
+            self._token_times.add(spent.decode_s / (usage.num_output_tokens - 1))
 
     @property
     def _record_ttl_s(self) -> float:

@@ -41,6 +41,7 @@ from shared.packages.deployments import (
 )
 from shared.packages.environment import Environment
 from shared.packages.garbage import write_hold
+from shared.packages.latency import add_up, quantile
 from shared.packages.manifest import BadPackage, Digest, Manifest
 from shared.packages.rollout import App
 from shared.packages.signature import (
@@ -110,6 +111,10 @@ class RevisionObject(msgspec.Struct):
     num_running: int
     num_finished: int
     num_failed: int
+    #: Of their answers of the last minutes, without the wait: within which 95 % had the first token
+    #: (other tasks than generating: the whole answer), and each further one. 0: none yet
+    p95_first_s: float
+    p95_token_s: float
 
 
 class EventObject(msgspec.Struct):
@@ -291,6 +296,8 @@ class Applications:
                 sum(each.num_running + each.num_waiting for each in workers),
                 sum(each.num_finished for each in workers),
                 sum(each.num_failed for each in workers),
+                quantile(add_up(each.first_counts for each in workers), 0.95),
+                quantile(add_up(each.token_counts for each in workers), 0.95),
             )  # fmt: skip
 
         slots = [SlotObject(s.id, s.digest, s.state, s.phase, s.node, s.since) for s in app.slots]

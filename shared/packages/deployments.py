@@ -17,6 +17,8 @@ from shared.packages.store import PackageStore, StoreError
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 MAX_INSTANCES = 256
+#: Times are known to a tenth.
+LEAST_LATENCY = 1.2
 
 Name = Annotated[str, Meta(pattern=NAME)]
 Cause = Literal["deploy", "rollback", "scale", "undeploy"]
@@ -49,9 +51,13 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_age_s: Annotated[float, Meta(gt=0)] = 2.0
     start_s: Annotated[float, Meta(gt=0)] = 300.0  #: in which a new version has to be ready
     retry_limit: Annotated[int, Meta(ge=0, le=100)] = 3  #: failed starts that it may have
+    #: A canary that takes that many times as long as the old version is rolled back; 0: it is not.
+    canary_latency: Annotated[float, Meta(ge=0, le=1000)] = 0.0
 
     def __post_init__(self) -> None:
         """Raises: ValueError."""
+        if 0 < self.canary_latency < LEAST_LATENCY:
+            raise ValueError(f"canary_latency is below {LEAST_LATENCY:g}; 0 compares no times")
         if self.min_instances > self.max_instances:
             raise ValueError("min_instances is larger than max_instances")
 

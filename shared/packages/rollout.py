@@ -15,8 +15,16 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from shared.packages.deployments import Generation, Outcome, Resources, Spec, version_name
+from shared.packages.deployments import (
+    LEAST_LATENCY,
+    Generation,
+    Outcome,
+    Resources,
+    Spec,
+    version_name,
+)
 from shared.packages.environment import Environment
+from shared.packages.latency import quantile
 from shared.protocol import ModelCard
 
 SlotState = Literal["wanted", "starting", "ready", "draining"]
@@ -37,6 +45,8 @@ PROBATION_S = 600.0
 #: A canary is given up if, of that many answers, so much more fail than of the old version's.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
+#: Or if it takes longer by its spec's ratio, and by so much.
+LEAST_DELAY_S = 0.002
 MAX_EVENTS = 50
 
 
@@ -157,6 +167,9 @@ class Load(msgspec.Struct, frozen=True):
     age_s: float = 0.0  #: of the oldest request that no worker has taken
     num_finished: int = 0
     num_failed: int = 0
+    #: Times of its latest answers, by bucket (`shared.packages.latency`).
+    first_counts: Mapping[int, int] = {}
+    token_counts: Mapping[int, int] = {}
 
 
 NO_LOAD = Load()
@@ -415,7 +428,8 @@ def _judge(
         return Outcome("rolled_back", f"not ready within {spec.start_s:g} s")
     if candidate.is_canary:
         old = loads.get(app.active.digest, NO_LOAD) if app.active else NO_LOAD
-        return _compare(loads.get(candidate.digest, NO_LOAD), old)
+        new = loads.get(candidate.digest, NO_LOAD)
+        return _compare(new, old) or _compare_times(new, old, spec.canary_latency)
     is_whole = not spec.canary or app.active is None
     if is_whole and ready and not starting and not _is_coming(app, candidate, now):
         return Outcome("active")
@@ -440,6 +454,32 @@ def _compare(new: Load, old: Load) -> Outcome | None:
         "rolled_back",
         f"{share:.0%} of {num_answers} answers failed, {usual:.0%} of the old version's",
     )
+
+
+def _compare_times(new: Load, old: Load, most: float) -> Outcome | None:
+    """Whether a canary takes too long: at the 95th percentile, and not only there, as when it warms up."""
+    if not most:
+        return None
+    for what, ours, theirs in (
+        (
+            "the first token, or of a task",
+            new.first_counts,
+            old.first_counts,
+        ),
+        ("a further token", new.token_counts, old.token_counts),
+    ):
+        num_new, num_old = sum(ours.values()), sum(theirs.values())
+        if min(num_new, num_old) < MIN_ANSWERS:
+            continue
+        late, usual = quantile(ours, 0.95), quantile(theirs, 0.95)
+        is_slower = quantile(ours, 0.5) > LEAST_LATENCY * quantile(theirs, 0.5)
+        if late > most * usual and late - usual > LEAST_DELAY_S and is_slower:
+            return Outcome(
+                "rolled_back",
+                f"p95 of {what}: {1000 * late:.3g} ms in {num_new} answers, {1000 * usual:.3g} ms in "
+                f"{num_old} of the old version; more than {most:g} times as long",
+            )
+    return None
 
 
 def _is_canary_ready(app: App) -> bool:

@@ -34,6 +34,10 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     num_steps: int = 0
     num_finished: int = 0  #: requests, since it started
     num_failed: int = 0
+    #: Of a deployment's latest answers: how many first tokens, or whole answers of other tasks, and
+    #: mean times of a further token took how long; by bucket (`shared.packages.latency`).
+    first_counts: dict[int, int] = msgspec.field(default_factory=dict)
+    token_counts: dict[int, int] = msgspec.field(default_factory=dict)
     state: Literal["ready", "draining"] = "ready"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.deployer import Deployer
+from tests.integration.deployer import Deployer, load
 from tests.integration.fleet_process import ROOT, Served, start_fleet
 
 pytestmark = [
@@ -220,3 +220,20 @@ def test_instances_follow_real_load_up_and_down(deployer: Deployer):
     deployer.wait(lambda app: app["desired"] == 0 and not app["slots"])
     with locust(deployer):
         deployer.wait(lambda app: app["active"]["num_ready"] >= 1)
+
+
+def test_a_canary_that_takes_longer_is_rolled_back_and_one_as_fast_is_promoted(deployer: Deployer):
+    old = deployer.active()
+    options = ("--canary", "50%", "--canary-latency", "2", "--min-instances", "1")
+    with load(deployer):
+        slow = deployer.deploy(31, "--set", "mock__decode_s=0.05", *options)
+        assert slow.returncode == 0, slow.stderr  # as a canary
+        app = deployer.wait(lambda app: app["candidate"] is None)
+        assert app["active"]["digest"] == old
+        assert "more than 2 times as long" in app["generations"][-1]["message"]
+        equal = deployer.deploy(32, *options)
+        assert equal.returncode == 0, equal.stderr
+        candidate = deployer.wait(lambda app: (app["candidate"] or {}).get("num_finished", 0) > 200)
+        assert candidate["state"] == "canary"
+        assert deployer.vlm("promote", "cap").returncode == 0
+    assert deployer.active() != old

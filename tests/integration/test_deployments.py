@@ -38,6 +38,7 @@ def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
         assert bad.returncode == 5
         assert "VLM_ENGINE__NONSENSE: the mock engine has no such setting" in bad.stderr
         assert deployer.active() == new
+        deployer.wait(lambda app: app["active"]["p95_token_s"] > 0)
         back = deployer.vlm("rollback", "cap")
         assert back.returncode == 0, back.stderr
         assert deployer.active() == old

@@ -35,6 +35,7 @@ from shared.packages.deployments import (
     settle,
     version_name,
 )
+from shared.packages.latency import add_up
 from shared.packages.manifest import Manifest
 from shared.packages.rollout import App, Load, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
@@ -285,6 +286,8 @@ class NodeAgent:
             stats.num_open, stats.age_s,
             sum(worker.num_finished for worker in workers),
             sum(worker.num_failed for worker in workers),
+            add_up(worker.first_counts for worker in workers),
+            add_up(worker.token_counts for worker in workers),
         )  # fmt: skip
 
     async def _claim(self, app: App, now: float) -> None:
