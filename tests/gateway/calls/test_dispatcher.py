@@ -164,12 +164,16 @@ async def test_an_end_that_the_mailbox_lost_is_found(gateway, worker, redis, cha
 
 @pytest.mark.parametrize("changes", [{"gateway": {"silence_timeout_s": 0.2}}])
 async def test_a_request_that_redis_forgot_ends_with_an_error(gateway, worker, redis, changes):
+    deleted = asyncio.Event()
+
     async def script(answer: Answer) -> None:
         async for key in redis.scan_iter(f"*request:{answer.request.id}"):
             await redis.delete(key)
+        deleted.set()
 
     worker.script = script
     response = await gateway.chat()
+    await deleted.wait()  # the scan goes on behind the key
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "worker_lost"
     assert response.headers["retry-after"]
