@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Tests start hundreds of processes: each reads compiled modules, whatever the shell around says.
+unexport PYTHONDONTWRITEBYTECODE
 # Where torch comes from, as pip's options: an index of CPU builds spares a laptop some GB of CUDA.
 TORCH_ARGS ?=
 
