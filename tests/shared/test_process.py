@@ -1,0 +1,51 @@
+"""What a process of ours does with its memory once it has started."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START = """
+import sys, threading
+from shared.process import end_startup
+
+def read(name):
+    text = open("/proc/self/smaps_rollup").read()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
+
+objects = [[number] for number in range(200_000)]
+threads = [threading.Thread(target=sys.stdin.read, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+before = read("Rss")
+end_startup()
+for thread in threading.enumerate():
+    if thread.name == "huge pages":
+        thread.join()
+assert objects == [[number] for number in range(200_000)]
+print(read("AnonHugePages"), read("Rss") - before, flush=True)
+"""
+
+
+def _can_collapse() -> bool:
+    release = re.match(r"(\d+)\.(\d+)", Path("/proc/sys/kernel/osrelease").read_text())
+    return release is not None and (int(release[1]), int(release[2])) >= (6, 1)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not _can_collapse(), reason="Linux collapses pages since 6.1"
+)
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="without huge pages"
+)
+def test_what_was_loaded_lies_in_huge_pages_and_stacks_stay_small():
+    with subprocess.Popen(
+        [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        huge_kb, grown_kb = map(int, process.stdout.readline().split())
+        process.kill()
+    assert huge_kb >= 4 * 1024
+    assert grown_kb < 8 * 1024
