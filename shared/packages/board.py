@@ -1,7 +1,7 @@
 """Deployments and nodes as they are now, in Redis; all of it can be made again from the store."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,11 @@ from shared.redis.client import retry_idempotent
 from shared.redis.link import RedisSender
 from shared.redis.script import load_script, named
 
-PUT_APP = load_script(Path(__file__).parent / "scripts" / "put_app.lua")
+_SCRIPTS = Path(__file__).parent / "scripts"
+PUT_APP = load_script(_SCRIPTS / "put_app.lua")
+CLAIM_SLOT = load_script(_SCRIPTS / "claim_slot.lua")
+#: A claim counts so long if its node says nothing of it.
+CLAIM_S = 10.0
 #: Of the record of all deployments after somebody last looked after it.
 APPS_TTL_S = 24 * 3600.0
 
@@ -58,6 +62,15 @@ class Board:
     async def _put(self, name: str, version: int, record: bytes) -> bool:
         arguments = named(record, name=name, version=version, ttl_ms=to_ms(APPS_TTL_S))
         return bool(await self._sender.run(PUT_APP, [self._keys.apps], arguments))
+
+    async def claim(self, name: str, slots: Sequence[int], node: str) -> int | None:
+        """Claim the first of these slots of a deployment that nobody has; returns which."""
+        arguments = named(
+            ids=[str(slot) for slot in slots], node=node,
+            lease_ms=to_ms(CLAIM_S), ttl_ms=to_ms(2 * CLAIM_S),
+        )  # fmt: skip
+        place = await self._sender.run(CLAIM_SLOT, [self._keys.claims(name)], arguments)
+        return slots[int(place) - 1] if place else None
 
     async def keep(self) -> None:
         """Let the records live on."""

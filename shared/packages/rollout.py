@@ -145,6 +145,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str = ""
     is_final: bool = False  #: of a failure: another try will fail the same way
     card: ModelCard | None = None
+    since: float = 0.0  #: when it was claimed
 
 
 class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -289,30 +290,30 @@ def take_back(app: App, back: Generation, now: float) -> App:
     return admit(app, back, now)
 
 
-def claim(
+def find_claimable(
     app: App,
     node: NodeRecord,
     free: Resources,
     now: float,
     digests: Collection[str] | None = None,
-) -> tuple[App, Slot | None]:
-    """Take one slot that waits and fits, of these packages if some are named."""
+    others: Collection[NodeRecord] = (),
+) -> list[Slot]:
+    """Slots that wait and fit, of these versions if some are named; without those that a node speaks of."""
     if node.is_stopping:
-        return app, None
+        return []
+    found: list[Slot] = []
     for slot in app.slots:
+        if slot.state != "wanted" or slot.not_before > now:
+            continue
         revision = app.revision(slot.digest)
-        if slot.state != "wanted" or slot.not_before > now or revision is None:
+        if revision is None or (digests is not None and slot.digest not in digests):
             continue
-        if digests is not None and slot.digest not in digests:
-            continue
-        if not fits(revision.needs, free) or find_missing(revision, node):
-            continue
-        taken = replace(slot, state="starting", node=node.id, since=now)
-        app = _put(app, taken)
-        if not revision.started_at:
-            app = _change(app, replace(revision, started_at=now))
-        return app, taken
-    return app, None
+        if fits(revision.needs, free) and not find_missing(revision, node):
+            found.append(slot)
+    if not found:
+        return []
+    told = {r.slot for each in (node, *others) for r in each.slots if r.app == app.name}
+    return [slot for slot in found if slot.id not in told]
 
 
 def fits(needed: Resources, free: Resources) -> bool:
@@ -333,17 +334,25 @@ def find_missing(revision: Revision, node: NodeRecord) -> list[str]:
 
 
 def _adopt(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
-    """Take over instances that run and that this record, restored from the store, does not know."""
-    known = {slot.id for slot in app.slots}
+    """Note which nodes have claimed slots, and take over instances that a record restored from the store does not know."""
+    known = {slot.id: slot for slot in app.slots}
     for node in nodes.values():
         for report in node.slots:
-            if report.app != app.name or report.slot in known or report.state != "ready":
+            if report.app != app.name or (revision := app.revision(report.digest)) is None:
                 continue
-            if app.revision(report.digest) is not None:
-                slot = Slot(report.slot, report.digest, "starting", node.id, since=now)
-                app = replace(app, slots=(*app.slots, slot))
+            slot = known.get(report.slot)
+            since = report.since or now
+            if slot is not None and slot.state == "wanted":
+                known[slot.id] = replace(slot, state="starting", node=node.id, since=since)
+                if not revision.started_at:
+                    app = _change(app, replace(revision, started_at=since))
+            elif slot is None and report.state == "ready":
+                known[report.slot] = Slot(
+                    report.slot, report.digest, "starting", node.id, since=now
+                )
                 app = replace(app, next_slot=max(app.next_slot, report.slot + 1))
-    return app
+    slots = tuple(known.values())
+    return app if slots == app.slots else replace(app, slots=slots)
 
 
 def _follow(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:

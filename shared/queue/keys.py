@@ -170,6 +170,10 @@ class RedisKeys:
         """Hash of the deployments as they are now, by name: the version of the record, and the record (JSON)."""
         return f"{self.prefix}:apps"
 
+    def claims(self, name: str) -> str:
+        """Hash of the slots of a deployment that were claimed of late, by id: when (ms), and the node."""
+        return f"{self.prefix}:claims:{name}"
+
     @property
     def nodes(self) -> str:
         """Set of node ids whose records may exist."""

@@ -75,7 +75,7 @@ WORKER = Rights(
 )
 #: A node has its workers' rights too: they are its children, and have their Redis from it.
 NODE = Rights(
-    keys=(*WORKER.keys, *_DEPLOY_KEYS),
+    keys=(*WORKER.keys, *_DEPLOY_KEYS, _KEYS.claims("*")),
     commands=(*WORKER.commands, "mget", "smembers"),
 )
 USERS = {"gateway": GATEWAY, "worker": WORKER, "node": NODE}

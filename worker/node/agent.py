@@ -185,7 +185,7 @@ class NodeAgent:
             if self._is_on_duty(name, nodes, now):
                 app = await self._advance(app, nodes, now)
             if app is not None and not self._stopping.is_set():
-                await self._claim(app, now)
+                await self._claim(app, nodes, now)
 
     def _record(self) -> NodeRecord:
         return NodeRecord(
@@ -203,7 +203,8 @@ class NodeAgent:
         for key, instance in list(self._instances.items()):
             slots = apps[key[0]].slots if key[0] in apps else ()
             slot = next((each for each in slots if each.id == key[1]), None)
-            if slot is not None and slot.node == self.id:
+            # One that is ours and still waits is what the record has not heard of yet.
+            if slot is not None and slot.node in ("", self.id):
                 self._strays.pop(key, None)
                 if slot.state == "draining":
                     instance.drain()
@@ -290,15 +291,18 @@ class NodeAgent:
             add_up(worker.token_counts for worker in workers),
         )  # fmt: skip
 
-    async def _claim(self, app: App, now: float) -> None:
+    async def _claim(self, app: App, nodes: Mapping[str, NodeRecord], now: float) -> None:
         takes = self._settings.deploy.takes
         digests = {d for d in _digests(app) if takes in ("", version_name(app.name, d))}
-        after, slot = rollout.claim(app, self._record(), self._free(), now, digests)
-        if slot is None or await self._board.put(app, after) is None:
+        found = rollout.find_claimable(
+            app, self._record(), self._free(), now, digests, nodes.values()
+        )
+        if not found:
             return
-        revision = after.revision(slot.digest)
-        assert revision is not None
-        self._start(app.name, slot, revision)
+        claimed = await self._board.claim(app.name, [slot.id for slot in found], self.id)
+        for slot in found:
+            if slot.id == claimed and (revision := app.revision(slot.digest)) is not None:
+                self._start(app.name, slot, revision, now)
 
     def _free(self) -> Resources:
         taken = [each.needs for each in self._instances.values() if not each.is_over]
@@ -308,12 +312,12 @@ class NodeAgent:
             self._room.gpu - sum(each.gpu for each in taken),
         )
 
-    def _start(self, name: str, slot: Slot, revision: Revision) -> None:
+    def _start(self, name: str, slot: Slot, revision: Revision, now: float) -> None:
         used = {gpu for each in self._instances.values() if not each.is_over for gpu in each.gpus}
         gpus = [gpu for gpu in self._gpus if gpu not in used][: revision.spec.resources.gpu]
         logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
         self._instances[name, slot.id] = Instance(
-            app=name, slot=slot.id, digest=slot.digest, package=revision.package or slot.digest,
+            app=name, slot=slot.id, since=now, digest=slot.digest, package=revision.package or slot.digest,
             spec=revision.spec, needs=revision.needs, gpus=gpus, settings=self._settings, install=self._install,
             make_packages=partial(
                 make_packages, cache=self._cache, hidden=frozenset(self._settings.node.secrets)

@@ -51,6 +51,7 @@ class Instance:
         *,
         app: str,
         slot: int,
+        since: float,
         digest: str,
         package: str,
         spec: Spec,
@@ -65,6 +66,7 @@ class Instance:
     ) -> None:
         self.app = app
         self.slot = slot
+        self.since = since
         self.digest = digest
         self.package = package
         self.spec = spec
@@ -99,7 +101,7 @@ class Instance:
         """What to say of it."""
         return SlotReport(
             self.app, self.slot, self.digest, self._state, self._phase, self._message,
-            self._is_final, self._card,
+            self._is_final, self._card, self.since,
         )  # fmt: skip
 
     def drain(self) -> None:

@@ -89,8 +89,9 @@ class World:
                     failed = replace(report, state="failed", phase="start", message="exit code 1")
                     self.running[number] = (node, failed)
         for name in self.rooms:
-            self.app, slot = rollout.claim(self.app, self.nodes()[name], self.free(name), self.now)
-            if slot is not None:
+            node, others = self.nodes()[name], self.nodes().values()
+            free = self.free(name)
+            for slot in rollout.find_claimable(self.app, node, free, self.now, None, others)[:1]:
                 self.running[slot.id] = (name, SlotReport("n", slot.id, slot.digest, "starting"))
 
     def run(self, seconds: int) -> None:
@@ -413,11 +414,12 @@ def test_a_node_of_one_version_takes_no_other(world: World):
     world.app = rollout.admit(world.app, Generation("n", 2, B, SPEC), world.now)
     world.app, _ = rollout.advance(world.app, world.nodes(), {}, world.now)
     node, free = world.nodes()["one"], Resources(8)
-    assert rollout.claim(world.app, node, free, world.now, {A})[1] is None
-    assert rollout.claim(world.app, node, free, world.now, set())[1] is None
-    _, slot = rollout.claim(world.app, node, free, world.now, {B})
-    assert slot is not None
+    assert not rollout.find_claimable(world.app, node, free, world.now, {A})
+    assert not rollout.find_claimable(world.app, node, free, world.now, set())
+    [slot] = rollout.find_claimable(world.app, node, free, world.now, {B})
     assert slot.digest == B
+    other = replace(node, id="two", slots=(SlotReport("n", slot.id, B, "starting"),))
+    assert not rollout.find_claimable(world.app, node, free, world.now, {B}, [other])
 
 
 def test_another_environment_of_the_same_package_is_rolled_out_as_another_package_is(world: World):
@@ -451,9 +453,9 @@ def test_a_slot_goes_to_the_node_that_has_its_secret(world: World):
     world.deploy(B, environment=Environment(secrets={"X": "token"}))
     world.step()
     [node] = world.nodes().values()
-    assert rollout.claim(world.app, node, Resources(8), world.now)[1] is None
+    assert not rollout.find_claimable(world.app, node, Resources(8), world.now)
     node = replace(node, secrets=("token",))
-    assert rollout.claim(world.app, node, Resources(8), world.now)[1] is not None
+    assert rollout.find_claimable(world.app, node, Resources(8), world.now)
 
 
 def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
@@ -467,6 +469,6 @@ def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
         spec = replace(SPEC, resources=stated)
         new = Generation("n", 1, A, spec, least_memory_bytes=least)
         app, _ = rollout.advance(rollout.admit(App("n"), new, 1.0), {"one": node}, {}, 2.0)
-        _, slot = rollout.claim(app, node, Resources(8, 10**9, 1), 2.0)
-        assert (slot is not None) is fits
+        found = rollout.find_claimable(app, node, Resources(8, 10**9, 1), 2.0)
+        assert bool(found) is fits
         assert fits is ("2000000000 bytes" not in app.message)

@@ -35,13 +35,14 @@ class Node:
         await self.board.announce(self.record, 60.0)
         for name, app in sorted((await self.board.apps()).items()):
             free = Resources(SLOTS_PER_NODE - len(self.held))
-            after, slot = rollout.claim(app, self.record, free, now)
-            if slot is None:
+            found = rollout.find_claimable(app, self.record, free, now)
+            if not found:
                 continue
-            if await self.board.put(app, after) is None:
+            claimed = await self.board.claim(name, [slot.id for slot in found], self.name)
+            if claimed is None:
                 self.num_lost += 1
             else:
-                self.held[name, slot.id] = SlotReport(name, slot.id, slot.digest, "ready")
+                self.held[name, claimed] = SlotReport(name, claimed, DIGEST, "ready")
 
 
 async def test_every_slot_is_taken_once(redis_server, redis_prefix):
@@ -66,8 +67,14 @@ async def test_every_slot_is_taken_once(redis_server, redis_prefix):
     ended = await cost()
     keys = [key for node in nodes for key in node.held]
     assert len(keys) == len(set(keys)) == num_apps * len(wanted)
-    apps = await board.apps()
-    assert all(slot.node for app in apps.values() for slot in app.slots)
+    records = {node.name: node.record for node in nodes}
+    for name, app in (await board.apps()).items():
+        after, _ = rollout.advance(app, records, {}, await board.now())
+        assert len(after.slots) == len(wanted)
+        assert all(
+            (name, slot.id) in next(n for n in nodes if n.name == slot.node).held
+            for slot in after.slots
+        )
     if NUM_SLOTS >= 1000:
         resting = await cost()
         for _ in range(4):
@@ -82,5 +89,21 @@ async def test_every_slot_is_taken_once(redis_server, redis_prefix):
             f"Redis's CPU, {num_lost} claims lost to others; at rest, two ticks a second of all nodes "
             f"take {100 * idle_redis_s / 2:.1f} % of a core of Redis ({idle_s / 4:.2f} s a tick here)"
         )
+    await board.close()
+    await redis.aclose()
+
+
+async def test_a_claim_of_which_nothing_is_heard_counts_no_more(
+    redis_server, redis_prefix, monkeypatch
+):
+    redis = create_redis(RedisSettings(url=redis_server, key_prefix=redis_prefix))
+    board = Board(redis, redis_prefix)
+    assert [await board.claim("n", [7, 8], node) for node in ("one", "two")] == [7, 8]
+    assert await board.claim("n", [7, 8], "three") is None
+    assert await board.claim("other", [7, 8], "three") == 7
+    monkeypatch.setattr("shared.packages.board.CLAIM_S", 0.05)
+    async with asyncio.timeout(10):
+        while await board.claim("n", [7, 8], "three") is None:
+            await asyncio.sleep(0.02)
     await board.close()
     await redis.aclose()

@@ -1,0 +1,16 @@
+-- The first of some slots that no node has claimed of late is claimed. Whoever has one says so in its own record, by
+-- which it comes into the deployment's; a claim of which nothing is heard counts no more after a while.
+-- KEYS: claims    args: ids, node, lease_ms, ttl_ms
+-- Returns its place among the ids, from 1; 0: none.
+local args = cmsgpack.unpack(ARGV[1])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for place, id in ipairs(args.ids) do
+  local claim = redis.call('HGET', KEYS[1], id)
+  if not claim or now - tonumber(string.match(claim, '^%d+')) > args.lease_ms then
+    redis.call('HSET', KEYS[1], id, string.format('%.0f %s', now, args.node))
+    redis.call('PEXPIRE', KEYS[1], args.ttl_ms)
+    return place
+  end
+end
+return 0
