@@ -119,6 +119,13 @@ def test_a_layer_that_leads_elsewhere_is_refused(path):
         make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
 
 
+def test_no_application_is_deployed_as_a_model_which_would_choose_its_own_isolation():
+    engine = {"kind": "application", "command": '["config.json"]', "isolation": "none"}
+    layer = Layer("config.json", "sha256:" + 64 * "0", 1)
+    with pytest.raises(BadPackage, match="kind=application"):
+        make_manifest(PackageConfig("model", engine=engine), [layer])
+
+
 def test_a_file_that_is_a_folder_too_is_refused():
     layers = [Layer(path, "sha256:" + 64 * "0", 1) for path in ("a", "a/b")]
     with pytest.raises(BadPackage, match="a/b: a is a file"):
