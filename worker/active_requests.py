@@ -143,6 +143,11 @@ class ActiveRequest(Struct, eq=False):
         """The event that ends it in an error. `param` names what is to blame in the request."""
         return Failed(self.request_id, self.claim.attempt, code, message, param)
 
+    def _grammar_param(self) -> str | None:
+        task = self.call.task
+        grammar = task.grammar if isinstance(task, Generate) else None
+        return "tools" if grammar is None else grammar.param
+
     def events(self, outputs: Sequence[EngineOutput]) -> list[CallEvent]:
         """What consecutive outputs of the engine mean on the wire: their tokens are one event."""
         request_id, attempt = self.request_id, self.claim.attempt
@@ -155,7 +160,9 @@ class ActiveRequest(Struct, eq=False):
         if said:
             events.append(join_tokens(request_id, attempt, said))
         if last.error is not None:
-            events.append(self.failed(last.error_code, last.error))
+            is_of_grammar = last.error_code is ErrorCode.GRAMMAR_TOO_COMPLEX
+            param = self._grammar_param() if is_of_grammar else None
+            events.append(self.failed(last.error_code, last.error, param))
         elif last.finish_reason is not None:
             assert last.usage is not None
             if last.values:

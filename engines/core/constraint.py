@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence as Items
 from typing import Protocol
 
+from shared.protocol import ErrorCode
+
 #: Processor time of masks: at the start of an answer, and for each token more.
 _BURST_S = 0.1
 _TOKEN_S = 0.005
@@ -23,6 +25,10 @@ BROKEN = "The answer cannot be continued as its grammar asks for."
 
 class ConstraintFailure(Exception):
     """No mask can be made. The request ends; the message is fit for the client's eyes."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.ENGINE_FAILURE) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Matcher(Protocol):
@@ -91,7 +97,7 @@ class Constraint:
             self._num_consumed = num_output_tokens
             self._cpu_s += time.thread_time() - started_s
             if self._cpu_s > _BURST_S + _TOKEN_S * num_output_tokens:
-                raise ConstraintFailure(TOO_COMPLEX)
+                raise ConstraintFailure(TOO_COMPLEX, ErrorCode.GRAMMAR_TOO_COMPLEX)
         return self._mask
 
     def _advance(self, new: list[int]) -> bytes:
@@ -99,7 +105,7 @@ class Constraint:
             raise ConstraintFailure(BROKEN)
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise ConstraintFailure(TOO_COMPLEX)
+            raise ConstraintFailure(TOO_COMPLEX, ErrorCode.GRAMMAR_TOO_COMPLEX)
         if not any(mask):
             raise ConstraintFailure(BROKEN)
         return mask

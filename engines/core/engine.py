@@ -590,6 +590,7 @@ class BatchingEngine(Engine[EngineRequest]):
             generation.sequence.num_output_tokens,
             usage=generation.usage,
             error=str(failure),
+            error_code=failure.code,
             timings=generation.timings(time.perf_counter()),
         )
 

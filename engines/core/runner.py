@@ -16,7 +16,7 @@ from engines.core.constraint import ConstraintFailure
 from engines.core.request import ImageInput, Positions
 from engines.core.sequence import Batch, Sequence
 from engines.image_decoder import decode_image
-from shared.protocol import ChatMessage, TemplateOption, Tools
+from shared.protocol import ChatMessage, ErrorCode, TemplateOption, Tools
 
 if TYPE_CHECKING:
     from engines.text.reasoning import Reasoning
@@ -31,9 +31,12 @@ class SequenceFailure(Exception):
     Raised by a `ModelRunner` before it changes any state of others. The client sees the message.
     """
 
-    def __init__(self, request_id: str, message: str) -> None:
+    def __init__(
+        self, request_id: str, message: str, code: ErrorCode = ErrorCode.ENGINE_FAILURE
+    ) -> None:
         super().__init__(message)
         self.request_id = request_id
+        self.code = code
 
 
 class DeviceOutOfMemory(Exception):
@@ -46,7 +49,7 @@ def token_mask(sequence: Sequence) -> bytes:
     try:
         return sequence.constraint.mask(sequence.token_ids, sequence.num_prompt_tokens)
     except ConstraintFailure as failure:
-        raise SequenceFailure(sequence.request_id, str(failure)) from None
+        raise SequenceFailure(sequence.request_id, str(failure), failure.code) from None
 
 
 class TokenChoice(Struct):

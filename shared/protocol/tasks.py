@@ -62,6 +62,7 @@ UNSUPPORTED_KEYWORDS = frozenset(
         "dependentSchemas",
         "unevaluatedProperties",
         "unevaluatedItems",
+        "$dynamicAnchor",
         "$dynamicRef",
         "$recursiveRef",
         "contentSchema",

@@ -4,6 +4,7 @@ import pytest
 
 from engines.core.constraint import Constraint, ConstraintFailure
 from engines.core.runner import SequenceFailure, token_mask
+from shared.protocol import ErrorCode, FinishReason
 from tests.factories_engine import SumMatcher, make_engine, make_request, make_sequence, run_all
 
 PROMPT = [5, 6]
@@ -61,3 +62,18 @@ def test_the_mock_keeps_to_a_grammar_beside_answers_without_one(overlap_steps):
         total += token_id + 1
     alone = run_all(make_engine(), free)
     assert answers["free"].token_ids == alone["free"].token_ids
+
+
+def test_an_answer_whose_grammar_takes_too_long_ends_alone_and_says_why(monkeypatch):
+    clock = iter(range(100_000))
+    monkeypatch.setattr(time, "thread_time", lambda: 0.03 * next(clock))
+    engine = make_engine()
+    held = make_request("held", "a beginning", max_tokens=50, ignore_eos=True)
+    object.__setattr__(held, "constraint", Constraint(SumMatcher(engine.runner.vocab_size)))
+    for request in (held, make_request("free", "a beginning", max_tokens=5, ignore_eos=True)):
+        engine.add(request)
+    last = {}
+    while engine.has_work():
+        last.update((output.request_id, output) for output in engine.step())
+    assert last["held"].error_code is ErrorCode.GRAMMAR_TOO_COMPLEX
+    assert last["free"].finish_reason is FinishReason.LENGTH
