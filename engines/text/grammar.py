@@ -34,6 +34,7 @@ from engines.text.grammar_child import (
     to_source,
 )
 from engines.text.reasoning import Reasoning
+from engines.text.schemas import UnsupportedSchema, prepare
 from engines.text.tools import ToolFormat, to_rules
 from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 
@@ -45,9 +46,9 @@ _MIN_BYTES = 64 * 1024  #: that a compiled grammar counts as
 _START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 20.0  #: of a machine that is busy
 
-#: A space at most where JSON allows any: small models write nothing else for ever.
-_WHITESPACE = " ?"
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
+#: What an error ends with: the source, which holds the client's words.
+_LISTING = re.compile(r"\n +1 \| ")
 _COMPLEX = "it takes more time or memory than a request may; send a simpler one"
 
 logger = logging.getLogger(__name__)
@@ -132,8 +133,8 @@ class GrammarCompiler:
                 raise refusal.to_error(grammar.param) from None
         is_strict = any(function.is_strict for function in tools.functions)
         for is_loose in (False, True):
-            body = "\n".join((head, rules, to_rules(tools, form, is_loose=is_loose)))
             try:
+                body = "\n".join((head, rules, _to_rules(tools, form, is_loose=is_loose)))
                 return self._constrain(body, others, is_thinking=is_thinking)
             except _Refusal as refusal:
                 if is_loose or is_strict:
@@ -201,10 +202,10 @@ class GrammarCompiler:
             verdict = msgspec.structs.replace(verdict, error=matcher.get_error())
             if not verdict.error:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
-        error = verdict.error.lower()
-        if verdict.is_lost or any(word in error for word in _COMPLEX_WORDS):
+        error = _LISTING.split(verdict.error)[0]
+        if verdict.is_lost or _is_complex(error):
             raise _Refusal(_COMPLEX, is_complex=True)
-        raise _Refusal(_explain(verdict.error))
+        raise _Refusal(_explain(error) or "it cannot be read")
 
     def _load(self) -> None:
         """Tables of the vocabulary: some megabytes, and some time, for the first that asks."""
@@ -315,8 +316,16 @@ def _to_body(grammar: Grammar, name: str = "answer") -> tuple[str, dict[str, str
     return f"{name}: @client", {"client": grammar.source}
 
 
+def _to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool) -> str:
+    """Raises: _Refusal."""
+    try:
+        return to_rules(tools, form, is_loose=is_loose)
+    except UnsupportedSchema as error:
+        raise _Refusal(str(error)) from None
+
+
 def _to_schema(grammar: Grammar) -> str:
-    """The schema with options of ours in place of the client's. Raises: _Refusal."""
+    """The schema as llguidance is given it. Raises: _Refusal."""
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):
@@ -325,8 +334,10 @@ def _to_schema(grammar: Grammar) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _Refusal("no value conforms to it; send a schema that is an object")
-    options = {"whitespace_pattern": _WHITESPACE, "lenient": grammar.is_lenient}
-    return json.dumps(schema | {"x-guidance": options})
+    try:
+        return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
+    except UnsupportedSchema as error:
+        raise _Refusal(str(error)) from None
 
 
 #: What llguidance says, and what we say of it, which holds nothing of the client's.
@@ -335,12 +346,31 @@ _PROBLEMS = (
     ("oneOf", "oneOf whose schemas may overlap is not supported; use anyOf"),
     ("Resource ", "a $ref leads out of the schema; only those within it (#/...) are followed"),
     ("Pointer ", "a $ref leads to nothing in the schema"),
+    ("circular references", "a $ref that leads to itself is not supported beside other keywords"),
+    (
+        "min/maxProperties",
+        "minProperties and maxProperties are supported where all names of properties are required",
+    ),
+    (
+        "not disjoint",
+        "patternProperties is not supported where two patterns, or a pattern and a name, may meet",
+    ),
+    ("lookarounds", "a pattern with ^ or $ within it is not supported"),
+    ("Expected positive integer", "a bound of a length or a count is no whole number"),
+    ("too many digits", "multipleOf has too many digits"),
+    ("float range", "a minimum or a maximum has too many digits"),
     ("Unsatisfiable", "no value conforms to it"),
     ("Invalid type", "a type is unknown"),
 )
 
 
+def _is_complex(error: str) -> bool:
+    words = error.lower()
+    return not _explain(error) and any(word in words for word in _COMPLEX_WORDS)
+
+
 def _explain(error: str) -> str:
+    """Empty for what is not known."""
     if "Unimplemented keys" in error:
         words = re.findall(r'"([^"]*)"', error.partition("Unimplemented keys")[2])
         named = ", ".join(word for word in words if word in UNSUPPORTED_KEYWORDS) or "some"
@@ -348,4 +378,4 @@ def _explain(error: str) -> str:
     if "regex parse error" in error:
         reason = error.rpartition("error: ")[2].strip().partition("\n")[0]
         return f"a regular expression cannot be read: {reason}"[:200]
-    return next((ours for theirs, ours in _PROBLEMS if theirs in error), "it cannot be read")
+    return next((ours for theirs, ours in _PROBLEMS if theirs in error), "")

@@ -6,6 +6,7 @@ one shape for each family, and is read without guessing. It must not know tensor
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engines.text.pythonic import SHARED_RULES, KeywordArguments, MalformedCall, to_argument_rules
+from engines.text.schemas import prepare
 from shared.protocol import CallPiece, ChatMessage, Function, ImagePart, TextPart, ToolCall, Tools
 
 _ANY_OBJECT = {"type": "object"}
@@ -33,6 +36,12 @@ class ToolFormat:
     close: str = "}"
     #: Of a string whose schema has no bounds; none: as long as the answer may be.
     max_text_chars: int | None = None
+    is_pythonic: bool = False  #: arguments are those of a call in Python, not JSON
+
+    @property
+    def mark(self) -> str:
+        """What the first call begins with."""
+        return self.trigger or self.begin + self.opening
 
 
 HERMES = ToolFormat(
@@ -47,6 +56,7 @@ HERMES = ToolFormat(
 TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
 _MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
 _LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
+_PYTHONIC = ToolFormat("pythonic", "", "[", "(", ", ", "]", "", ")", is_pythonic=True)
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
@@ -59,6 +69,8 @@ def find_tool_format(template: str) -> ToolFormat | None:
         return None if is_xml else HERMES
     if "[TOOL_CALLS]" in template:
         return None if "[ARGS]" in template else _MISTRAL
+    if re.search(r"\[func_name1?\(", template):
+        return _PYTHONIC
     if '"parameters": ' in template and "ipython" in template:
         return _LLAMA3
     return None
@@ -89,12 +101,17 @@ def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
     rules = [f"begun: {_text(form.begin)} one" if form.begin else "begun: one"]
     names = []
     for place, function in enumerate(tools.functions):
-        schema = _ANY_OBJECT if is_loose else _schema_of(function, form.max_text_chars)
         names.append(f"call{place}")
-        rules += [
-            f"call{place}: {_text(form.opening + function.name + form.middle)} of{place} {_text(form.close)}",
-            f"of{place}: %json {json.dumps(schema)}",
-        ]
+        rules.append(
+            f"call{place}: {_text(form.opening + function.name + form.middle)} of{place} {_text(form.close)}"
+        )
+        if form.is_pythonic:
+            rules += to_argument_rules(function, f"of{place}", is_loose=is_loose)
+        else:
+            schema = prepare(_ANY_OBJECT) if is_loose else _schema_of(function, form.max_text_chars)
+            rules.append(f"of{place}: %json {json.dumps(schema)}")
+    if form.is_pythonic:
+        rules.append(SHARED_RULES)
     rules.append(f"one: {' | '.join(names)}")
     more = f" ({_text(form.separator)} one)*" if tools.is_parallel else ""
     end = f" {_text(form.end)}" if form.end else ""
@@ -107,7 +124,8 @@ def to_rules(tools: Tools, form: ToolFormat, *, is_loose: bool = False) -> str:
             f"said: lead begun{more}{end} | words",
         ]
     else:
-        rules += [r"words: /([^{](?s:.*))?/", "said: calls | words"]
+        first = form.mark[0]
+        rules += [rf"words: /([^\{first}](?s:.*))?/", "said: calls | words"]
     return "\n".join(rules)
 
 
@@ -117,43 +135,9 @@ def _text(text: str) -> str:
 
 def _schema_of(function: Function, max_text_chars: int | None) -> dict[str, Any]:
     schema = json.loads(function.parameters)
-    if max_text_chars is not None:
-        _bound(schema, max_text_chars)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema = _ANY_OBJECT | schema
-    options = {"whitespace_pattern": " ?", "lenient": not function.is_strict}
-    return schema | {"x-guidance": options}
-
-
-#: Keywords that say how long a string is.
-_TEXT_BOUNDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
-#: Keywords beside which members that are not named have a meaning.
-_MEMBER_BOUNDS = frozenset(
-    ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
-)
-
-
-def _bound(schema: Any, max_text_chars: int) -> None:
-    """Write bounds into a schema where it has none: what conforms to it still conforms to the original."""
-    if isinstance(schema, list):
-        for each in schema:
-            _bound(each, max_text_chars)
-    if not isinstance(schema, dict):
-        return
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            _bound(list(schema[key].values()), max_text_chars)
-    for key in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
-        _bound(schema.get(key), max_text_chars)
-    if schema.get("type") == "string" and _TEXT_BOUNDS.isdisjoint(schema):
-        schema["maxLength"] = max(max_text_chars, schema.get("minLength", 0))
-    named = schema.get("properties") or {}
-    if (
-        named
-        and _MEMBER_BOUNDS.isdisjoint(schema)
-        and set(schema.get("required", ())) <= set(named)
-    ):
-        schema["additionalProperties"] = False
+    return prepare(schema, is_lenient=not function.is_strict, max_text_chars=max_text_chars)
 
 
 _INTRODUCTION = """\
@@ -230,10 +214,12 @@ class CallReader:
     def __init__(self, form: ToolFormat) -> None:
         self.num_calls = 0
         self._form = form
-        self._mark = form.trigger or form.opening  # that the first call begins with
+        self._mark = form.mark
         self._held = ""
         self._is_calling = False
         self._arguments: _JsonEnd | None = None  # of the call that is being written
+        self._keywords: KeywordArguments | None = None  # the same, as Python has them
+        self._name = self._written = ""  # of such a call: its name, and its text so far
         self._is_text = False  # nothing else follows
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
@@ -242,14 +228,17 @@ class CallReader:
         self._held += text
         if not self._is_calling:
             said = self._find_calls()
-        while self._is_calling and self._read(pieces):
+        read = self._read_keywords if self._form.is_pythonic else self._read
+        while self._is_calling and read(pieces):
             pass
+        if self._is_text:
+            said, self._held = said + self._held, ""
         return said, pieces
 
     def finish(self) -> str:
         """Text that was held back, as it might have begun a call."""
-        held, self._held = self._held, ""
-        return "" if self._is_calling else held
+        held, self._held = self._written + self._held, ""
+        return "" if self._is_calling and not self._form.is_pythonic else held
 
     def _find_calls(self) -> str:
         """Text before the first call; what may begin one is held back."""
@@ -290,6 +279,41 @@ class CallReader:
             return False
         self._arguments = None
         return True
+
+    def _read_keywords(self, pieces: list[CallPiece]) -> bool:
+        """The same where calls are Python's, which are told when they are whole; what is none is text."""
+        if self._keywords is None:
+            found = _BEGUN.match(self._held)
+            if found is None:
+                self._held = self._held.removeprefix("]")  # behind the last one
+                self._is_text = not _MAY_BEGIN.fullmatch(self._held)
+                self._is_calling = not self._is_text
+                return False
+            self._name = found[1]
+            self._written, self._held = found[0], self._held[found.end() :]
+            self._keywords = KeywordArguments()
+        try:
+            end = self._keywords.feed(self._held)
+        except MalformedCall:
+            self._held, self._written = self._written + self._held, ""
+            self._is_text, self._is_calling = True, False
+            return False
+        self._written += self._held[:end]
+        self._held = self._held[end:]
+        if not self._keywords.json:
+            return False
+        pieces += [
+            CallPiece(self.num_calls, self._name),
+            CallPiece(self.num_calls, "", self._keywords.json),
+        ]
+        self.num_calls += 1
+        self._written, self._keywords = "", None
+        return True
+
+
+#: A call of Python's in a list, to its arguments; and the beginnings of such a text.
+_BEGUN = re.compile(r"[\[,]\s*([\w.:/-]{1,256})\(")
+_MAY_BEGIN = re.compile(r"([\[,]\s*[\w.:/-]{0,256})?")
 
 
 class _JsonEnd:

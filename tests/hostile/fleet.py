@@ -15,7 +15,7 @@ import httpx
 from shared.queue.keys import RedisKeys
 from tests.faults.clients import answer_to, body_of
 from tests.faults.processes import MODEL, PREFIX, ROOT, Process, Processes, run_processes
-from tests.faults.rest import Resources, growth, redis_leftovers
+from tests.faults.rest import MIB, Resources, growth, redis_leftovers
 
 CANARY = "cAnArY7"  #: in every attack; nobody may say it again
 KEYS = {"a": f"sk-a-{secrets.token_hex(8)}", "b": f"sk-b-{secrets.token_hex(8)}"}
@@ -24,6 +24,7 @@ CHAT = "/v1/chat/completions"
 NUM_CANARY_TOKENS = 12
 WITHIN_S = 15.0
 MAX_ERROR_BYTES = 4096
+MAX_GROWTH_BYTES = 32 * MIB
 #: What errors may show of the inside: nothing.
 INSIDE = re.compile(
     rb"0x[0-9a-f]{6,}|Traceback|/usr/|site-packages|faults:\{|" + str(ROOT).encode()
@@ -103,13 +104,18 @@ class HostileFleet:
             assert time.monotonic() < give_up_at, left
             await asyncio.sleep(0.01)
 
-    async def has_not_grown(self, before: list[Resources]) -> None:
+    async def has_not_grown(self, before: list[Resources], kept_bytes: int) -> None:
         """Memory, threads, files and connections are what they were, once the last client is gone."""
         await self.close()
         found: list[str] = []
         for _ in range(100):
             now = [Resources.of(process.pid) for process in (self.gateway, self.worker)]
-            found = [line for pair in zip(before, now, strict=True) for line in growth(*pair)]
+            allowed = (MAX_GROWTH_BYTES, MAX_GROWTH_BYTES + kept_bytes)
+            found = [
+                line
+                for *pair, max_bytes in zip(before, now, allowed, strict=True)
+                for line in growth(*pair, max_bytes=max_bytes)
+            ]
             if not found:
                 return
             await asyncio.sleep(0.1)
@@ -161,10 +167,12 @@ def check(response: httpx.Response, statuses: set[int]) -> None:
 
 
 @asynccontextmanager
-async def run_hostile_fleet(folder: Path, **more: str) -> AsyncIterator[HostileFleet]:
+async def run_hostile_fleet(
+    folder: Path, *, kept_bytes: int = 0, **more: str
+) -> AsyncIterator[HostileFleet]:
     """Start it, and learn what it holds at rest; at the end, that attacks have left nothing.
 
-    `more`: variables of the gateway.
+    `kept_bytes`: what the worker may keep of them. `more`: variables of the gateway.
     """
     async with run_processes(folder) as processes:
         variables = {"VLM_LOGS__FORMAT": "json", "VLM_ENGINE__MOCK__DECODE_S": "0.001"}
@@ -181,7 +189,7 @@ async def run_hostile_fleet(folder: Path, **more: str) -> AsyncIterator[HostileF
             await _settle(fleet)
             before = [Resources.of(process.pid) for process in (gateway, worker)]
             yield fleet
-            await fleet.has_not_grown(before)
+            await fleet.has_not_grown(before, kept_bytes)
         finally:
             await fleet.close()
 

@@ -7,15 +7,18 @@ attack.
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import jsonschema
 import pytest
 
 from tests.faults.clients import answer_to, body_of
 from tests.faults.processes import MODEL, PREFIX
+from tests.faults.rest import MIB
 from tests.hostile.bodies import BODIES, image
 from tests.hostile.bodies import body as chat_body
 from tests.hostile.fleet import (
@@ -27,8 +30,10 @@ from tests.hostile.fleet import (
     RedisNames,
     Sink,
     check,
+    run_hostile_fleet,
 )
 from tests.hostile.wires import GET, POST, WIRES
+from tests.schemas.hostile import HOSTILE
 
 #: `make hostile` plays every row; other runs those that stand for the rest.
 IS_LONG = "HOSTILE_LONG" in os.environ
@@ -83,6 +88,27 @@ async def test_bytes_on_the_wire(fleet: HostileFleet, row: str) -> None:
             status = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
             assert (int(status[1]) if status else 0) in statuses, (data[:200], answer[:300])
             assert len(answer) < 16_384
+
+
+@in_the_long_form
+async def test_schemas_c14(tmp_path) -> None:
+    """C14: each is refused by the name of its field, or its answer conforms to it."""
+    fields = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
+    compiled_bytes = 128 * MIB  # that a worker keeps
+    async with run_hostile_fleet(tmp_path, kept_bytes=compiled_bytes) as fleet, under_attack(fleet):
+        for kind, source in HOSTILE:
+            if kind not in fields:
+                continue
+            body = chat_body(CANARY, max_tokens=300, **{fields[kind]: source})
+            response = await fleet.client.post(CHAT, json=body)
+            check(response, {200, 400})
+            if response.status_code == 400:
+                assert response.json()["error"]["param"].startswith(fields[kind])
+                continue
+            (choice,) = response.json()["choices"]
+            if kind == "json" and choice["finish_reason"] == "stop":
+                schema = json.loads(source) if isinstance(source, str) else source
+                jsonschema.validate(json.loads(choice["message"]["content"]), schema)
 
 
 async def test_without_a_known_key_nothing_is_answered_d1_d2_d5_d6_d10(fleet: HostileFleet) -> None:

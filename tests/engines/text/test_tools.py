@@ -8,7 +8,7 @@ import pytest
 
 from engines.base import BadGrammar, EngineCall
 from engines.core.constraint import Constraint
-from engines.mock.engine import EOS_ID, VOCAB_SIZE, MockTokenizer
+from engines.mock.engine import EOS_ID, VOCAB_SIZE, MockProcessor, MockTokenizer
 from engines.registry import create_engine
 from engines.text import tools as module
 from engines.text.chat_template import ChatTemplate
@@ -141,6 +141,142 @@ def test_text_that_is_no_call_comes_out_whole(form, text):
     assert "".join(words for words, _ in pieces) + reader.finish() == text
 
 
+PYTHONIC = module._PYTHONIC
+SCHEMA_OF_ALL = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "L'Aquila"]},
+        "days": {"type": "integer", "minimum": 1},
+        "is_detailed": {"type": "boolean"},
+        "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "hours": {"type": "array", "items": {"type": "integer"}},
+        "at": {"type": "object", "properties": {"lat": {"type": "number"}}},
+    },
+    "required": ["city"],
+}
+ALL = Function("geo.weather", json.dumps(SCHEMA_OF_ALL), is_strict=True)
+
+
+def test_calls_in_python_are_of_the_functions_and_their_arguments_of_the_schema(compiler):
+    right = [
+        "[geo.weather(city='Oslo')]",
+        """[geo.weather(city="L'Aquila", days=3)]""",
+        r"[geo.weather(city='L\'Aquila', is_detailed=True, unit=None, hours=[1, 2])]",
+        r"""[geo.weather(city="Oslo", unit='a "b" \n', at={"lat": -1.5})]""",
+        "[time.now(), geo.weather(city='Oslo', unit='C')]",
+        "[time.now(zone='UTC', n=[1], ok=False)]",
+    ]
+    wrong = [
+        "[geo.weather()]",
+        "[geo.weather(city='Bonn')]",
+        "[geo.weather('Oslo')]",
+        "[geo.weather(city='Oslo', days=0)]",
+        "[geo.weather(city='Oslo', is_detailed='yes')]",
+        "[geo.weather(city='Oslo', hours=['1'])]",
+        "[geo.weather(city='Oslo', city='Oslo')]",
+        "[geo.weather(city='Oslo', more=1)]",
+        "[geo.weather(city='Oslo')",
+        "[eval(x='1')]",
+        "[time.now(x=open('f'))]",
+        "[]",
+    ]
+    tools = Tools((ALL, TIME), True)
+    required = compiler.compile_tools(tools, PYTHONIC, None)
+    assert [text for text in right if not follows(required, text)] == []
+    assert [text for text in (*wrong, "Words.") if follows(required, text)] == []
+    auto = compiler.compile_tools(Tools((ALL, TIME)), PYTHONIC, None)
+    assert [text for text in (*right, "", "Words, [no] call.") if not follows(auto, text)] == []
+    assert [text for text in wrong if follows(auto, text)] == []
+    alone = compiler.compile_tools(Tools((ALL, TIME), True, False), PYTHONIC, None)
+    assert follows(alone, right[0])
+    assert not follows(alone, right[4])
+    for text in right:
+        reader = CallReader(PYTHONIC)
+        _, pieces = reader.feed(text)
+        for call in join_calls(pieces):
+            schema = SCHEMA_OF_ALL if call.name == ALL.name else {"type": "object"}
+            jsonschema.validate(json.loads(call.arguments), schema)
+
+
+def test_what_calls_in_python_cannot_say_is_any_argument_unless_it_must_be_kept(compiler):
+    for schema in (
+        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"properties": {"a b": {}}, "required": ["a b"]},
+        {"properties": [], "required": 3},
+    ):
+        function = Function("f", json.dumps(schema))
+        loose = compiler.compile_tools(Tools((function,), True), PYTHONIC, None)
+        assert follows(loose, "[f(a=1)]")
+        strict = Function("f", json.dumps(schema), is_strict=True)
+        with pytest.raises(BadGrammar) as caught:
+            compiler.compile_tools(Tools((strict,), True), PYTHONIC, None)
+        assert caught.value.param == "tools"
+
+
+def read_all(text: str, *cuts: int) -> tuple[str, list[tuple[str, str]]]:
+    reader, said, pieces = CallReader(PYTHONIC), "", []
+    for start, stop in pairwise((0, *cuts, len(text))):
+        words, calls = reader.feed(text[start:stop])
+        said += words
+        pieces += calls
+    said += reader.finish()
+    return said, [(call.name, json.loads(call.arguments)) for call in join_calls(pieces)]
+
+
+def test_calls_in_python_are_read_the_same_wherever_the_text_is_cut():
+    text = (
+        r"""[f.g(city='a \'[(, ]', at={"x": [1, 'y)'], "z": (2, -3.5)}, ok=True, no=null), now()]"""
+    )
+    expected = [
+        (
+            "f.g",
+            {"city": "a '[(, ]", "at": {"x": [1, "y)"], "z": [2, -3.5]}, "ok": True, "no": None},
+        ),
+        ("now", {}),
+    ]
+    for cut in range(len(text)):
+        assert read_all(text, cut, min(cut + 3, len(text))) == ("", expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_calls"),
+    [
+        ("[1, 2] is a list", 0),
+        ("words [f(x=1)]", 0),
+        ("[f(1)]", 0),
+        ("[f(x=open('y'))]", 0),
+        ("[f(x=__import__('os').system('y'))]", 0),
+        ("[f(x=y)]", 0),
+        ("[f(x=f'{y}')]", 0),
+        ("[f(x=b'y')]", 0),
+        ("[f(x={1, 2})]", 0),
+        ("[f(x={1: 2})]", 0),
+        ("[f(x=1e999)]", 0),
+        ("[f(x='\\ud800')]", 0),
+        ("[f(x=1, x=2)]", 0),
+        ("[f(**x)]", 0),
+        ("[f(x=[1)]", 0),
+        ("[f(x=1", 0),
+        ("[f(x='1)]", 0),
+        ("[f(x=" + "[" * 5000 + ")]", 0),
+        ("[f(x=" + "9" * 5000 + ")]", 0),
+        ("[f(x='" + "y" * 70_000 + "')]", 0),
+        ("[f(x=1), g(x=y)]", 1),
+        ("[f(x=1)] and more", 1),
+    ],
+)
+def test_what_is_no_call_in_python_is_text(text, num_calls):
+    said, calls = read_all(text, *range(1, min(len(text), 50)))
+    assert len(calls) == num_calls
+    assert said == (text if num_calls == 0 else said)
+    assert said  # nothing is lost without a word
+    assert read_all(text) == (said, calls)
+
+
+def test_escapes_that_python_does_not_know_stand_for_themselves():
+    assert read_all(r"[f(x='\d\101\x41')]") == ("", [("f", {"x": r"\d\101A"})])
+
+
 def test_a_model_without_tools_is_told_in_text():
     image = ImagePart(0)
     messages = [
@@ -171,6 +307,10 @@ def test_templates_with_a_place_for_tools_are_found_by_a_probe():
     assert ChatTemplate(plain, "").tool_format is None
     assert find_tool_format("[TOOL_CALLS]") is module._MISTRAL
     assert find_tool_format("<tool_call><arg_key>") is None
+    told = (
+        "in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]"
+    )
+    assert find_tool_format(told) is module._PYTHONIC
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +336,23 @@ def answer(
             reason = output.finish_reason
     engine.abort("r")
     return token_ids, text, join_calls(pieces), reason
+
+
+def test_the_mock_calls_in_python_where_its_model_does(monkeypatch):
+    monkeypatch.setattr(MockProcessor, "tool_format", module._PYTHONIC)
+    instant = {"decode_s": 0, "prefill_s_per_token": 0}
+    engine = create_engine({"kind": "mock", "mock": instant}).engine
+    try:
+        asked = ChatMessage("user", (TextPart("Weather?"),))
+        for place in range(4):
+            function = Function(f"f{place}", json.dumps(SCHEMA_OF_ALL), is_strict=True)
+            _, text, calls, reason = answer(engine, Tools((function,), True, False), asked)
+            assert (text, reason) == ("", FinishReason.TOOL_CALLS)
+            (call,) = calls
+            assert call.name == function.name
+            jsonschema.validate(json.loads(call.arguments), SCHEMA_OF_ALL)
+    finally:
+        engine.close()
 
 
 def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(mock):

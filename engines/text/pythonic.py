@@ -1,0 +1,256 @@
+"""Calls that a model writes as Python does, `f(city='Oslo', days=3)`: what may stand in the parentheses, and its JSON.
+
+Used by the module of tools. Nothing is run: values are literals. It must not know tensors.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from engines.text.schemas import UnsupportedSchema, prepare
+from shared.protocol import Function
+
+_MAX_CHARS = 64 * 1024  #: of a call's arguments
+_MAX_DEPTH = 64
+
+_NAME = re.compile(r"[^\s=,()\[\]{}'\"\\#]{1,256}")
+#: Keywords that say nothing of a value, or that are kept elsewhere.
+_ASIDE = frozenset(
+    (
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "$comment",
+        "$defs",
+        "definitions",
+    )
+)
+_OF_PARAMETERS = _ASIDE | {"type", "properties", "required", "additionalProperties", "$schema"}
+
+#: What every call's rules refer to. Strings are of either quotes; numbers, and all within brackets, are JSON's.
+SHARED_RULES = rf"""
+PY_TEXT: /"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/ | /'([^'\\\x00-\x1F\x7F]|\\['\\bfnrt])*'/
+PY_NAME: /[A-Za-z_][A-Za-z0-9_]*/
+py_json: %json {json.dumps(prepare({}))}
+py_any: PY_TEXT | "True" | "False" | "None" | py_json
+py_free: PY_NAME "=" py_any
+py_frees: (py_free (", " py_free)*)?"""
+
+
+def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) -> list[str]:
+    """The rule of that name, and those that it needs: a function's keyword arguments, in the order of its schema.
+
+    `is_loose`: any arguments. Raises: UnsupportedSchema.
+    """
+    schema: dict[str, Any] = {} if is_loose else json.loads(function.parameters)
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise UnsupportedSchema("properties is no object, or required no list")
+    named = {**properties, **{str(each): True for each in required if each not in properties}}
+    if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
+        raise UnsupportedSchema(
+            "of parameters, this model's calls keep types, names and values alone"
+        )
+    if not named:
+        is_closed = schema.get("additionalProperties") is False
+        return [f'{name}: ""' if is_closed else f"{name}: py_frees"]
+    if not all(map(_NAME.fullmatch, named)):
+        raise UnsupportedSchema("this model's calls have no way to write a parameter's name")
+    return _Rules(name, schema, is_lenient=not function.is_strict).arguments(named, required)
+
+
+class _Rules:
+    """Rules in Lark's language for one function."""
+
+    def __init__(self, name: str, schema: dict[str, Any], *, is_lenient: bool) -> None:
+        self._name = name
+        self._is_lenient = is_lenient
+        self._defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        self._made: list[str] = []
+
+    def arguments(self, named: dict[str, Any], required: list[str]) -> list[str]:
+        """All rules: the arguments each, those from one on behind others (`_more_`), and the whole."""
+        rules, starts, can_be_first = [], [], True
+        for place, (key, schema) in enumerate(named.items()):
+            this = f"{self._name}_{place}"
+            more = f" {self._name}_more_{place + 1}" if place + 1 < len(named) else ""
+            rules.append(f"{this}: {_text(f'{key}=')} {self._value(schema)}")
+            written = f'", " {this}' if key in required else f'(", " {this})?'
+            rules.append(f"{self._name}_more_{place}: {written}{more}")
+            if can_be_first:
+                starts.append(this + more)
+            can_be_first = can_be_first and key not in required
+        if can_be_first:
+            starts.append('""')
+        return [f"{self._name}: {' | '.join(starts)}", *rules, *self._made]
+
+    def _value(self, schema: Any) -> str:
+        """What a value may be: as Python spells it where no keyword of its schema is beyond that."""
+        if schema is True or not isinstance(schema, dict):
+            return self._json(schema)
+        keys = schema.keys() - _ASIDE
+        if not keys:
+            return "py_any"
+        if keys == {"type"}:
+            kinds = schema["type"]
+            return _any_of(map(self._of_type, kinds if isinstance(kinds, list) else [kinds]))
+        values = [schema["const"]] if keys <= {"const", "type"} else schema.get("enum")
+        if (
+            keys <= {"const", "enum", "type"}
+            and isinstance(values, list)
+            and _are_plain(schema, values)
+        ):
+            return _any_of(map(_spell, values))
+        if keys == {"anyOf"} and isinstance(schema["anyOf"], list) and schema["anyOf"]:
+            return _any_of(map(self._value, schema["anyOf"]))
+        if keys == {"type", "items"} and schema["type"] == "array":
+            item = self._value(schema["items"])
+            return f'"[" ({item} (", " {item})*)? "]"'
+        return self._json(schema)
+
+    def _of_type(self, kind: Any) -> str:
+        if kind == "string":
+            return "PY_TEXT"
+        if kind == "boolean":
+            return '("True" | "False")'
+        return '"None"' if kind == "null" else self._json({"type": kind})
+
+    def _json(self, schema: Any) -> str:
+        """A rule for what is written as JSON."""
+        whole = (
+            {} if schema is True else {"not": {}} if schema is False else {**schema, **self._defs}
+        )
+        name = f"{self._name}_value{len(self._made)}"
+        self._made.append(
+            f"{name}: %json {json.dumps(prepare(whole, is_lenient=self._is_lenient))}"
+        )
+        return name
+
+
+def _any_of(rules: Iterable[str]) -> str:
+    return f"({' | '.join(rules)})"
+
+
+def _are_plain(schema: dict[str, Any], values: list[Any]) -> bool:
+    """Whether a list of values needs nothing but that one of them is written."""
+    kind = schema.get("type", "string")
+    return bool(values) and kind == "string" and all(isinstance(value, str) for value in values)
+
+
+def _spell(value: str) -> str:
+    """A string in either quotes."""
+    double = json.dumps(value, ensure_ascii=False)
+    single = "'" + double[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+    return f"{_text(double)} | {_text(single)}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class MalformedCall(Exception):
+    """No arguments with names and literal values."""
+
+
+class KeywordArguments:
+    """Reads the arguments of one call, which come in pieces, to the bracket that closes it."""
+
+    def __init__(self) -> None:
+        self.json = ""  #: once they are whole
+        self._found: dict[str, Any] = {}
+        self._written: list[str] = []  # of the argument that is being read
+        self._num_chars = 0
+        self._brackets: list[str] = []
+        self._quote = ""
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int:
+        """How many of the characters belong to them. Raises: MalformedCall."""
+        self._num_chars += len(text)
+        if self._num_chars > _MAX_CHARS:
+            raise MalformedCall
+        for place, character in enumerate(text):
+            if self._quote:
+                self._read_in_string(character)
+            elif not self._brackets and character in ",)":
+                self._take(is_last=character == ")")
+                if character == ")":
+                    self.json = json.dumps(self._found, ensure_ascii=False)
+                    return place + 1
+                continue
+            elif character in "'\"":
+                self._quote = character
+            else:
+                self._count_brackets(character)
+            self._written.append(character)
+        return len(text)
+
+    def _read_in_string(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == self._quote:
+            self._quote = ""
+
+    def _count_brackets(self, character: str) -> None:
+        if character in _CLOSING:
+            self._brackets.append(_CLOSING[character])
+            if len(self._brackets) > _MAX_DEPTH:
+                raise MalformedCall
+        elif character in ")]}" and (not self._brackets or self._brackets.pop() != character):
+            raise MalformedCall
+
+    def _take(self, *, is_last: bool) -> None:
+        written = "".join(self._written).strip()
+        self._written.clear()
+        if is_last and not written:
+            return
+        name, _, value = written.partition("=")
+        if not _NAME.fullmatch(name) or name in self._found:
+            raise MalformedCall
+        self._found[name] = _read_literal(value)
+
+
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+#: Escapes that Python has no warning for.
+_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN")
+
+
+def _read_literal(text: str) -> Any:
+    """The value of a Python literal, or of JSON's words, that JSON has too. Raises: MalformedCall."""
+    # An escape that is none stands for itself, as in Python, which warns of it where warnings may be errors.
+    escaped = re.sub(
+        r"\\(.)", lambda e: e[0] if e[1] in _ESCAPES else "\\" + e[0], text, flags=re.DOTALL
+    )
+    try:
+        tree = ast.parse(escaped.strip(), mode="eval")
+        value = ast.literal_eval(_WordsOfJson().visit(tree))
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        _check_keys(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise MalformedCall from None
+    return value
+
+
+class _WordsOfJson(ast.NodeTransformer):
+    _VALUES: ClassVar = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
+
+
+def _check_keys(value: Any) -> None:
+    """Keys of JSON are strings. Raises: TypeError."""
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_keys(each)

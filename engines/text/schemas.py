@@ -1,0 +1,135 @@
+"""JSON schemas of clients as llguidance is given them: what it takes more loosely than they say is made exact.
+
+Pure. Every answer that llguidance then lets pass conforms to the schema; some that conform do not pass.
+"""
+
+import json
+import re
+from typing import Any
+
+#: Of llguidance, in place of any of the client's. A space at most where JSON allows any: small models write nothing
+#: else for ever. No \\u: of members that the schema does not name it would let a named one pass, spelled otherwise.
+_OPTIONS = {"whitespace_pattern": " ?", "json_allowed_escapes": 'nrbtf"\\'}
+
+#: Keywords whose values are no schemas, and those whose values are schemas by name.
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+#: Keywords that say how long a string is.
+_TEXT_BOUNDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
+#: Keywords beside which members that are not named have a meaning.
+_MEMBER_BOUNDS = frozenset(
+    ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+)
+
+_BY_NUMBER = re.compile(r"\\u00(?:[01]|7f)")
+
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
+    "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+#: Formats that llguidance takes loosely: it knows no leap years, and gives every minute a leap second. Source: RFC 3339.
+_FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[Tt]{_TIME}$",
+}
+#: As JavaScript has them, where Rust's differ.
+_CLASSES = {r"\s": r"[\s\x{FEFF}]", r"\S": r"[^\s\x{FEFF}]"}
+
+
+class UnsupportedSchema(Exception):
+    """No answer can be held to it; the message says why, with nothing of the client's."""
+
+
+def prepare(
+    schema: dict[str, Any], *, is_lenient: bool = False, max_text_chars: int | None = None
+) -> dict[str, Any]:
+    """The schema for llguidance; the client's stays as it is. Raises: UnsupportedSchema.
+
+    `is_lenient`: what cannot be kept is ignored. `max_text_chars` is for strings, and for objects whose members are
+    named, that have no bounds.
+    """
+    try:
+        made = _Preparation(is_lenient, max_text_chars).prepare(schema)
+    except RecursionError:
+        raise UnsupportedSchema("send fewer levels") from None
+    return made | {"x-guidance": _OPTIONS | {"lenient": is_lenient}}
+
+
+class _Preparation:
+    def __init__(self, is_lenient: bool, max_text_chars: int | None) -> None:
+        self._is_lenient = is_lenient
+        self._max_text_chars = max_text_chars
+
+    def prepare(self, schema: Any) -> Any:
+        """A schema, or whatever may hold some: references lead anywhere."""
+        if isinstance(schema, list):
+            return [self.prepare(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        made = {key: self._prepare_value(key, value) for key, value in schema.items()}
+        if self._max_text_chars is not None:
+            _bound(made, self._max_text_chars)
+        if not self._is_lenient:
+            _check_members(made)
+        exact = _FORMATS.get(form) if isinstance(form := made.get("format"), str) else None
+        if exact is not None:
+            del made["format"]
+            others = made.get("allOf")
+            made["allOf"] = [*(others if isinstance(others, list) else ()), {"pattern": exact}]
+        return made
+
+    def _prepare_value(self, key: str, value: Any) -> Any:
+        if key in _VALUES:
+            if key in ("const", "enum") and not self._is_lenient:
+                _check_texts(value)
+            return value
+        if key == "pattern" and isinstance(value, str):
+            return _to_rust(value)
+        if key in _NAMED and isinstance(value, dict):
+            rename = _to_rust if key == "patternProperties" else str
+            return {rename(name): self.prepare(each) for name, each in value.items()}
+        return self.prepare(value)
+
+
+def _to_rust(pattern: str) -> str:
+    return re.sub(
+        r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), pattern, flags=re.DOTALL
+    )
+
+
+def _check_texts(value: Any) -> None:
+    """Of a control character that is written by its number llguidance makes none at all. Raises: UnsupportedSchema."""
+    if _BY_NUMBER.search(json.dumps(value)):
+        raise UnsupportedSchema("const and enum hold a control character, which is not supported")
+
+
+def _check_members(schema: dict[str, Any]) -> None:
+    """A member that is written twice is one, and llguidance counts it twice. Raises: UnsupportedSchema."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > num_required + 1:
+        raise UnsupportedSchema(
+            "minProperties is supported up to one more than there are names in required beside it"
+        )
+
+
+def _bound(schema: dict[str, Any], max_text_chars: int) -> None:
+    """Write bounds into a schema where it has none: what conforms to it still conforms to the original."""
+    if schema.get("type") == "string" and _TEXT_BOUNDS.isdisjoint(schema):
+        least = schema.get("minLength")
+        schema["maxLength"] = max(max_text_chars, least if isinstance(least, int) else 0)
+    named, required = schema.get("properties"), schema.get("required", [])
+    if (
+        named
+        and isinstance(named, dict)
+        and _MEMBER_BOUNDS.isdisjoint(schema)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in named for name in required)
+    ):
+        schema["additionalProperties"] = False

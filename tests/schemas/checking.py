@@ -1,0 +1,149 @@
+"""Schemas with values that conform to them and values that do not, held against what an answer may be.
+
+A schema goes the way of a request: the gateway's bounds, then the engine's compiler with its child
+process, for the tokens of the built-in model. A value conforms if its JSON can be written token by
+token, each allowed by the mask before it, and can end there.
+"""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import engines.packages.shapes
+from engines.base import BadGrammar, GrammarTooComplex
+from engines.core.constraint import Constraint, ConstraintFailure
+from engines.text.grammar import GrammarCompiler
+from engines.text.tokenizer import HfTokenizer
+from gateway.api.structured import schema_grammar
+from gateway.http.errors import InvalidRequest
+from shared.settings.limits import LimitSettings
+
+CHECKPOINT = Path(engines.packages.shapes.__file__).parent / "checkpoint"
+PARAM = "response_format.json_schema.schema"
+_LIMITS = LimitSettings()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schema, and values with whether they conform to it."""
+
+    name: str
+    schema: Any
+    tests: Sequence[tuple[bool, Any]]
+
+    @property
+    def source(self) -> str:
+        """What the schema came from, as MaskBench's names begin."""
+        return self.name.partition("---")[0].partition("_")[0]
+
+
+@dataclass
+class Result:
+    """What came of a schema and its values; values are told by their places."""
+
+    refusal: str = ""  #: why the schema was not taken
+    compile_s: float = 0.0
+    mask_s: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)  #: the request ends with an error
+
+
+class Checker:
+    """Checks schemas as a worker with this tokenizer would take them."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer or HfTokenizer(CHECKPOINT, None)
+        compiler = GrammarCompiler.create(self.tokenizer, self.tokenizer.vocab_size, None)
+        assert compiler is not None
+        self._compiler = compiler
+
+    def close(self) -> None:
+        self._compiler.close()
+
+    def compile(self, schema: Any) -> Constraint:
+        """Raises: InvalidRequest, BadGrammar, GrammarTooComplex; they name the field."""
+        grammar = schema_grammar(json.dumps(schema).encode(), PARAM, _LIMITS)
+        return self._compiler.compile(grammar)
+
+    def check(self, case: Case) -> Result:
+        """Whatever is not refused is followed."""
+        result = Result()
+        began_s = time.thread_time()
+        try:
+            constraint = self.compile(case.schema)
+        except InvalidRequest as error:
+            result.refusal = _reason_of(error.message, error.param)
+        except (BadGrammar, GrammarTooComplex) as error:
+            result.refusal = _reason_of(str(error), error.param)
+        result.compile_s = time.thread_time() - began_s
+        if result.refusal:
+            return result
+        for place, (is_valid, data) in enumerate(case.tests):
+            spellings = spell(data)
+            try:
+                # One spelling of a value that conforms has to be taken; of another none may be.
+                tried = spellings[:1] if is_valid else spellings
+                is_accepted = any(self.follows(constraint, text, result.mask_s) for text in tried)
+            except ConstraintFailure:
+                result.failed.append(place)
+            else:
+                (result.accepted if is_accepted else result.rejected).append(place)
+        return result
+
+    def follows(self, constraint: Constraint, text: str, mask_s: list[float] | None = None) -> bool:
+        """Whether an answer may be this text and end there. Raises: ConstraintFailure."""
+        space = " " if self.tokenizer.drops_leading_space else ""
+        ends = min(self.tokenizer.eos_token_ids)
+        constraint, told = constraint.begin(), []
+        for token_id in [*self.tokenizer.encode(space + text), ends]:
+            began_s = time.thread_time()
+            mask = constraint.mask(told, 0)
+            if mask_s is not None:
+                mask_s.append(time.thread_time() - began_s)
+            if not mask[token_id >> 3] >> (token_id & 7) & 1:
+                return False
+            told.append(token_id)
+        return True
+
+
+def spell(data: Any) -> list[str]:
+    """A value's JSON in several ways; the first is how models write it."""
+    usual = json.dumps(data, ensure_ascii=False)
+    compact = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    found = [usual, compact, json.dumps(data), _escape(compact)]
+    return [text for text in dict.fromkeys(found) if text.isascii() or _is_text(text)]
+
+
+def _escape(text: str) -> str:
+    """JSON with the letters of its strings as numbers, where they have no other escapes."""
+    return re.sub(r'"([^"\\]*)"(?![^"]*\\)', lambda found: f'"{_to_numbers(found[1])}"', text)
+
+
+def _to_numbers(text: str) -> str:
+    return re.sub("[A-Za-z]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason_of(message: str, param: str | None) -> str:
+    """A refusal without what stands in this schema alone; it names the field, or this fails."""
+    assert param is not None
+    assert param.startswith(PARAM)
+    assert message.startswith(f"Invalid value for {param}: ")
+    reason = message.removeprefix(f"Invalid value for {param}: ").rstrip(".")
+    if "this keyword is not supported" in reason:
+        return f"`{param.rpartition('/')[2]}` is not supported"
+    if "are not supported: " in reason:
+        return f"`{reason.rpartition(': ')[2]}` is not supported"
+    return reason.partition("; ")[0]
