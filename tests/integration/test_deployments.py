@@ -25,7 +25,7 @@ def deployer(tmp_path_factory) -> Iterator[Deployer]:
 
 
 def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
-    first = deployer.deploy(1, "--resources", "cpu=1,memory=2g")
+    first = deployer.deploy(1, "--resources", "cpu=1,memory=1g")
     assert first.returncode == 0, first.stderr
     assert "2 of 2 blobs uploaded" in first.stderr
     old = deployer.active()
