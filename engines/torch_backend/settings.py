@@ -29,7 +29,7 @@ class TorchSettings(BatchingSettings):
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
-        description="Weights of the decoder; with CPU kernels the vision tower's are int8 then.",
+        description="Weights of the decoder; with CPU kernels the vision tower's and the head are int8 then.",
     )
     tensor_parallel: int = Field(
         default=1,

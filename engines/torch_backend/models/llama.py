@@ -141,7 +141,9 @@ class Llama(nn.Module):
         else:
             share = self.model.embed_tokens.share
             width, vocabulary = config.hidden_size, config.vocab_size
-            self.lm_head = LinearWeights(width, vocabulary, bias=False, share=share)
+            self.lm_head = LinearWeights(
+                width, vocabulary, bias=False, precision=Precision.INT8, share=share
+            )
             self._head = Linear(self, "lm_head", before=norm, gathers=True)
         self._has_float32_stream = False
         self._chain: Chain | None = None

@@ -95,10 +95,13 @@ def test_eight_bits_cost_little(ops: Ops, hidden_act: str):
     assert error(found, modules) < {8: 0.03, 16: 2e-4}[ops.site.bits]
 
 
-def test_only_linear_maps_are_packed_and_the_decoder_is_left(ops: Ops):
+@torch.inference_mode()
+def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
     model = make_model()
     before = {name for name, _ in model.named_modules()}
     decoder = {name: value.clone() for name, value in model.language_model.state_dict().items()}
+    hidden = torch.randn(3, model.config.text.hidden_size)
+    full = model.language_model.logits(hidden)
 
     pack_int8_beside(model, ops)
 
@@ -106,8 +109,13 @@ def test_only_linear_maps_are_packed_and_the_decoder_is_left(ops: Ops):
     assert {type(module) for module in packed.values()} == {PackedLinear}
     assert len(packed) == 2 + 4 * len(model.vision_tower.blocks)
     assert {name for name, _ in model.named_modules()} == before
-    for name, value in model.language_model.state_dict().items():
-        assert torch.equal(value, decoder[name])
+    left = model.language_model.state_dict()
+    assert {name for name, value in decoder.items() if name not in left} == {"lm_head.weight"}
+    for name in decoder.keys() - {"lm_head.weight"}:
+        assert torch.equal(left[name], decoder[name])
+    assert error(model.language_model.logits(hidden), full) < 0.02
+    model.bind(ops, torch.float32)
+    assert error(model.language_model.logits(hidden), full) < 0.02
 
 
 @torch.inference_mode()
