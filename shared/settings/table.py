@@ -25,12 +25,13 @@ class Row:
 
 
 def rows(engines: Iterable[type[BaseModel]]) -> list[Row]:
-    """Every setting in the order of the tree; `engines` are the settings of each engine."""
+    """Every setting in the order of the tree; of one that several `engines` have, as the first describes it."""
     found: dict[str, Row] = {}
     for row in _rows(Settings, PREFIX):
         found[row.variable] = row
         if row.variable == ENGINE_PREFIX + "KIND":
-            found |= {own.variable: own for one in engines for own in _rows(one, ENGINE_PREFIX)}
+            for own in (own for one in engines for own in _rows(one, ENGINE_PREFIX)):
+                found.setdefault(own.variable, own)
     return list(found.values())
 
 
