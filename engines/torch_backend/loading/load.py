@@ -16,6 +16,7 @@ import torch
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.core.budget import measure_prefill_limit
 from engines.core.engine import BatchingEngine
+from engines.heap import keep_freed_memory
 from engines.packages.generation_config import read_sampling_defaults
 from engines.packages.resolve import default_name, resolve_model
 from engines.torch_backend.layers.quantization import SCHEMES
@@ -88,6 +89,8 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
                 settings, directory, device, dtype, kernels, mesh, leader,
                 phases.tell("load"), phases.seconds,
             )  # fmt: skip
+        if device.type == "cpu":
+            keep_freed_memory()  # an image of several tiles frees half a gigabyte
         with phases.measure("warmup"):
             runner.warm_up()
             if device.type == "cpu" and not settings.num_threads and leader is None:
