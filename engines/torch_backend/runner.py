@@ -340,7 +340,7 @@ class TorchRunner:
         if self._cuda is not None:
             hidden = self._cuda.forward(embeddings, step.positions, plan)
         else:
-            text, rotation = self.model.language_model.text, self._rotary.at(step.positions)
+            text, rotation = self.model.language_model.text, self._rotary.at_all(step.positions)
             attend = self._ops["step_attention"](text, self._kv_pools[0], plan, rotation)
             hidden = self.model.language_model(embeddings, attend)
         if not rows:

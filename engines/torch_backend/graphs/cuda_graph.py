@@ -133,7 +133,13 @@ class DecodeGraphs:
 
         def attend(layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
             query, _, _ = self._rotate_keep(
-                qkv, self._rotary, buffers.positions, buffers.slots, pool, layer, heads
+                qkv,
+                self._rotary.of_rope(heads.rope),
+                buffers.positions,
+                buffers.slots,
+                pool,
+                layer,
+                heads,
             )
             tables, lengths = buffers.tables, buffers.lengths
             return self._attend_decodes(pool, layer, query, tables, lengths, heads.window)

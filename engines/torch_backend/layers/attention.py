@@ -55,6 +55,7 @@ class Heads:
     key_norm: RMSNorm | None = None
     window: int | None = None  #: tokens that a token sees, itself included
     turns: bool = True  #: whether positions turn them
+    rope: int = 0  #: by which of the model's tables of angles
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: query (N, H, D), key (N, K, D), kept."""

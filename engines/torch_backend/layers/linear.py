@@ -164,6 +164,7 @@ class Linear:
         owner: nn.Module,
         *names: str,
         before: Before | None = None,
+        after: RMSNorm | None = None,
         gathers: bool = False,
     ) -> None:
         """`names` are those of `LinearWeights` in `owner`, where loaders may put others in their place.
@@ -173,6 +174,7 @@ class Linear:
         self._owner = owner
         self._names = names
         self._before = before or Before()
+        self._after = after
         share: Share = getattr(owner.get_submodule(names[0]), "share", WHOLE)
         is_joined = share.of == "inputs" or (share.of == "outputs" and gathers)
         self._mesh: Mesh = share.mesh if is_joined else SINGLE
@@ -195,7 +197,8 @@ class Linear:
     @property
     def is_whole(self) -> bool:
         """Whether `product` alone computes all that a call does."""
-        return self._mesh.size == 1 and (self.product.takes_before or not self._before)
+        is_alone = self._mesh.size == 1 and self._after is None
+        return is_alone and (self.product.takes_before or not self._before)
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         """Compute with these operators from now on; `dtype` is the engine's."""
@@ -228,9 +231,11 @@ class Linear:
         num_tokens = (x.tensor() if isinstance(x, Stream) else x).shape[0]
         product = self.product if num_tokens <= self.product.max_tokens else self._plain
         inputs = self._prepare(x, product)
-        if add_to is not None and product.adds and self._mesh.size == 1:
+        if add_to is not None and product.adds and self._mesh.size == 1 and self._after is None:
             return product(inputs, add_to.tensor())
         y = self._join(product(inputs))
+        if self._after is not None:
+            y = self._after(y)
         if add_to is not None:
             add_to.add(y)
         return y

@@ -43,6 +43,7 @@ class RotaryTable:
         self, config: TextConfig, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_rows = max(1, len(config.rope_sections))  #: R, positions of one token
+        self.others: tuple[Self, ...] = ()  #: those of layers whose `Heads.rope` is 1, 2 ...
         #: (D,) which row of positions turns a channel; None where there is one
         self.channel_rows: Tensor | None = None
         if config.rope_sections:
@@ -60,8 +61,12 @@ class RotaryTable:
         """Of angles computed elsewhere; `sin` is signed. Shapes: two (positions, D), (D,)."""
         table = cls.__new__(cls)
         table.cos, table.sin = cos, sin
-        table.channel_rows, table.num_rows = channel_rows, num_rows
+        table.channel_rows, table.num_rows, table.others = channel_rows, num_rows, ()
         return table
+
+    def of_rope(self, rope: int) -> Self:
+        """The table of layers with that `Heads.rope`."""
+        return self.others[rope - 1] if rope else self
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines. Shapes: positions (N,), or (R, N); returns two (N, 1, D)."""
@@ -72,6 +77,13 @@ class RotaryTable:
             )
             return self.cos[by_channel].unsqueeze(1), self.sin[by_channel].unsqueeze(1)
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+    def at_all(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of every table. Shapes: positions (N,), or (R, N); returns two (N, tables, D)."""
+        if not self.others:
+            return self.at(positions)
+        cos, sin = zip(*(table.at(positions) for table in (self, *self.others)), strict=True)
+        return torch.cat(cos, dim=1), torch.cat(sin, dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

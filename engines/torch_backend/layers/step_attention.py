@@ -47,8 +47,9 @@ class StepAttention:
     def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) D); returns (N, H * D)."""
         query, key, value = self._rotate_keep(
-            qkv, self._rotary, self._positions, self._plan.slots, self._pool, layer, heads
-        )
+            qkv, self._rotary.of_rope(heads.rope), self._positions, self._plan.slots, self._pool,
+            layer, heads,
+        )  # fmt: skip
         if heads.window is not None and self._varlen is None:
             return self._windows.attend(self._pool, layer, heads.window, query, key, value)
         num_decodes = self._plan.num_decodes

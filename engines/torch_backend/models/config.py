@@ -89,4 +89,6 @@ class TextConfig:
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
     has_head_norms: bool = False  #: of queries and keys, before they are turned
+    has_output_norms: bool = False  #: of what attention and feed-forward add to the stream
+    embedding_scale: float = 1.0
     windows: tuple[int | None, ...] = ()  #: of each layer, tokens that a token sees; () all see all

@@ -7,7 +7,8 @@ one; `bind` says by which operators its parts are computed.
 Parameter names are those of transformers' `LlamaForCausalLM`: `model.embed_tokens.weight`,
 `model.layers.{i}.self_attn.{q,k,v,o}_proj.weight`, `model.layers.{i}.mlp.{gate,up,down}_proj.weight`,
 `model.layers.{i}.{input,post_attention}_layernorm.weight`, `model.norm.weight`, and `lm_head.weight` unless it
-is tied to the embeddings.
+is tied to the embeddings. Norms of what is added to the stream, which Llama has none of, are
+`model.layers.{i}.{self_attn.out,mlp.down}_norm.weight`.
 
 Shape letters: N tokens, C hidden width, H query heads, K key/value heads, D head width.
 """
@@ -51,7 +52,8 @@ class SelfAttention(nn.Module):
         self.v_proj = _column_parallel(width, kv_width, bias, heads)
         self.o_proj = _row_parallel(query_width, width, config.attention_output_bias, mesh)
         self.qkv = Linear(self, "q_proj", "k_proj", "v_proj", before=Before(norm=norm))
-        self.out = Linear(self, "o_proj")
+        self.out_norm = _output_norm(config)
+        self.out = Linear(self, "o_proj", after=self.out_norm)
         window = config.windows[number] if config.windows else None
         if config.has_head_norms:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -77,11 +79,16 @@ class GatedMLP(nn.Module):
         self.down_proj = _row_parallel(inner, width, bias, mesh)
         gate = Before(gate=ACTIVATIONS[config.hidden_act])
         self.gate_up = Linear(self, "gate_proj", "up_proj", before=Before(norm=norm))
-        self.down = Linear(self, "down_proj", before=gate)
+        self.down_norm = _output_norm(config)
+        self.down = Linear(self, "down_proj", before=gate, after=self.down_norm)
 
     def forward(self, stream: Stream) -> None:
         """Added to the stream. Shapes: (N, C)."""
         self.down(self.gate_up(stream), add_to=stream)
+
+
+def _output_norm(config: TextConfig) -> RMSNorm | None:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps) if config.has_output_norms else None
 
 
 def _column_parallel(width: int, outputs: int, bias: bool, share: Share) -> LinearWeights:
@@ -166,7 +173,8 @@ class Llama(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Shapes: (N,); returns (N, C), in the precision of norms: matrices may be stored in less."""
-        return self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
+        x = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
+        return x if self.text.embedding_scale == 1 else x * self.text.embedding_scale
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """Hidden states of every token. What is beside x is added behind the first layers, in their order.

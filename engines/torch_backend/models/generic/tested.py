@@ -21,6 +21,7 @@ TESTED = frozenset(
         "Gemma3ForConditionalGeneration/gemma3_text",
         "Gemma3nForCausalLM",
         "Gemma4ForConditionalGeneration/gemma4_text",
+        "GemmaForCausalLM",
         "Glm46VForConditionalGeneration/glm4v_text",
         "Glm4vForConditionalGeneration/glm4v_text",
         "Glm4vMoeForConditionalGeneration/glm4v_moe_text",

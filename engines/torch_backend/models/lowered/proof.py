@@ -150,43 +150,45 @@ def compare(seen: Observed, decoder: Llama, rotary: Rotary, stack: Any) -> None:
     loaded = stack.embed_tokens.weight.dtype  # theirs rounds angles to it
     positions = seen.positions[0] if len(seen.positions) == 1 else seen.positions
     table = rotary.table(int(positions.max()) + 1, loaded, device)
-    rotation = tuple(x.float() for x in table.at(positions))
+    rotation = tuple(x.float() for x in table.at_all(positions))
     attend = create_attention(text, pool, plan, (rotation[0], rotation[1]))
     pairs: list[tuple[Any, Any, Any]] = list(
         zip(stack.layers, decoder.model.layers, seen.calls, strict=True)
     )
     is_large = sum(x.numel() for x in stack.parameters()) > _LARGE
-    turns: dict[str, bool] = {}  # by kind of layer
+    turns: dict[str, tuple[bool, int]] = {}  # by kind of layer
+    ways = [*((True, rope) for rope in range(rotary.num_tables)), (False, 0)]
     for number, (theirs, ours, call) in enumerate(pairs):
-        kind = f"{_kind_of(theirs)} {ours.self_attn.heads.window}"
+        angles = id(call.kwargs.get("position_embeddings"))
+        kind = f"{_kind_of(theirs)} {ours.self_attn.heads.window} {angles}"
         if is_large and kind in turns and number < len(pairs) - 1:
-            _set_turns(ours, turns[kind])
+            _set_turns(ours, *turns[kind])
             continue
         same = theirs if loaded == torch.float32 else deepcopy(theirs).float()
         args, kwargs = _widened(call.args), _widened(call.kwargs)
         output = first_of(same(*args, **kwargs))[0]
         x = _stream((args, kwargs))[0]
         found = []
-        for is_turned in (True, False):
-            _set_turns(ours, is_turned)
+        for way in ways:
+            _set_turns(ours, *way)
             stream = Stream(x)
             ours(stream, attend)
             rounding = 8 * torch.finfo(torch.float32).eps * output.abs()
             excess = ((stream.tensor() - output).abs() - rounding).max()
             found.append(float(excess / (output - x).std()))
             if found[-1] <= _LARGEST_DIFFERENCE:
-                turns[kind] = is_turned
+                turns[kind] = way
                 break
         else:
             raise BeyondOurProgram(
-                f"layer {number} makes something else of the same, by {found[0]:.1e} of what it adds"
+                f"layer {number} makes something else of the same, by {min(found):.1e} of what it adds"
             )
 
 
-def _set_turns(layer: Any, turns: bool) -> None:
+def _set_turns(layer: Any, turns: bool, rope: int) -> None:
     attention = layer.self_attn
-    if attention.heads.turns is not turns:
-        attention.heads = replace(attention.heads, turns=turns)
+    if (attention.heads.turns, attention.heads.rope) != (turns, rope):
+        attention.heads = replace(attention.heads, turns=turns, rope=rope)
 
 
 def _kind_of(layer: nn.Module) -> str:

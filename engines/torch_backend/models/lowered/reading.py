@@ -5,7 +5,7 @@ Shape letters: D head width.
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,14 +41,15 @@ def find_stack(model: nn.Module) -> tuple[str, Any]:
 
 
 def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | None = None) -> Llama:
-    """Our program with transformers' weights: matrices as they were loaded, all else in `dtype`.
+    """Our program with transformers' weights: matrices as they were loaded, all else in `dtype`, or finer.
 
     Channels of queries and keys are in `order`, if it is given. Raises: BeyondOurProgram.
     """
     specs = _read_specs(front, list(stack.layers))
     weights, is_tied = _read_ends(front.inner.get_output_embeddings(), stack)
+    scale = _read_scale(stack.embed_tokens)
     gain, eps = _read_norm(stack.norm)
-    weights["model.norm.weight"] = gain
+    weights["model.norm.weight"] = gain.to(dtype)  # the stream has it too
     all_eps, activations = {eps}, set()
     for number, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True)):
         parts = _read_layer(layer, spec)
@@ -59,19 +60,32 @@ def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | Non
         raise BeyondOurProgram("its layers are not alike")
     limit = front.config.text.max_position_embeddings
     text = _describe(weights, specs, eps, activations.pop(), is_tied, limit)
-    return _fill(text, weights, dtype)
+    return _fill(replace(text, embedding_scale=scale), weights, dtype)
 
 
 def _read_ends(head: Any, stack: Any) -> tuple[dict[str, Tensor], bool]:
     """Embeddings and head, and whether these are one."""
     if type(head) is not nn.Linear or head.bias is not None:
         raise BeyondOurProgram("its head is more than a matrix")
-    if type(stack.embed_tokens) is not nn.Embedding:
-        raise BeyondOurProgram(f"its embeddings are {type(stack.embed_tokens).__name__}")
     table = stack.embed_tokens.weight
     if head.weight is table:
         return {"model.embed_tokens.weight": table}, True
     return {"model.embed_tokens.weight": table, "lm_head.weight": head.weight}, False
+
+
+@torch.inference_mode()
+def _read_scale(embeddings: Any) -> float:
+    """What embeddings are multiplied by, and nothing else is done to them."""
+    if type(embeddings) is nn.Embedding:
+        return 1.0
+    table = getattr(embeddings, "weight", None)
+    scale = getattr(embeddings, "embed_scale", None)
+    if isinstance(embeddings, nn.Embedding) and isinstance(table, Tensor) and scale is not None:
+        ids = torch.arange(min(len(table), 64), device=table.device)
+        factor = float(torch.as_tensor(scale).to(table.dtype))
+        if torch.equal(embeddings(ids), table[ids] * factor):
+            return factor
+    raise BeyondOurProgram(f"its embeddings are {type(embeddings).__name__}")
 
 
 def _describe(
@@ -102,6 +116,7 @@ def _describe(
         tie_word_embeddings=is_tied,
         hidden_act=activation,
         has_head_norms="self_attn.q_norm.weight" in names,
+        has_output_norms="self_attn.out_norm.weight" in names,
         windows=tuple(one.window for one in specs) if any(one.window for one in specs) else (),
     )
 
@@ -116,10 +131,13 @@ def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> L
     weights |= {name: torch.zeros(wanted[name].shape, device=device) for name in missing}
     if odd := [n for n, x in weights.items() if n not in wanted or x.shape != wanted[n].shape]:
         raise BeyondOurProgram(f"weights do not fit: {', '.join(sorted(odd)[:3])}")
-    decoder.load_state_dict(
-        {n: x.detach() if x.dim() > 1 else x.detach().to(dtype) for n, x in weights.items()},
-        assign=True,
-    )
+
+    def place(name: str, x: Tensor) -> Tensor:
+        # gains of 1 + w would lose what w has
+        is_fine = name.endswith("norm.weight") and x.dtype.itemsize > dtype.itemsize
+        return x.detach() if x.dim() > 1 or is_fine else x.detach().to(dtype)
+
+    decoder.load_state_dict({name: place(name, x) for name, x in weights.items()}, assign=True)
     return decoder.requires_grad_(False).eval()
 
 
@@ -142,7 +160,6 @@ def _read_specs(front: Any, layers: list[Any]) -> list[LayerSpec]:
             "sinks": spec.has_sinks,
             "another's keys": spec.shares is not None,
             "images that see themselves": spec.sees_images,
-            "a scale of its own": abs(spec.scale * spec.key_dim**0.5 - 1) > 1e-6,
         }
         if names := [name for name, is_there in odd.items() if is_there]:
             raise BeyondOurProgram(f"layer {number} has {', '.join(names)}")
@@ -178,6 +195,13 @@ _TURNED = frozenset({
 })  # fmt: skip
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+#: Where what is added to the stream is normalised first: theirs by our names.
+_FOUR_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "self_attn.out_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp.down_norm",
+}
 
 
 def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
@@ -187,21 +211,29 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> _LayerParts:
         if any(True for _ in module.parameters(recurse=False))
     }
     tensors: dict[str, Tensor] = {}
+    has_four = modules.keys() >= _FOUR_NORMS.keys()
+    of_stream: dict[str, str] = _FOUR_NORMS if has_four else dict(zip(_NORMS, _NORMS, strict=True))
     for name, module in list(modules.items()):
-        if name in (*_NORMS, *_HEAD_NORMS):
+        if name in (*of_stream, *_HEAD_NORMS):
             continue
         if type(module) is not nn.Linear:
             raise BeyondOurProgram(f"a layer has {name}, a {type(module).__name__}")
         for part, x in module.named_parameters(recurse=False):
             tensors |= _parted(f"{name}.{part}", x, spec)
-    wanted = {*_NORMS, *(_HEAD_NORMS if modules.keys() & {*_HEAD_NORMS} else ())}
+    wanted = {*of_stream, *(_HEAD_NORMS if modules.keys() & {*_HEAD_NORMS} else ())}
     names = {name.rpartition(".")[0] for name in tensors} | (
-        modules.keys() & {*_NORMS, *_HEAD_NORMS}
+        modules.keys() & {*of_stream, *_HEAD_NORMS}
     )
     if odd := names ^ {*_LINEARS, *wanted}:
         raise BeyondOurProgram(f"a layer has other parts: {', '.join(sorted(odd))}")
     norms = {name: _read_norm(modules[name]) for name in wanted}
-    tensors |= {f"{name}.weight": gain for name, (gain, _) in norms.items()}
+    scale = spec.scale * spec.key_dim**0.5
+    if abs(scale - 1) > 1e-6:
+        if "self_attn.q_norm" not in norms:
+            raise BeyondOurProgram("a layer has a scale of its own")
+        gain, eps = norms["self_attn.q_norm"]
+        norms["self_attn.q_norm"] = gain.float() * scale, eps
+    tensors |= {f"{of_stream.get(name, name)}.weight": gain for name, (gain, _) in norms.items()}
     mlp: Any = layer.get_submodule("mlp")
     return _LayerParts(tensors, {eps for _, eps in norms.values()}, _read_activation(mlp))
 
@@ -218,7 +250,7 @@ def _parted(name: str, x: Tensor, spec: LayerSpec) -> dict[str, Tensor]:
     return {name: x}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
     """Gain and epsilon of what is found to be a norm of root mean squares."""
     weight = getattr(norm, "weight", None)

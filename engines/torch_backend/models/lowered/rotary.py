@@ -3,6 +3,10 @@
 Shape letters: N tokens, R rows of positions, P positions, D head width.
 """
 
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,31 +24,54 @@ class Rotary:
         """Raises: BeyondOurProgram."""
         self._module = module
         self._num_rows = num_rows
-        probes = torch.eye(num_rows, dtype=torch.long).T  # by token, one row away from 0
-        cos, sin = self._turn(probes)
-        width = self.num_turned = cos.shape[-1]  #: channels of a head that positions turn
-        self._num_still = head_dim - width
-        if self._num_still < 0 or self._num_still % 2:
+        takes_types = "layer_type" in inspect.signature(module.forward).parameters
+        types: Any = getattr(module, "layer_types", None) if takes_types else None
+        self._types: Sequence[str | None] = types or (
+            None,
+        )  #: of layers, each with angles of its own
+        self.num_tables = len(self._types)
+        found = {self._check(layer_type, head_dim) for layer_type in self._types}
+        if len(found) > 1:
+            raise BeyondOurProgram("positions turn channels of layers in several ways")
+        [(self.num_turned, self._num_still, channel_rows)] = found  #: channels of a head
+        self._channel_rows = torch.tensor(channel_rows)  # (D,)
+
+    def _check(self, layer_type: str | None, head_dim: int) -> tuple[int, int, tuple[int, ...]]:
+        """Channels that are turned and not, and which row of positions turns each."""
+        # by token, one row away from 0
+        probes = torch.eye(self._num_rows, dtype=torch.long).T
+        cos, sin = self._turn(probes, layer_type)
+        width = cos.shape[-1]
+        num_still = head_dim - width
+        if num_still < 0 or num_still % 2:
             raise BeyondOurProgram(f"positions turn {width} of {head_dim} channels of a head")
         if not all(torch.equal(x[:, : width // 2], x[:, width // 2 :]) for x in (cos, sin)):
             raise BeyondOurProgram("positions turn other pairs of channels than halves of a head")
         is_turned = sin != 0
         if not bool((is_turned.sum(0) == 1).all()):
             raise BeyondOurProgram("channels of a head turn by several rows of positions, or none")
-        self._channel_rows = self._with_still(is_turned.int().argmax(0)[None], 0)[0]  # (D,)
+        rows = _with_still(is_turned.int().argmax(0)[None], num_still, 0)[0]
+        return width, num_still, tuple(rows.tolist())
 
     def freeze(self, max_positions: int) -> None:
         """Turn as in sequences that are never longer from now on."""
         freeze_rope(self._module, max_positions)
 
     def table(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-        """Of positions from 0."""
+        """Of positions from 0, for each type of layers."""
+        first, *others = (self._of(each, max_positions, dtype, device) for each in self._types)
+        first.others = tuple(others)
+        return first
+
+    def _of(
+        self, layer_type: str | None, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> RotaryTable:
         chunks = [
-            self._turn(places.expand(self._num_rows, -1))
+            self._turn(places.expand(self._num_rows, -1), layer_type)
             for places in torch.arange(max_positions).split(_TABLE_ROWS)
         ]
         cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        cos, sin = self._with_still(cos, 1), self._with_still(sin, 0)
+        cos, sin = _with_still(cos, self._num_still, 1), _with_still(sin, self._num_still, 0)
         half = sin.shape[1] // 2
         return RotaryTable.of(
             cos.to(device, dtype),
@@ -53,18 +80,20 @@ class Rotary:
             self._num_rows,
         )
 
-    def _with_still(self, x: Tensor, value: int) -> Tensor:
-        """Channels that are not turned at the end of each half. Shapes: (P, turned); returns (P, D)."""
-        still = x.new_full((len(x), self._num_still // 2), value)
-        left, right = x.chunk(2, dim=1)
-        return torch.cat([left, still, right, still], dim=1)
-
-    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _turn(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """Shapes: (R, N); returns two float32 (N, D)."""
         device = next((b.device for b in self._module.buffers()), positions.device)
         given = positions.to(device)
         given = given if len(given) == 1 else given[:, None]
-        cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given)
+        more = () if layer_type is None else (layer_type,)
+        cos, sin = self._module(torch.zeros(1, 1, 1, device=device), given, *more)
         if cos.dim() != 3:
             raise BeyondOurProgram("positions turn channels in a way of the layers' own")
         return cos[0], sin[0]
+
+
+def _with_still(x: Tensor, num_still: int, value: int) -> Tensor:
+    """Channels that are not turned at the end of each half. Shapes: (P, turned); returns (P, D)."""
+    still = x.new_full((len(x), num_still // 2), value)
+    left, right = x.chunk(2, dim=1)
+    return torch.cat([left, still, right, still], dim=1)

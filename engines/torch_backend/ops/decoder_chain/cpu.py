@@ -31,6 +31,8 @@ def build(site: Site) -> CreateChain:
         products = [product for layer in layers for product in layer.products]
         if not all(isinstance(p, BoundProduct) and p.takes_before for p in products):
             return None
+        if any(layer.heads.rope for layer in layers):
+            return None  # it turns all by one table
         return LayerChain(library, layers)
 
     return create

@@ -58,12 +58,13 @@ class PagedAttention:
         plan: AttentionPlan,
         rotation: tuple[Tensor, Tensor],
     ) -> None:
-        """`rotation` as of `RotaryTable.at`."""
+        """`rotation` as of `RotaryTable.at_all`."""
         self._library = library
         self._pool = pool
         self._num_threads = torch.get_num_threads()
         decodes = plan.spans[: plan.num_decodes]
-        cos, sin = (table.float().contiguous() for table in rotation)
+        # a table of angles after another
+        cos, sin = (table.float().transpose(0, 1).contiguous() for table in rotation)
         lengths = torch.tensor([span.num_context for span in decodes], dtype=torch.int64)
         blocks = plan.decode_blocks
         runs, run_table = _runs(plan.spans[plan.num_decodes :], pool.block_size)
@@ -96,6 +97,7 @@ class PagedAttention:
             runs=runs.data_ptr(),
             run_table=run_table.data_ptr(),
         )
+        self._angles = [(c.data_ptr(), s.data_ptr()) for c, s in zip(cos, sin, strict=True)]
 
     @property
     def address(self) -> int:
@@ -110,6 +112,7 @@ class PagedAttention:
     def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
         """Shapes: qkv (N, (H + 2 K) * D), float32, rotated in place; returns (N, H * D)."""
         form, _kept = _PLAIN if heads is PLAIN else bind_heads(heads)
+        self._struct.cos, self._struct.sin = self._angles[heads.rope]
         keys, values = self._pool.blocks(layer)
         out = torch.empty(len(qkv), self._struct.num_heads * self._struct.head_dim)
         self._library.attention(

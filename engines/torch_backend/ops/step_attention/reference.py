@@ -26,7 +26,7 @@ CreateAttention = Callable[[TextConfig, KVCachePool, AttentionPlan, tuple[Tensor
 def create_attention(
     text: TextConfig, pool: KVCachePool, plan: AttentionPlan, rotation: tuple[Tensor, Tensor]
 ) -> Attend:
-    """One step's, for all layers, in the precision of `rotation`, which is as of `RotaryTable.at`."""
+    """One step's, for all layers, in the precision of `rotation`, which is as of `RotaryTable.at_all`."""
     sizes = [text.num_heads, text.num_kv_heads, text.num_kv_heads]
     dtype = rotation[0].dtype
     windows = Windows(plan, pool.block_size)
@@ -36,7 +36,8 @@ def create_attention(
         query, key, value = by_head.split(sizes, dim=1)
         query, key = heads.normed(query, key)
         if heads.turns:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            cos, sin = (x[:, heads.rope : heads.rope + 1] for x in rotation)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if heads.window is None:
             return paged_attention(pool, plan, layer, query, key, value).to(qkv.dtype)
         return windows.attend(pool, layer, heads.window, query, key, value).to(qkv.dtype)

@@ -99,11 +99,12 @@ FAMILIES = [
     text("Mistral, window", "Mistral", sliding_window=8, head_dim=16),
     text("Qwen2", "Qwen2"),
     text("Qwen3", "Qwen3", head_dim=16),
+    text("Gemma", "Gemma", head_dim=16),
     text(
         "Gemma 2", "Gemma2", head_dim=16, sliding_window=6, attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
         query_pre_attn_scalar=24, **MIXED,
     ),
-    text("Gemma 3, text", "Gemma3Text", head_dim=16, sliding_window=6, query_pre_attn_scalar=16, **MIXED),
+    text("Gemma 3, text", "Gemma3Text", head_dim=16, sliding_window=6, query_pre_attn_scalar=24, **MIXED),
     text(
         "Gemma 3n, text", "Gemma3nText", num_hidden_layers=4, head_dim=16, sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=320,

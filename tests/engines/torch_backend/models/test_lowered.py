@@ -223,7 +223,7 @@ def _scores(model: FamilyModel, kernels: Any, **changes: Any) -> torch.Tensor:
     return torch.cat([score(started, request) for request in make_requests()])
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen2.5-VL", "Gemma 2", "Qwen3-Next"])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2.5-VL", "Gemma 2", "Gemma 3, text", "Qwen3-Next"])
 def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
     name: str, tmp_path: Path
 ) -> None:
@@ -286,7 +286,7 @@ def test_nothing_of_transformers_decoder_is_kept(tmp_path: Path) -> None:
     assert kept == stored
 
 
-@pytest.mark.parametrize("name", ["Mistral, window", "Qwen2.5-VL", "Qwen3-VL"])
+@pytest.mark.parametrize("name", ["Mistral, window", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-VL"])
 def test_a_gpu_computes_it_as_a_native_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +308,20 @@ def test_features_that_go_elsewhere_than_behind_the_first_layers_are_found(
     path, line = path_of(family, tmp_path, caplog)
     assert path == "generic"
     assert "go elsewhere" in line
+
+
+def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
+    """Which would keep the decoder from being the same."""
+    [family] = [each for each in FAMILIES if each.name == "Gemma 3, text"]
+    write_checkpoint(family, tmp_path)
+    config = FAMILY.check(read_fields(tmp_path))
+    model = load_model(tmp_path, FAMILY, config, CPU, torch.bfloat16)
+    assert model.speed_path == "lowered"
+    scores = TorchRunner(model, TorchSettings(num_kv_blocks=64, block_size=4), CPU, torch.bfloat16)
+    exact, _ = load(tmp_path)
+    wide = TorchRunner(exact, TorchSettings(num_kv_blocks=64, block_size=4), CPU, torch.float32)
+    [ours, theirs] = [score(each, make_requests()[0]).float() for each in (scores, wide)]
+    assert float((ours - theirs).std() / theirs.std()) < 0.03
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
