@@ -36,9 +36,7 @@ SHARED_RULES = rf"""
 PY_TEXT: /"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/ | /'([^'\\\x00-\x1F\x7F]|\\['\\bfnrt])*'/
 PY_NAME: /[A-Za-z_][A-Za-z0-9_]*/
 py_json: %json {json.dumps(prepare({}))}
-py_any: PY_TEXT | "True" | "False" | "None" | py_json
-py_free: PY_NAME "=" py_any
-py_frees: (py_free (", " py_free)*)?"""
+py_any: PY_TEXT | "True" | "False" | "None" | py_json"""
 
 
 def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) -> list[str]:
@@ -56,12 +54,12 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
         raise UnsupportedSchema(
             "of parameters, this model's calls keep types, names and values alone"
         )
-    if not named:
-        is_closed = schema.get("additionalProperties") is False
-        return [f'{name}: ""' if is_closed else f"{name}: py_frees"]
     if not all(map(_NAME.fullmatch, named)):
         raise UnsupportedSchema("this model's calls have no way to write a parameter's name")
-    return _Rules(name, schema, is_lenient=not function.is_strict).arguments(named, required)
+    rules = _Rules(name, schema, is_lenient=not function.is_strict)
+    if named:
+        return rules.arguments(named, required)
+    return rules.free_arguments(schema.get("additionalProperties", True))
 
 
 class _Rules:
@@ -72,6 +70,14 @@ class _Rules:
         self._is_lenient = is_lenient
         self._defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         self._made: list[str] = []
+
+    def free_arguments(self, schema: Any) -> list[str]:
+        """Arguments of any names, whose values conform to this."""
+        name = self._name
+        if schema is False:
+            return [f'{name}: ""']
+        one = f'{name}_any: PY_NAME "=" {self._value(schema)}'
+        return [f'{name}: ({name}_any (", " {name}_any)*)?', one, *self._made]
 
     def arguments(self, named: dict[str, Any], required: list[str]) -> list[str]:
         """All rules: the arguments each, those from one on behind others (`_more_`), and the whole."""
@@ -91,20 +97,18 @@ class _Rules:
 
     def _value(self, schema: Any) -> str:
         """What a value may be: as Python spells it where no keyword of its schema is beyond that."""
-        if schema is True or not isinstance(schema, dict):
-            return self._json(schema)
+        if schema is True:
+            return "py_any"
+        if not isinstance(schema, dict):
+            raise UnsupportedSchema("a parameter's schema is no object")
         keys = schema.keys() - _ASIDE
         if not keys:
             return "py_any"
         if keys == {"type"}:
             kinds = schema["type"]
             return _any_of(map(self._of_type, kinds if isinstance(kinds, list) else [kinds]))
-        values = [schema["const"]] if keys <= {"const", "type"} else schema.get("enum")
-        if (
-            keys <= {"const", "enum", "type"}
-            and isinstance(values, list)
-            and _are_plain(schema, values)
-        ):
+        values: Any = [schema["const"]] if keys <= {"const", "type"} else schema.get("enum")
+        if keys - {"type"} in ({"const"}, {"enum"}) and _are_texts(schema, values):
             return _any_of(map(_spell, values))
         if keys == {"anyOf"} and isinstance(schema["anyOf"], list) and schema["anyOf"]:
             return _any_of(map(self._value, schema["anyOf"]))
@@ -120,11 +124,9 @@ class _Rules:
             return '("True" | "False")'
         return '"None"' if kind == "null" else self._json({"type": kind})
 
-    def _json(self, schema: Any) -> str:
+    def _json(self, schema: dict[str, Any]) -> str:
         """A rule for what is written as JSON."""
-        whole = (
-            {} if schema is True else {"not": {}} if schema is False else {**schema, **self._defs}
-        )
+        whole = {**schema, **self._defs}
         name = f"{self._name}_value{len(self._made)}"
         self._made.append(
             f"{name}: %json {json.dumps(prepare(whole, is_lenient=self._is_lenient))}"
@@ -136,10 +138,10 @@ def _any_of(rules: Iterable[str]) -> str:
     return f"({' | '.join(rules)})"
 
 
-def _are_plain(schema: dict[str, Any], values: list[Any]) -> bool:
-    """Whether a list of values needs nothing but that one of them is written."""
-    kind = schema.get("type", "string")
-    return bool(values) and kind == "string" and all(isinstance(value, str) for value in values)
+def _are_texts(schema: dict[str, Any], values: Any) -> bool:
+    """Whether a list of values is of strings, and their type does not forbid them."""
+    texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return bool(values) and texts and schema.get("type", "string") == "string"
 
 
 def _spell(value: str) -> str:
@@ -212,7 +214,7 @@ class KeywordArguments:
         if is_last and not written:
             return
         name, _, value = written.partition("=")
-        if not _NAME.fullmatch(name) or name in self._found:
+        if not _NAME.fullmatch(name):
             raise MalformedCall
         self._found[name] = _read_literal(value)
 

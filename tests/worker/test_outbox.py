@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from engines.base import EngineOutput
 from shared.protocol import (
@@ -12,6 +13,7 @@ from shared.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Grammar,
     OutputLogprob,
     StageTimings,
     Started,
@@ -169,3 +171,15 @@ def test_a_failed_sequence_ends_its_request_alone():
     [failed] = active.events([EngineOutput(active.engine_id, error="no memory")])
     assert isinstance(failed, Failed)
     assert (failed.code, failed.message) == (ErrorCode.ENGINE_FAILURE, "no memory")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "param"), [(Grammar("json", "{}", "guided_json"), "guided_json"), (None, "tools")]
+)
+def test_a_form_that_is_too_slow_to_follow_is_named(grammar, param):
+    request = make_request()
+    active = make_flight(replace(request, task=replace(request.task, grammar=grammar)))
+    slow = EngineOutput(active.engine_id, error="x", error_code=ErrorCode.GRAMMAR_TOO_COMPLEX)
+    [failed] = active.events([slow])
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.param) == (ErrorCode.GRAMMAR_TOO_COMPLEX, param)
