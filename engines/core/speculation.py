@@ -30,12 +30,16 @@ _MAX_INDEXED = 2048
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: How often a token of a draft is right, before it is known.
 _FORCED_RIGHT, _RIGHT = 0.9, 0.5
+#: Where drafts are right more often than that, one that does not pay is thought of again so soon.
+_LIKELY, _REST = 0.6, 8
+#: A sequence begins with one draft that may not pay, where those of others were right so often.
+_WORTH_A_TRIAL = 0.3
 #: Drafts that are right so often and do not pay will not, however often they are right.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
 #: Weight of the newest token in how often a sequence's drafts are right; the engine's follows slowly.
-_NEWEST_OF_SEQUENCE, _NEWEST_OF_ALL = 0.2, 0.02
+_NEWEST_OF_SEQUENCE, _NEWEST_OF_ALL = 0.3, 0.05
 #: After so many steps in a row with drafts one goes without: what that takes has to be seen.
 _PLAIN_EVERY = 64
 #: A sequence whose drafts would not pay has none for so many tokens, at first and at most; then one.
@@ -93,13 +97,24 @@ class History:
     three times the memory); places behind the same three are chained, the latest first.
     """
 
-    __slots__ = ("_earlier", "_key", "_latest", "_wait", "is_forced", "quiet_until", "right")
+    __slots__ = (
+        "_earlier",
+        "_key",
+        "_latest",
+        "_trial_at",
+        "_wait",
+        "is_forced",
+        "quiet_until",
+        "right",
+    )
 
     def __init__(self, right: float) -> None:
         """`right`: the share of guessed tokens that will be, as far as is known."""
         self.right = right
         self.is_forced = False  #: whether its last draft was its grammar's
-        self.quiet_until = 0  #: the length from which on it is tried again
+        self.quiet_until = 0  #: the length from which on it is looked at again
+        # the length from which on a draft is tried that would not pay; 0: none has been declined
+        self._trial_at = 0 if right < _WORTH_A_TRIAL else 1
         self._wait = _FIRST_WAIT
         self._key = 0  # the three tokens in front of the first place without index
         self._latest: dict[int, int] = {}
@@ -137,19 +152,24 @@ class History:
             draft += draft[: most - len(draft)]
         return draft
 
-    def be_quiet(self, num_tokens: int) -> None:
-        """Guess nothing for a while, twice as long each time, as it would not pay."""
-        self.quiet_until = num_tokens + self._wait
-        self._wait = min(2 * self._wait, _LONGEST_WAIT)
+    def decline(self, num_tokens: int) -> bool:
+        """Note that a draft would not pay; returns whether it is tried all the same."""
+        is_trial = 0 < self._trial_at <= num_tokens
+        if is_trial or not self._trial_at:
+            self._trial_at = num_tokens + self._wait
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+        is_likely = self.right > _LIKELY  # then steps may be cheaper soon, or others draft as well
+        self.quiet_until = num_tokens + _REST if is_likely else self._trial_at
+        return is_trial
 
     def note(self, num_right: int, num_tried: int) -> None:
         """Of so many guessed tokens that were looked at so many were right."""
         weight = 1 - (1 - _NEWEST_OF_SEQUENCE) ** num_tried
         self.right += weight * (num_right / num_tried - self.right)
-        if num_right == num_tried and self.quiet_until:
+        if num_right == num_tried:
             self._wait = _FIRST_WAIT
             if self.right < _SURE:  # what was tried may be tried again
-                self.quiet_until = 1
+                self.quiet_until, self._trial_at = 0, 1
 
 
 def _match(token_ids: list[int], place: int, end: int) -> int:
@@ -249,11 +269,7 @@ class Speculator:
             return ()
         longest, expected = self._longest(right, most, num_running)
         if not longest:
-            if history.is_forced:
-                return ()
-            is_trial = history.quiet_until > 0
-            history.be_quiet(num_tokens)
-            if not is_trial:
+            if history.is_forced or not history.decline(num_tokens):
                 return ()
             longest = 1 if num_running > 1 else min(2, most)
         self._num_wanting += 1
