@@ -49,7 +49,7 @@ _FORGOTTEN = 0.01
 #: A token of a draft is taken to cost that share of a step, over its sequences, before it is known.
 _FIRST_COST = 0.25
 #: What a draft costs counts so many times: what was measured is not exact.
-_MARGIN = 1.2
+_MARGIN = 1.4
 #: Step times are noisy: one counts as so many times the usual at most.
 _MAX_NOISE = 2.0
 
@@ -99,6 +99,7 @@ class History:
 
     __slots__ = (
         "_earlier",
+        "_is_trial",
         "_key",
         "_latest",
         "_trial_at",
@@ -116,6 +117,7 @@ class History:
         # the length from which on a draft is tried that would not pay; 0: none has been declined
         self._trial_at = 0 if right < _WORTH_A_TRIAL else 1
         self._wait = _FIRST_WAIT
+        self._is_trial = False  # whether its last draft was not thought to pay
         self._key = 0  # the three tokens in front of the first place without index
         self._latest: dict[int, int] = {}
         self._earlier = array("i", [0] * _NGRAM)  # by place; 0: none
@@ -160,16 +162,20 @@ class History:
             self._wait = min(2 * self._wait, _LONGEST_WAIT)
         is_likely = self.right > _LIKELY  # then steps may be cheaper soon, or others draft as well
         self.quiet_until = num_tokens + _REST if is_likely else self._trial_at
+        self._is_trial = is_trial
         return is_trial
 
     def note(self, num_right: int, num_tried: int) -> None:
         """Of so many guessed tokens that were looked at so many were right."""
         weight = 1 - (1 - _NEWEST_OF_SEQUENCE) ** num_tried
         self.right += weight * (num_right / num_tried - self.right)
-        if num_right == num_tried:
+        is_trial, self._is_trial = self._is_trial, False
+        if num_right < num_tried:
+            return
+        if not is_trial:
             self._wait = _FIRST_WAIT
-            if self.right < _SURE:  # what was tried may be tried again
-                self.quiet_until, self._trial_at = 0, 1
+        elif self.right < _SURE:  # what was tried may be tried again
+            self.quiet_until, self._trial_at = 0, 1
 
 
 def _match(token_ids: list[int], place: int, end: int) -> int:
