@@ -222,7 +222,8 @@ class Instance:
             used = await asyncio.to_thread(used_bytes, process.pid)
             if used > limit and process.returncode is None:
                 # One that has not served yet would do the same again.
-                self._fail(too_much(used, limit), is_final=self._state == "starting")
+                is_ready = self._state == "ready"
+                self._fail(too_much(used, limit, is_ready=is_ready), is_final=not is_ready)
                 process.kill()
                 return
             await asyncio.sleep(MEMORY_POLL_S)

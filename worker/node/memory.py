@@ -42,9 +42,9 @@ def used_bytes(pid: int) -> int:
     return own + shared
 
 
-def too_much(used: int, limit: int) -> str:
-    """What to say of an instance that took more than its deployment states."""
-    ask = math.ceil(max(1.5 * limit, 1.25 * used) / 1e8) * 100
+def too_much(used: int, limit: int, *, is_ready: bool) -> str:
+    """What to say of an instance that took more than its deployment states. One that still loads needs more yet."""
+    ask = math.ceil(max(1.5 * limit, (1.25 if is_ready else 3) * used) / 1e8) * 100
     return (
         f"it used {used / 1e6:.0f} MB of memory, of {limit / 1e6:.0f} MB: deploy it with "
         f"--resources memory={ask}m, or without memory=, which sets no limit"

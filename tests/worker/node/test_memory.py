@@ -48,9 +48,15 @@ def test_a_container_has_no_more_than_it_may_use(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize(
-    ("used", "limit", "ask"), [(300e6, 20e6, "400m"), (1.01e9, 1e9, "1500m"), (5e9, 2e9, "6300m")]
+    ("used", "limit", "is_ready", "ask"),
+    [
+        (310e6, 20e6, True, "400m"),
+        (1.01e9, 1e9, True, "1500m"),
+        (5e9, 2e9, True, "6300m"),
+        (5e9, 2e9, False, "15000m"),
+    ],
 )
-def test_it_is_told_what_to_deploy_with(used: float, limit: float, ask: str):
-    said = too_much(int(used), int(limit))
+def test_it_is_told_what_to_deploy_with(used: float, limit: float, is_ready: bool, ask: str):
+    said = too_much(int(used), int(limit), is_ready=is_ready)
     assert f"--resources memory={ask}," in said
     assert f"of {limit / 1e6:.0f} MB" in said
