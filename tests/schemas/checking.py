@@ -11,7 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
+
+import numpy as np
 
 import engines.packages.shapes
 from engines.base import BadGrammar, GrammarTooComplex
@@ -61,6 +64,9 @@ class Checker:
         compiler = GrammarCompiler.create(self.tokenizer, self.tokenizer.vocab_size, None)
         assert compiler is not None
         self._compiler = compiler
+        starts = ((i, self.tokenizer.token_bytes(i)[:1]) for i in range(self.tokenizer.vocab_size))
+        signs = {i for i, start in starts if start and start in b'"}],:'}
+        self._ending = sorted(signs | self.tokenizer.eos_token_ids)  # tokens that lead to the end
 
     def close(self) -> None:
         self._compiler.close()
@@ -109,6 +115,21 @@ class Checker:
                 return False
             told.append(token_id)
         return True
+
+    def draw(self, constraint: Constraint, random: Random, most_tokens: int) -> str | None:
+        """An answer of random tokens that the masks allow; None: it did not end."""
+        constraint, told = constraint.begin(), []
+        while len(told) < most_tokens:
+            bits = np.frombuffer(constraint.mask(told, 0), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            ending = np.intersect1d(allowed, self._ending)
+            if len(ending) and random.random() < (0.3 if len(told) < most_tokens // 3 else 0.9):
+                allowed = ending
+            token_id = int(random.choice(allowed))
+            if token_id in self.tokenizer.eos_token_ids:
+                return b"".join(map(self.tokenizer.token_bytes, told)).decode()
+            told.append(token_id)
+        return None
 
 
 def spell(data: Any) -> list[str]:
