@@ -4,7 +4,7 @@
 """
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ TWINS = SimpleNamespace(
 )
 choose_num_parts = import_kernels("decode_attention").choose_num_parts
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
     torch.float16: {"rtol": 5e-3, "atol": 5e-3},
@@ -100,7 +100,9 @@ def test_heads_are_turned_and_kept(
     found = KERNELS.rotate_keep(qkv, rotary, positions, slots, pools[0], 1, heads)
     expected = TWINS.rotate_keep(qkv, rotary, positions, slots, pools[1], 1, heads)
     blocks = torch.arange(16, device=DEVICE)
-    tolerance = TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
+    tolerance: dict[str, Any] = (
+        TOLERANCES[dtype] if kv_dtype == "auto" else {"rtol": 0.02, "atol": 0.03}
+    )
     assert_close(found[0], expected[0], **TOLERANCES[dtype])
     assert_close(found[1:], expected[1:], **tolerance)
     for layer in range(2):  # the other layer, and all other slots, are as they were
@@ -183,7 +185,8 @@ def test_few_rows_are_multiplied_by_few_bits(num_rows: int, dtype: torch.dtype):
 def test_shapes_of_real_models(shape: str):
     """One token of each kernel, with heads, widths and positions as they are there, a norm of heads and a window."""
     text = make_text_config(max_position_embeddings=128, **REAL_SHAPES[shape])
-    dtype, tolerance = torch.bfloat16, TOLERANCES[torch.bfloat16]
+    dtype = torch.bfloat16
+    tolerance = TOLERANCES[dtype]
     width, inner, head_dim = text.hidden_size, text.intermediate_size, text.head_dim
     x, gain = numbers(1, width, dtype=dtype), numbers(width, dtype=dtype)
     assert_close(KERNELS.add_norm(x, x, gain, 1e-5), TWINS.add_norm(x, x, gain, 1e-5), **tolerance)
@@ -200,7 +203,7 @@ def test_shapes_of_real_models(shape: str):
     lengths = torch.tensor([38], device=DEVICE)
     queries, attended = [], []
     for ops, pool in zip((KERNELS, TWINS), pools, strict=True):
-        heads = Heads(*norms)
+        heads = Heads(norms[0], norms[1])
         queries.append(ops.rotate_keep(qkv, rotary, positions, slots, pool, 0, heads))
         attended.append(ops.attend_decodes(pool, 0, queries[0][0], tables, lengths, 30))
     assert_close(queries[0], queries[1], **tolerance)
@@ -229,7 +232,7 @@ def test_few_bits_of_real_widths(shape: str, bits: int):
 
 
 def make_int8(integers: torch.Tensor, scale: torch.Tensor) -> Int8Linear:
-    linear = Int8Linear(tuple(integers.shape), None, torch.float32)
+    linear = Int8Linear((len(integers), integers.shape[1]), None, torch.float32)
     linear.integers, linear.scale = integers.to(DEVICE), scale.float()
     return linear
 
