@@ -223,8 +223,9 @@ def test_instances_follow_real_load_up_and_down(deployer: Deployer):
 
 
 def test_a_canary_that_takes_longer_is_rolled_back_and_one_as_fast_is_promoted(deployer: Deployer):
-    old = deployer.active()
-    options = ("--canary", "50%", "--canary-latency", "2", "--min-instances", "1")
+    one = ("--min-instances", "1", "--max-instances", "1")  # room for the other version
+    old = deployed(deployer, 30, *one)
+    options = ("--canary", "50%", "--canary-latency", "2", *one)
     with load(deployer):
         slow = deployer.deploy(31, "--set", "mock__decode_s=0.05", *options)
         assert slow.returncode == 0, slow.stderr  # as a canary
