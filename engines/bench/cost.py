@@ -37,7 +37,7 @@ class ModelCost:
         text = model.config.text
         decoder = model.language_model
         head = decoder.model.embed_tokens if decoder.lm_head is None else decoder.lm_head
-        self._head_bytes = head.weight.nbytes
+        self._head_bytes = _num_bytes(head)
         self._layer_bytes = _num_bytes(decoder.model.layers)
         self._vision_bytes = _num_bytes(model.vision_tower) + _num_bytes(
             model.multi_modal_projector

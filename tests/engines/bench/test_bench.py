@@ -16,6 +16,7 @@ from engines.bench.measure import Late, Run
 from engines.bench.report import to_row
 from engines.bench.run import BenchOptions, run
 from engines.core.sequence import Batch, ScheduledSequence, Sequence
+from engines.torch_backend.layers.quantized_linear import Int8Linear
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from shared.protocol import SamplingParams
 from tests.factories_torch import make_model_pair, make_pixels, make_runner, make_vlm_config
@@ -66,6 +67,18 @@ def test_bytes_of_a_step_are_weights_once_and_the_context_of_each_sequence():
     both = cost.step(Batch([ScheduledSequence(chunk, 5), ScheduledSequence(whole, 7)]), 0)
     assert first.num_bytes == weights + 5 * per_token
     assert both.num_bytes == weights + 12 * per_token + head
+
+
+def test_a_head_in_few_bits_is_counted_as_it_is_kept():
+    pair = make_model_pair(make_vlm_config())
+    decoder, text = pair.ours.language_model, pair.config.text
+    sequence = Sequence("a", [1] * 7, 7, SamplingParams())
+    batch = Batch([ScheduledSequence(sequence, 7)])
+    full = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
+    num_outputs, width = text.vocab_size, text.hidden_size
+    decoder.lm_head = Int8Linear((num_outputs, width), None, torch.float32).to_empty(device="cpu")
+    found = ModelCost(pair.ours, torch.bfloat16).step(batch, 0).num_bytes
+    assert full - found == num_outputs * (3 * width - 4)  # and a scale for each
 
 
 def test_rates_and_latencies_follow_their_definitions():
