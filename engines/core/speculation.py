@@ -232,7 +232,8 @@ class Speculator:
     def begin(self, sequence: Sequence) -> None:
         """Take on a sequence, if anything is to be guessed in it."""
         if self._repeats or sequence.constraint is not None:
-            sequence.history = History(self._first_right)
+            # others' text came again: that says little of this one's, and wrong guesses cost
+            sequence.history = History(min(self._first_right, _RIGHT))
             self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
 
     def guess(
