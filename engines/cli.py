@@ -122,7 +122,7 @@ def bench_engine(
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     speculation: Annotated[
-        str, typer.Option(help="off, auto (as VLM_ENGINE__SPECULATION), or both in turn: off,auto.")
+        str, typer.Option(help="off, ngram, or both in turn: off,ngram.")
     ] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:

@@ -52,8 +52,8 @@ class Bench:
         unknown = set(options.scenarios) - SCENARIOS.keys()
         if unknown or min(options.batch_sizes) < 1:
             raise ValueError(f"scenarios are {', '.join(SCENARIOS)}; batch sizes are at least 1")
-        if not {"auto", "off"}.issuperset(options.speculation):
-            raise ValueError("speculation is auto, off, or both")
+        if not {"ngram", "off"}.issuperset(options.speculation):
+            raise ValueError("speculation is ngram, off, or both")
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
@@ -66,12 +66,13 @@ class Bench:
             "cpu_kernels": options.cpu_kernels,
             "max_num_seqs": num_seqs,
             "kv_dtype": options.kv_dtype,
+            "speculation": "ngram",
         }
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
         assert isinstance(engine.runner, TorchRunner)
         self.engine = engine
-        self._speculators = {"auto": engine.scheduler.speculator, "off": None}
+        self._speculators = {"ngram": engine.scheduler.speculator, "off": None}
         model = engine.runner.model
         assert isinstance(model, Llava)
         self._quantization = model.config.quantization or options.quantization

@@ -634,8 +634,7 @@ def _create_speculator(
             "no speculation: a token that is wrong cannot be taken out of the model's state"
         )
         return None
-    repeats = runner.repeats if config.speculation == "auto" else config.speculation == "ngram"
-    return Speculator(eos_token_ids, repeats=repeats)
+    return Speculator(eos_token_ids, repeats=config.speculation == "ngram")
 
 
 def _prefill_limit(config: BatchingSettings, measured: PrefillLimit | None) -> PrefillLimit | None:

@@ -113,7 +113,6 @@ class ModelRunner(Protocol):
     shares_prefixes: bool  #: whether blocks hold all that is known of their tokens
     binds_prompts: bool  #: whether a prompt's tokens see all of it: one step computes them
     runs_async: bool  #: whether a device computes beside the host, which goes on meanwhile
-    repeats: bool  #: whether answers without a grammar are guessed too, unless settings say
 
     def launch(self, batch: Batch) -> RunningStep:
         """Begin to compute every scheduled token, and to sample the next one of caught-up sequences.

@@ -24,9 +24,9 @@ class BatchingSettings(EngineSettings):
         default=None,
         description="Launch a step before the tokens of the one before it are known; none: on a GPU.",
     )
-    speculation: Literal["auto", "ngram", "grammar", "off"] = Field(
+    speculation: Literal["auto", "ngram", "off"] = Field(
         default="auto",
-        description="Compute tokens ahead that will probably come, as far as it saves time; `grammar`: in answers held to one; `ngram`: also what stood in prompt or answer before; auto: `ngram` on a CPU. Answers stay the same.",
+        description="Compute tokens ahead that will probably come, as far as it saves time; auto: in answers held to a grammar; `ngram`: in all, what stood in prompt or answer before. Answers stay the same.",
     )
     tools: Literal["auto", "any"] = Field(
         default="auto",

@@ -181,7 +181,6 @@ class MockRunner:
     runs_async = False
     shares_prefixes = True
     binds_prompts = False
-    repeats = False  # random words do not, and time is pretended
 
     def __init__(self, settings: MockEngineSettings) -> None:
         self.block_size = settings.block_size

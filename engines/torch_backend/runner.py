@@ -102,8 +102,6 @@ class TorchRunner:
         is_cuda = is_native and is_served(device)
         # members have no graphs, so that nothing goes on beside the host
         self.runs_async = is_cuda and mesh.size == 1
-        # graphs decode one token of each sequence, and are launched before the last one is known
-        self.repeats = device.type == "cpu"
         num_blocks = self.num_blocks + is_cuda  # the last one is for rows without a sequence
         self._kv_pools = [
             create_pool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes

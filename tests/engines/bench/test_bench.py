@@ -131,13 +131,13 @@ def test_the_table_has_a_line_for_each_cell(tiny, capsys):
 def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):
     options = BenchOptions(
         str(tiny), device="cpu", scenarios=("edit", "noise"), batch_sizes=(1,), num_tokens=24,
-        rounds=1, speculation=("off", "auto"),
+        rounds=1, speculation=("off", "ngram"),
     )  # fmt: skip
     run(options, as_json=True)
     rows = {row["scenario"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert list(rows) == ["edit off", "edit auto", "noise off", "noise auto"]
+    assert list(rows) == ["edit off", "edit ngram", "noise off", "noise ngram"]
     assert rows["edit off"]["num_steps"] == rows["noise off"]["num_steps"] == 24
-    assert rows["edit auto"]["num_steps"] <= 24
+    assert rows["edit ngram"]["num_steps"] <= 24
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,6 @@ def test_given_answers_are_measured_with_and_without_speculation(tiny, capsys):
 )
 def test_what_cannot_be_measured_ends_with_the_reason(options):
     with pytest.raises(
-        SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name|auto, off)"
+        SystemExit, match=r"bench engine: .*(decode|at least 1|built-in name|ngram, off)"
     ):
         run(options, as_json=True)

@@ -33,7 +33,6 @@ class TimedRunner:
 
     block_size, num_blocks, max_model_len = 16, 64, 512
     runs_async = False
-    repeats = False
 
     def __init__(self, base_s: float, stream_s: float, token_s: float) -> None:
         self.now = 0.0
