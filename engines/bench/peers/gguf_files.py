@@ -1,4 +1,4 @@
-"""A LLaVA checkpoint as llama.cpp's files: the decoder and, apart, the tower with its projector.
+"""A checkpoint as llama.cpp's files: the decoder of several families and, of LLaVA alone, the tower with its projector.
 
 Run where `gguf` is installed, which is not our own environment. Quantized decoders are made from the BF16 file by
 llama.cpp itself. Source: the formats are those that llama.cpp's `src/llama-arch.cpp` and `tools/mtmd/clip.cpp` read.
@@ -7,18 +7,21 @@ llama.cpp itself. Source: the formats are those that llama.cpp's `src/llama-arch
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from engines.bench.peers.peer import DECODERS
 from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import TextConfig, VisionConfig
+from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config
 from engines.torch_backend.models.vision import num_blocks_needed
 
 _TEXT_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -44,7 +47,8 @@ _VISION_NAMES = {
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
 }
-_TEXT_LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+_TEXT_LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)\.(.+)\.(weight|bias)$")
+_TOWERS = ("vision", "visual")
 _VISION_LAYER = re.compile(
     r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)$"
 )
@@ -54,16 +58,42 @@ Rename = Callable[[str], str | None]
 
 def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
     """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: UnsupportedCheckpoint, OSError."""
-    text = read_config(checkpoint).text
-    writer = gguf.GGUFWriter(target, "llama")
+    kind_of_decoder, text = read_text(checkpoint)
+    writer = gguf.GGUFWriter(target, kind_of_decoder)
     _describe_decoder(writer, text)
+    turns_neighbours = kind_of_decoder == "llama"
     heads = {"attn_q": text.num_heads, "attn_k": text.num_kv_heads}
 
     def arrange(name: str, tensor: Tensor) -> Tensor:
         count = heads.get(name.split(".")[-2])
-        return tensor if count is None else _interleave_halves(tensor, count)
+        if count is None or not turns_neighbours:
+            return tensor
+        return _interleave_halves(tensor, count)
 
     _write_tensors(writer, checkpoint, kind, _decoder_name, arrange)
+
+
+def read_text(checkpoint: Path) -> tuple[str, TextConfig]:
+    """llama.cpp's name of the decoder, and its shape. Raises: UnsupportedCheckpoint."""
+    config = read_config(checkpoint)
+    if isinstance(config, VLMConfig):
+        return "llama", config.text
+    text: Any = config.full.get_text_config(decoder=True)
+    rope = text.rope_parameters
+    num_heads = text.num_attention_heads
+    return DECODERS[text.model_type], TextConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        rope_sections=tuple(rope.get("mrope_section", ())),
+    )
 
 
 def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
@@ -86,6 +116,8 @@ def _describe_decoder(writer: "gguf.GGUFWriter", text: TextConfig) -> None:
     writer.add_head_count_kv(text.num_kv_heads)
     writer.add_rope_dimension_count(text.head_dim)
     writer.add_rope_freq_base(text.rope_theta)
+    if text.rope_sections:
+        writer.add_rope_dimension_sections([*text.rope_sections, 0])
     writer.add_layer_norm_rms_eps(text.rms_norm_eps)
     writer.add_vocab_size(text.vocab_size)
     writer.add_tokenizer_model("llama")  # ids come from us: the names of tokens only fill the table
@@ -135,11 +167,13 @@ def _write_tensors(
 
 
 def _decoder_name(name: str) -> str | None:
+    if any(tower in name for tower in _TOWERS):
+        return None
     match = _TEXT_LAYER.match(name)
     if match:
         layer, module, kind = match.groups()
         return f"blk.{layer}.{_TEXT_NAMES[module]}.{kind}"
-    module, _, kind = name.removeprefix("language_model.").rpartition(".")
+    _, module, kind = f".{name}".rsplit(".", 2)
     return f"{_TEXT_NAMES[module]}.{kind}" if module in _TEXT_NAMES else None
 
 

@@ -15,6 +15,7 @@ from llama_cpp import mtmd_cpp  # pyright: ignore[reportMissingImports]
 
 from engines.bench.peers.gguf_files import write_decoder, write_tower
 from engines.bench.peers.peer import NUM_TEXT_TOKENS
+from engines.torch_backend.models.llava import VLMConfig
 from engines.torch_backend.models.registry import read_config
 
 _MAX_STEPS = 128
@@ -26,15 +27,22 @@ class LlamaCpp:
     """The model in one file type."""
 
     def __init__(
-        self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int, files: Path
+        self,
+        checkpoint: Path,
+        precision: str,
+        num_threads: int,
+        max_batch_size: int,
+        files: Path,
+        num_context: int,
     ) -> None:
-        """Load, after writing the files if they are not there. Raises: RuntimeError."""
+        """Load, after writing the files if they are not there; a tower of LLaVA alone. Raises: RuntimeError."""
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, None)
         mtmd_cpp.mtmd_helper_log_set(self._log, None)
         llama_cpp.llama_backend_init()
-        self._config = read_config(checkpoint)
-        self._num_context = self._config.tokens_per_image + NUM_TEXT_TOKENS
+        config = read_config(checkpoint)
+        self._vocab_size: int = config.text.vocab_size
+        self._num_context = num_context
         self._random = random.Random(0)
         model = llama_cpp.llama_model_load_from_file(
             bytes(decoder_file(checkpoint, files, precision, num_threads)),
@@ -48,7 +56,9 @@ class LlamaCpp:
         if not model or not self._context:
             raise RuntimeError("llama.cpp did not load the decoder")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._tower = _Tower(tower_file(checkpoint, files), model, num_threads, self._config)
+        self._tower: _Tower | None = None
+        if isinstance(config, VLMConfig):
+            self._tower = _Tower(tower_file(checkpoint, files), model, num_threads, config)
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """One token of every sequence a call."""
@@ -71,10 +81,12 @@ class LlamaCpp:
 
     def image(self) -> float:
         """Preprocessing is not in it."""
+        assert self._tower is not None
         return self._tower.encode(self._random)[0]
 
     def first_token(self) -> float:
         """The image, its features through the decoder, then the text."""
+        assert self._tower is not None
         elapsed, features = self._tower.encode(self._random)
         text = self._text(NUM_TEXT_TOKENS)
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -111,12 +123,12 @@ class LlamaCpp:
         code = llama_cpp.llama_decode(self._context, batch.struct)
         if code != 0:
             raise RuntimeError(f"llama_decode answered {code}")
-        size = self._config.text.vocab_size
+        size = self._vocab_size
         rows = (llama_cpp.llama_get_logits_ith(self._context, place) for place in batch.outputs)
         return [int(np.ctypeslib.as_array(row, (size,)).argmax()) for row in rows]
 
     def _text(self, count: int) -> list[int]:
-        return [self._random.randrange(3, self._config.text.vocab_size - 64) for _ in range(count)]
+        return [self._random.randrange(3, self._vocab_size - 64) for _ in range(count)]
 
 
 class _Batch:

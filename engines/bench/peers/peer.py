@@ -85,6 +85,12 @@ WORKLOADS = {
 #: Those for a machine whose every step takes a second; `serve-64` takes such a one an hour.
 CPU_WORKLOADS = tuple(name for name in WORKLOADS if name != "serve-64")
 
+#: Those without a tower.
+TEXT_WORKLOADS = tuple(name for name, x in WORKLOADS.items() if x.task in ("decode", "prefill"))
+
+#: llama.cpp's name of a decoder, by transformers' type of it.
+DECODERS = {"llama": "llama", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl"}
+
 
 @dataclass(frozen=True, slots=True)
 class SystemName:

@@ -19,7 +19,14 @@ from rich.console import Console
 from engines.bench.machine import device_name
 from engines.bench.peers.fleet import Fleet, PeerFailure
 from engines.bench.peers.install import LLAMA_CPP_VERSION, is_installed
-from engines.bench.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName, Workload
+from engines.bench.peers.peer import (
+    CPU_WORKLOADS,
+    DECODERS,
+    TEXT_WORKLOADS,
+    WORKLOADS,
+    SystemName,
+    Workload,
+)
 from engines.bench.peers.plot import write_plots
 from engines.bench.peers.prompts import IMAGE_SIZE, ExamplePrompts
 from engines.bench.peers.report import TABLE_WIDTH, show
@@ -86,8 +93,16 @@ class Comparison:
         reason = None
         if self.options.device != "cpu" or not {*self.options.workloads} <= {*CPU_WORKLOADS}:
             reason = "llama.cpp computes on the CPU here, and one image at a time"
-        elif not isinstance(read_config(self.checkpoint), VLMConfig):
-            reason = "llama.cpp's files are written of LLaVA's checkpoints alone here"
+        elif isinstance(config := read_config(self.checkpoint), VLMConfig):
+            return
+        elif getattr(config.full.get_text_config(decoder=True), "model_type", "") not in DECODERS:
+            reason = f"llama.cpp's decoders are written of {', '.join(DECODERS)} alone here"
+        elif not {*self.options.workloads} <= {*TEXT_WORKLOADS}:
+            texts = ",".join(TEXT_WORKLOADS)
+            raise ValueError(
+                "llama.cpp's towers are written of LLaVA's checkpoints alone here; ask for "
+                f"--workloads {texts}, or leave it out of --systems"
+            )
         if reason:
             raise ValueError(f"{reason}; leave it out of --systems")
 
@@ -114,6 +129,7 @@ class Comparison:
             "num_threads": self.options.num_threads,
             "device": self.options.device,
             "max_batch_size": max(workload.batch_size for workload in self.workloads),
+            "num_context": self.num_context,
             "files": str(self.options.folder / "gguf" / self.checkpoint.name),
         }
         self._tell(

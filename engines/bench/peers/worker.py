@@ -26,7 +26,10 @@ def create_peer(system: SystemName, options: dict[str, Any]) -> Peer:
         from engines.bench.peers.llama_cpp_peer import LlamaCpp  # noqa: PLC0415 - not installed with us
 
         files = Path(options["files"])
-        return LlamaCpp(checkpoint, system.precision, num_threads, max_batch_size, files)
+        num_context = options["num_context"]
+        return LlamaCpp(
+            checkpoint, system.precision, num_threads, max_batch_size, files, num_context
+        )
     from engines.bench.peers.ours import Ours  # noqa: PLC0415
 
     return Ours(checkpoint, system.precision, num_threads, max_batch_size, device)

@@ -15,7 +15,7 @@ from engines.bench.peers.peer import CPU_WORKLOADS, WORKLOADS, SystemName
 from engines.bench.peers.plot import draw
 from engines.bench.peers.report import compare
 from engines.bench.peers.results import Result, Results
-from engines.bench.peers.run import PeerOptions, run
+from engines.bench.peers.run import Comparison, PeerOptions, run
 from engines.torch_backend.loading.make_checkpoint import make_checkpoint
 from tests.engines.torch_backend.models.family_table import FAMILIES, write_checkpoint
 
@@ -194,11 +194,23 @@ def test_llama_cpp_is_no_peer_on_a_gpu(tiny):
         run(PeerOptions(tiny, ("llama.cpp:BF16",), device="cuda"), as_json=True)
 
 
-def test_llama_cpp_is_no_peer_of_families_whose_files_nobody_writes(tmp_path):
-    [family] = [family for family in FAMILIES if family.name == "SmolVLM"]
+@pytest.mark.parametrize(
+    ("name", "workload", "reason"),
+    [("SmolVLM", "image", "towers .* --workloads decode-1"), ("Qwen3-VL", "decode-1", "decoders")],
+)
+def test_llama_cpp_is_no_peer_of_families_whose_files_nobody_writes(
+    name, workload, reason, tmp_path
+):
+    [family] = [family for family in FAMILIES if family.name == name]
     write_checkpoint(family, tmp_path)
-    with pytest.raises(SystemExit, match="leave it out of --systems"):
-        run(PeerOptions(tmp_path, ("llama.cpp:BF16",)), as_json=True)
+    with pytest.raises(SystemExit, match=f"{reason}.*leave it out of --systems"):
+        run(PeerOptions(tmp_path, ("llama.cpp:BF16",), (workload,)), as_json=True)
+
+
+def test_llama_cpp_decodes_beside_families_whose_decoder_it_has(tmp_path):
+    [family] = [family for family in FAMILIES if family.name == "Qwen2.5-VL"]
+    write_checkpoint(family, tmp_path)
+    Comparison(PeerOptions(tmp_path, ("llama.cpp:BF16",), ("decode-1", "prefill")))
 
 
 def test_a_model_without_images_has_another_benchmark(tmp_path):
