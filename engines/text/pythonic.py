@@ -6,7 +6,7 @@ Used by the module of tools. Nothing is run: values are literals. It must not kn
 import ast
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from engines.text.schemas import UnsupportedSchema, prepare
@@ -29,6 +29,8 @@ _ASIDE = frozenset(
         "definitions",
     )
 )
+#: Where references lead that mean the same in the schema of one parameter.
+_SHARED = ("#/$defs/", "#/definitions/")
 _OF_PARAMETERS = _ASIDE | {"type", "properties", "required", "additionalProperties", "$schema"}
 
 #: What every call's rules refer to. Strings are of either quotes; numbers, and all within brackets, are JSON's.
@@ -125,13 +127,28 @@ class _Rules:
         return '"None"' if kind == "null" else self._json({"type": kind})
 
     def _json(self, schema: dict[str, Any]) -> str:
-        """A rule for what is written as JSON."""
+        """A rule for what is written as JSON. Raises: UnsupportedSchema."""
         whole = {**schema, **self._defs}
+        if not all(reference.startswith(_SHARED) for reference in _references(whole)):
+            raise UnsupportedSchema(
+                "of parameters, this model's calls follow a $ref only into #/$defs/"
+            )
         name = f"{self._name}_value{len(self._made)}"
         self._made.append(
             f"{name}: %json {json.dumps(prepare(whole, is_lenient=self._is_lenient))}"
         )
         return name
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        schema = schema.values()
+    elif not isinstance(schema, list):
+        return
+    for each in schema:
+        yield from _references(each)
 
 
 def _any_of(rules: Iterable[str]) -> str:

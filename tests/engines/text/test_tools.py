@@ -214,6 +214,15 @@ def test_what_calls_in_python_cannot_say_is_any_argument_unless_it_must_be_kept(
         assert caught.value.param == "tools"
 
 
+@pytest.mark.parametrize("reference", ["#", "#/properties/a", "#/properties/b"])
+def test_a_reference_out_of_a_parameter_is_refused_not_taken_for_one_within(compiler, reference):
+    within = {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"$ref": reference}}}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": within}}
+    strict = Function("f", json.dumps(schema), is_strict=True)
+    with pytest.raises(BadGrammar, match="ref"):
+        compiler.compile_tools(Tools((strict,), True), PYTHONIC, None)
+
+
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
