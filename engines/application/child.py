@@ -224,7 +224,7 @@ class _Log:
         self._thread.start()
 
     def _run(self) -> None:
-        left, then, dropped = float(_LOG_BYTES), time.monotonic(), 0
+        left, then, dropped, held = float(_LOG_BYTES), time.monotonic(), 0, b""
         with self._file as file:
             while data := file.read(_PIECE_BYTES):
                 now = time.monotonic()
@@ -238,9 +238,19 @@ class _Log:
                         "the application said %d bytes more than a log can bear", dropped
                     )
                     dropped = 0
-                text = self._conceal(data.decode(errors="replace"))
-                self._lines.extend(text.splitlines())
-                print(text, end="", file=sys.stderr, flush=True)
+                # Whole lines: in pieces of one a secret would not be found.
+                held += data
+                end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
+                if len(held) > _PIECE_BYTES:
+                    end = len(held)
+                self._say(held[:end])
+                held = held[end:]
+            self._say(held)
+
+    def _say(self, data: bytes) -> None:
+        text = self._conceal(data.decode(errors="replace"))
+        self._lines.extend(text.splitlines())
+        print(text, end="", file=sys.stderr, flush=True)
 
     def last_words(self) -> str:
         """The last line, to stand behind a message."""

@@ -313,6 +313,35 @@ class Toy(Application):
     assert "tell-nobody" not in said.err + said.out + message
 
 
+def test_a_secret_that_comes_in_two_pieces_is_not_shown(tmp_path, capfd):
+    source = """
+import os
+from vlm_app import Application
+
+class Toy(Application):
+    def run(self, task):
+        os.write(2, task.encode())
+"""
+    number = hand_over(Variables(secrets={"TOKEN": "tell-nobody"}))
+    engine = make_engine(tmp_path / "package", source, isolation="none", variables_fd=number)
+    said = ""
+    try:
+        driver = Driver(engine)
+        driver.ask("it is\ntell-")
+        give_up_at = time.monotonic() + WITHIN_S
+        while "it is" not in said:  # the first piece has been read
+            assert time.monotonic() < give_up_at
+            said += capfd.readouterr().err
+        driver.ask("nobody, and")
+        driver.ask(" no more\n")
+        while "no more" not in said:
+            assert time.monotonic() < give_up_at
+            said += capfd.readouterr().err
+    finally:
+        engine.close()
+    assert "it is\n***, and no more\n" in said
+
+
 @pytest.mark.skipif(len(ISOLATIONS) == 1, reason="bubblewrap is not here")
 def test_in_its_sandbox_it_sees_no_files_processes_or_network(tmp_path):
     (tmp_path / "secret").write_text("")
