@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-_RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s*(\d+) kB$", re.MULTILINE)
+_RESIDENT = re.compile(rb"^Rss(Anon|Shmem):\s*(\d+) kB$", re.MULTILINE)
 
 
 def room_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -35,10 +35,10 @@ def used_bytes(pid: int) -> int:
     own = shared = 0
     for process in processes:
         with suppress(OSError):
-            status = Path(f"/proc/{process.pid}/status").read_text()
+            status = Path(f"/proc/{process.pid}/status").read_bytes()  # a name may be any bytes
             found = {kind: int(size) * 1024 for kind, size in _RESIDENT.findall(status)}
-            own += found.get("Anon", 0)
-            shared = max(shared, found.get("Shmem", 0))
+            own += found.get(b"Anon", 0)
+            shared = max(shared, found.get(b"Shmem", 0))
     return own + shared
 
 

@@ -4,6 +4,7 @@ A deployment names them; their values go to the one process that asked, by a fil
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -25,18 +26,24 @@ class Secrets:
     def __init__(self, settings: NodeSettings) -> None:
         """Raises: SettingsError."""
         self._folder = Path(settings.secrets_dir).expanduser() if settings.secrets_dir else None
-        if self._folder is not None and not self._folder.is_dir():
-            raise SettingsError(f"VLM_NODE__SECRETS_DIR: {self._folder} is no directory")
+        if self._folder is not None and not os.access(self._folder / ".", os.R_OK | os.X_OK):
+            raise SettingsError(
+                f"VLM_NODE__SECRETS_DIR: {self._folder} is no directory that the node may read"
+            )
         self._variables = settings.secrets
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of all that there are."""
         files: list[str] = []
-        if self._folder is not None and self._folder.is_dir():
-            files = [entry.name for entry in os.scandir(self._folder) if entry.is_file()]
+        if self._folder is not None:
+            with suppress(OSError):  # gone since, or closed to us: then it has nothing to give
+                files = [name for name in os.listdir(self._folder) if self._has(name)]
         found = {name for name in self._variables if name in os.environ}
         return tuple(sorted(found.union(filter(SECRET.fullmatch, files))))
+
+    def _has(self, name: str) -> bool:
+        return self._folder is not None and os.path.isfile(self._folder / name)
 
     def read(self, environment: Environment) -> Variables:
         """What a process in this environment is given. Raises: SecretMissing."""
@@ -45,10 +52,9 @@ class Secrets:
 
     def _read(self, name: str) -> str:
         """A file comes before a variable; one line break at its end is none of it."""
-        path = self._folder / name if self._folder is not None else None
-        if path is not None and path.is_file():
+        if self._folder is not None and self._has(name):
             try:
-                data = path.read_bytes()
+                data = (self._folder / name).read_bytes()
             except OSError as error:
                 raise SecretMissing(f"the secret {name}: its file: {error.strerror}") from None
             data = data.removesuffix(b"\n").removesuffix(b"\r")

@@ -26,6 +26,7 @@ def secrets(tmp_path: Path, monkeypatch) -> Secrets:
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
     for name in ("OWN", "both", "OTHER"):
         monkeypatch.setenv(name, "variable")
     return Secrets(NodeSettings(secrets_dir=str(tmp_path), secrets=("OWN", "both", "GONE")))
@@ -38,7 +39,7 @@ def test_files_and_the_variables_that_are_named_are_secrets(secrets: Secrets):
     assert found.all == {"P": "1", "A": "from-a-file", "B": "file", "C": "variable", "D": ""}
 
 
-@pytest.mark.parametrize("name", ["OTHER", "GONE", "folder", "nul", "nothing"])
+@pytest.mark.parametrize("name", ["OTHER", "GONE", "folder", "itself", "nul", "nothing"])
 def test_what_is_no_secret_of_the_node_is_missing_by_its_name(secrets: Secrets, name: str):
     with pytest.raises(SecretMissing, match=name):
         secrets.read(Environment(secrets={"A": name}))
