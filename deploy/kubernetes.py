@@ -10,13 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shared.packages.deployments import Spec, version_name
-from shared.packages.environment import Environment, version_digest
+from shared.packages.environment import Environment, is_reserved, version_digest
 
 PROMETHEUS = "http://prometheus.monitoring:9090"
 IMAGE = "vlm-fleet-worker"
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 _DRAIN_S = 30
 _KEEPER = "deployments"
+_PASSWORD = "REDIS_PASSWORD"
 
 
 class CannotRender(ValueError):
@@ -55,6 +56,12 @@ def render(
     }
     resources = {"requests": requests, "limits": limits}
     secrets = sorted(set(environment.secrets.values()))
+    for each in secrets:
+        if is_reserved(each) or each == _PASSWORD or each[0].isdigit():
+            raise CannotRender(
+                f"--secret {each}: pods have secrets as variables of their names, and this one is the "
+                "node's own, or begins with a digit; take another name for it"
+            )
     pods = _deployment(unique, image, store, room, resources, f"{name}-secrets", secrets)
     keeper = _deployment(
         _KEEPER, image, store, {"VLM_DEPLOY__TAKES": "none"},
@@ -86,7 +93,7 @@ def _deployment(
         **({"VLM_NODE__SECRETS": ",".join(keys)} if keys else {}),
     }
     environment = [
-        {"name": "REDIS_PASSWORD", "valueFrom": password},
+        {"name": _PASSWORD, "valueFrom": password},
         *({"name": key, "value": value} for key, value in values.items()),
         *(
             {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}

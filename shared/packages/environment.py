@@ -47,13 +47,18 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             )
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a variable of that name is the node's own."""
+    upper = name.upper()
+    return upper in _RESERVED or upper.startswith(_RESERVED_PREFIXES)
+
+
 def _check_name(group: str, name: str) -> None:
     if not _VARIABLE.fullmatch(name):
         raise ValueError(
             f"{group}: name each by 1 to 128 letters, digits and underscores, no digit first"
         )
-    upper = name.upper()
-    if upper in _RESERVED or upper.startswith(_RESERVED_PREFIXES):
+    if is_reserved(name):
         raise ValueError(
             f"{group}.{name}: the node sets it; {', '.join(sorted(_RESERVED))} and names that begin "
             f"with {', '.join(_RESERVED_PREFIXES)} are reserved"

@@ -89,7 +89,14 @@ def test_pods_have_the_secrets_that_are_named_and_no_other_version(tmp_path, cap
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"name": "Captioner_2"}, "--name"), ({"store": "file:///srv/packages"}, "--store s3://")],
+    [
+        ({"name": "Captioner_2"}, "--name"),
+        ({"store": "file:///srv/packages"}, "--store s3://"),
+        *(
+            ({"environment": Environment(secrets={"A": secret})}, f"--secret {secret}")
+            for secret in ("REDIS_PASSWORD", "VLM_WORKER__DRAIN_S", "LD_PRELOAD", "PATH", "1st")
+        ),
+    ],
 )
 def test_what_pods_cannot_have_is_refused(tmp_path, capsys, change, says):
     with pytest.raises(CommandFailed, match=says) as failed:
