@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,14 +66,11 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
         return
-    try:
-        if library is None:
-            times = _time_steps(runner, most)
-        else:
-            measure = lambda: _time_steps(runner, most)  # noqa: E731
-            times = recall(library, f"{most} threads {shape}", _parse_times, measure)
-    except OSError:
-        return
+    measure = partial(_time_steps, runner, most)
+    if library is None:
+        times = measure()
+    else:
+        times = recall(library, f"{most} threads {shape}", partial(_parse_times, most), measure)
     chosen = decide(times)
     torch.set_num_threads(chosen)
     logger.info(
@@ -115,11 +113,12 @@ def _time_steps(runner: ModelRunner, most: int) -> StepTimes:
     return times
 
 
-def _parse_times(text: str) -> StepTimes:
-    """Raises: ValueError, TypeError, AttributeError for what `_time_steps` does not make."""
+def _parse_times(most: int, text: str) -> StepTimes:
+    """Raises: ValueError, TypeError, AttributeError, ArithmeticError for what `_time_steps` does not make."""
     found = {int(count): (float(a), float(b)) for count, (a, b) in json.loads(text).items()}
-    if not found:
-        raise ValueError("no times")
+    is_whole = most in found and all(0 < count <= most for count in found)
+    if not is_whole or not all(a > 0 and b > 0 for a, b in found.values()):
+        raise ValueError("no times of so many threads")
     return found
 
 

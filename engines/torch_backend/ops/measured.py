@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
@@ -78,18 +79,19 @@ def measured(level: CpuLevel, num_threads: int) -> CpuLevel:
 def recall(library: Library, key: str, parse: Callable[[str], T], measure: Callable[[], T]) -> T:
     """What was measured before by this library and torch on such a processor, else what is measured now.
 
-    `parse` reads the JSON of what `measure` returns, and raises for anything else. Raises: OSError.
+    `parse` reads the JSON of what `measure` returns, and raises for anything else.
     """
     key = f"{library.file.name} {torch.__version__} {cpu_model()} {key}"
     file = library.file.with_name(f"times-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")
     try:
         return parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         pass  # not there, or damaged: it is made anew
     found = measure()
     scratch = file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(found), encoding="utf-8")
-    scratch.replace(file)
+    with suppress(OSError):  # what cannot be kept is used all the same
+        scratch.write_text(json.dumps(found), encoding="utf-8")
+        scratch.replace(file)
     return found
 
 

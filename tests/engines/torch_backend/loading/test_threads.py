@@ -150,11 +150,26 @@ def test_threads_are_timed_once_for_a_model_and_machine(
     settle_num_threads(runner, "shape", library)
     assert (torch.get_num_threads(), len(steps.tried)) == (4, num_tried)
 
-    torch.set_num_threads(8)
     [file] = tmp_path.glob("times-*.json")
-    file.write_text("{}")
-    settle_num_threads(runner, "shape", library)
-    assert len(steps.tried) > num_tried
+    for garbage in (
+        "{}", "[[", '{"8": [1, 1], "0": [0.1, 0.1]}', '{"8": [1, 1], "64": [0.1, 0.1]}',
+        '{"4": [1, 1]}', '{"8": [NaN, 1]}', '{"8": [1e999, -1]}', f'{{"8": [1{"0" * 400}, 1]}}',
+    ):  # fmt: skip
+        torch.set_num_threads(8)
+        file.write_text(garbage)
+        num_tried = len(steps.tried)
+        settle_num_threads(runner, "shape", library)
+        assert (torch.get_num_threads(), len(steps.tried) > num_tried) == (4, True), garbage
+
+
+def test_times_that_cannot_be_kept_are_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    steps: Any = Steps({8: (1.0, 1.0), 4: (0.5, 0.6), 2: (1.5, 2.0)})
+    monkeypatch.setattr(threads, "Trial", lambda runner: runner)
+    library: Any = type("Library", (), {"file": tmp_path / "gone" / "kernels.so"})()
+    settle_num_threads(steps, "shape", library)
+    assert torch.get_num_threads() == 4
 
 
 def test_a_number_of_threads_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch):
