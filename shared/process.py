@@ -50,7 +50,7 @@ def _collapse_heaps() -> None:
 def _heaps() -> Iterator[tuple[int, int]]:
     """Address and length of the whole huge pages that fit into this process's own memory."""
     guarded_at = 0  # where the page below a thread's stack ends
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         addresses, rights, _, _, _, *name = line.split(maxsplit=5)
         start, end = (int(address, 16) for address in addresses.split("-"))
         if rights == "---p":

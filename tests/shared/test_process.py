@@ -1,5 +1,6 @@
 """What a process of ours does with its memory once it has started."""
 
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,26 @@ for thread in threading.enumerate():
 assert objects == [[number] for number in range(200_000)]
 print(read("AnonHugePages"), read("Rss") - before, flush=True)
 """
+
+
+ODD = """
+import mmap, sys, threading
+from shared.process import end_startup
+
+with open(sys.argv[1].encode("utf-8", "surrogateescape"), "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+end_startup()
+for thread in threading.enumerate():
+    if thread.name == "huge pages":
+        thread.join()
+"""
+
+
+def test_a_mapped_file_whose_name_is_no_text_is_nothing_to_speak_of(tmp_path: Path):
+    path = bytes(tmp_path) + b"/\xff"
+    Path(os.fsdecode(path)).write_bytes(b"x" * 4096)
+    done = subprocess.run([sys.executable, "-c", ODD, path], capture_output=True, check=True)
+    assert done.stderr == b""
 
 
 def _can_collapse() -> bool:
