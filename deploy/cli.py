@@ -107,7 +107,7 @@ def deploy(
         typer.Option(
             "--secret",
             metavar="NAME[=SECRET]",
-            help="A variable of an application with the node's secret of that name, or another.",
+            help="A variable of an application with the node's secret of that name, or another; never its value.",
             show_default=False,
         ),
     ] = None,
