@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import Struct
@@ -252,12 +252,14 @@ class ActiveRequests:
             active.is_alone for active in self._active_requests.values()
         )
 
-    async def wait_for_change(self) -> None:
+    async def wait_for_change(self, longest_s: float = LOOK_AGAIN_S) -> None:
         """Until room may have come, or the last one may have ended; steps without output count."""
         self.changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_AGAIN_S):
-                await self.changed.wait()
+        timer = asyncio.get_running_loop().call_later(longest_s, self.changed.set)
+        try:
+            await self.changed.wait()
+        finally:
+            timer.cancel()
 
     def start(self, claims: Iterable[Claim]) -> None:
         """Begin to work on claims."""

@@ -18,6 +18,9 @@ from shared.settings.tree import WorkerSettings
 from worker.active_requests import ActiveRequests
 from worker.engine_thread import EngineThread
 
+#: How long a worker that was idle lets its engine begin before it reads on: one interpreter is not
+#: used twice at a time.
+ENGINE_FIRST_S = 0.001
 #: Requests that one read claims at most: the rest of a burst is left to workers that are idle too.
 MAX_CLAIMS_PER_READ = 8
 
@@ -52,9 +55,12 @@ class ClaimLoops:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self._queue.read(room, BLOCK_S)
+        was_idle = not self._active_requests
         self._active_requests.start(claims)
         if self._queue.num_backlog:
             self._batch_waits.set()
+        if was_idle and claims:
+            await self._active_requests.wait_for_change(ENGINE_FIRST_S)
 
     async def claim_at_home(self) -> None:
         """Claim what is put aside for this worker, which has served its like."""

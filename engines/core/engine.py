@@ -328,7 +328,8 @@ class BatchingEngine(Engine[EngineRequest]):
         if detokenizer.is_stopped:
             reason = FinishReason.STOP
         if reason is None:
-            if (speculator := self.scheduler.speculator) is not None:
+            speculator = self.scheduler.speculator
+            if speculator and (speculator.repeats or sequence.constraint is not None):
                 speculator.begin(sequence)
             self._generations[request.request_id] = generation
             self.scheduler.add(sequence)

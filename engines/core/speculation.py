@@ -212,7 +212,7 @@ class Speculator:
         `repeats`: answers without a grammar are guessed too, by what stood before.
         """
         self._eos_token_ids = eos_token_ids
-        self._repeats = repeats
+        self.repeats = repeats
         self.num_guessed = 0  #: tokens of drafts that were computed
         self.num_accepted = 0
         self.is_asked = False  #: for the step that is planned: what comes of it is worth a note
@@ -230,11 +230,10 @@ class Speculator:
         self._num_expected = 0.0
 
     def begin(self, sequence: Sequence) -> None:
-        """Take on a sequence, if anything is to be guessed in it."""
-        if self._repeats or sequence.constraint is not None:
-            # others' text came again: that says little of this one's, and wrong guesses cost
-            sequence.history = History(min(self._first_right, _RIGHT))
-            self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
+        """Take on a sequence in which something is to be guessed: held to a grammar, or any where it `repeats`."""
+        # others' text came again: that says little of this one's, and wrong guesses cost
+        sequence.history = History(min(self._first_right, _RIGHT))
+        self._first_right += _FORGOTTEN * (_RIGHT - self._first_right)
 
     def guess(
         self, sequence: Sequence, num_running: int, most: int, most_beside: int

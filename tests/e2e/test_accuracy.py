@@ -13,7 +13,7 @@ from engines.packages.shapes.training.evaluation import GROUPS, Score, report
 from tests.e2e.asking import ask_all, choose_cases, choose_evenly
 
 IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
-#: Of 60 questions of a group two wrong ones are chance: the goals themselves are the long form's.
+#: Of 50 questions of a group two wrong ones are chance: the goals themselves are the long form's.
 SLACK = 0.0 if IS_LONG else 0.05
 GOALS = {
     "single questions": 0.97,
@@ -27,7 +27,7 @@ GOALS = {
 @pytest.fixture(scope="module")
 def score(shapes_fleet, pytestconfig) -> Score:
     with OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused") as client:
-        score = ask_all(client, choose_cases(200) if IS_LONG else choose_evenly(60))
+        score = ask_all(client, choose_cases(200) if IS_LONG else choose_evenly(50))
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         report(score, console := Console(width=80))
         for group, goal in GOALS.items():

@@ -44,7 +44,9 @@ class Served:
         return screen[screen.index("curl ") : screen.index("\nEOF")] + "\nEOF\n"
 
     def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """The processes that live."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if _lives(child)]
 
     def child(self, command: str) -> psutil.Process:
         [found] = [p for p in self.family() if command in p.cmdline()]
@@ -86,3 +88,10 @@ def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.Compl
         [sys.executable, "-m", "vlm", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options,
     )  # fmt: skip
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,6 +1,7 @@
 """The bridge between loop and engine: one thread, no polling, one wake-up a step."""
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -92,7 +93,7 @@ async def test_steps_that_the_loop_was_too_busy_to_hear_of_come_in_one_batch(bri
 
 
 async def test_only_the_end_of_a_patient_request_wakes_the_loop(bridge, monkeypatch):
-    monkeypatch.setattr("worker.engine_thread.HOLD_S", 3600)
+    monkeypatch.setattr("worker.engine_thread.HOLD_S", math.inf)
     thread, listener, _ = bridge
     thread.add(make_engine_request(max_tokens=50), is_patient=True)
     await listener.until_finished()
